@@ -100,7 +100,8 @@ def measure(name: str, seed: int, arguments) -> dict:
 def trained(keys: dict, features: list[str], eval_features: list[str], folder: str, seconds: float, seed: int) -> dict:
     """Train a drafter into a folder; returns its figures, teacher-forced on `eval_features`."""
     keys = {
-        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed, **keys},
+        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
+        **{"init_layers": None, "draft_vocab_size": None, **keys},  # nothing of the preset
         **{"features": features, "eval_features": eval_features[0], "use_cpu": True, "max_minutes": seconds / 60},
         **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
         **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},

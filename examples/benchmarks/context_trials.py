@@ -28,6 +28,7 @@ from heads import SHARED, WHOLE, append, folder_of, lines_of
 from torch import nn
 
 from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.decoding.packing import emulated
 from dflash_hf.demo.run import load_pair
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.cache_dflash import additive
@@ -40,7 +41,6 @@ from dflash_hf.training.features import drop_layers, stored
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
-from dflash_hf.training.settings_for import Machine
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -118,7 +118,9 @@ class WithRejected(torch.utils.data.Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.features[self.blocks[index]["row"]] | self.blocks[index]
+        row = self.features[self.blocks[index]["row"]]
+        stored = row.pop("stored")
+        return {**row, "features": stored.features(), "states": stored.last_hidden_state(), **self.blocks[index]}
 
 
 class RejectedCollator(DFlashCollator):
@@ -283,7 +285,7 @@ DFLOW = {
 
 def halves() -> bool:
     """Whether this machine trains in half precision."""
-    return Machine.here(torch.device("cpu"), Path()).halves
+    return not emulated(torch.bfloat16)
 
 
 def place_of(name: str, arguments) -> dict:

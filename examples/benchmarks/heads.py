@@ -24,14 +24,13 @@ from real_pair import decode
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.packing import emulated, packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair, requests
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import drafter_folder
 from dflash_hf.training.pace import Pace
-from dflash_hf.training.settings_for import Machine
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"
@@ -93,7 +92,7 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 def train_all(arguments) -> None:
     Pace.clock = staticmethod(time.process_time)
     known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
-    shared = SHARED | {"bf16": Machine.here(torch.device("cpu"), Path()).halves}
+    shared = SHARED | {"bf16": not emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):
         for name in arguments.only or [*ADDED, *FRESH]:
             if (name, arguments.minutes, seed) in known:

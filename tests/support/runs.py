@@ -1,7 +1,5 @@
 """Short runs of the trainer."""
 
-from pathlib import Path
-
 from transformers import PreTrainedModel
 
 from dflash_hf.training.trainer import DFlashTrainer
@@ -44,12 +42,3 @@ PLAIN_SGD = {
 
 def history(trainer, key):
     return [line[key] for line in trainer.state.log_history if key in line]
-
-
-def save_states(checkpoint: Path) -> Path:
-    """The files that a run resumes with, besides the weights; their contents do not matter here."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    for name in ("optimizer.pt", "scheduler.pt"):
-        (checkpoint / name).touch()
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 1}', encoding="utf-8")
-    return checkpoint

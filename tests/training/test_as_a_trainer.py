@@ -2,6 +2,8 @@
 
 import math
 import pickle
+import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, CHECKPOINTING
 from transformers import HfArgumentParser, TrainerCallback
+from transformers.integrations import integration_utils
 from transformers.trainer_utils import IntervalStrategy
 
 from dflash_hf.evaluation.report import REPORT_FILE
@@ -297,3 +300,33 @@ def test_the_task_of_an_adapter_is_left_out(tmp_path):
     trainer = make_trainer(tmp_path, kwargs={"peft_config": {"r": 2, "task_type": "CAUSAL_LM"}})
     trainer.train()
     assert trainer.state.global_step > 0
+
+
+def test_a_pair_may_be_named(tmp_path):
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    make_draft(target, block_size=BLOCK, own_mask_embedding=False).save_pretrained(tmp_path / "draft")
+    fields = make_trainer(tmp_path).args
+    trainer = DFlashTrainer(str(tmp_path / "draft"), tmp_path / "target", fields, counting_rows(2))
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer.model.config.block_size == BLOCK
+
+
+def test_a_tracker_that_is_not_installed_is_told_in_one_line(tmp_path, monkeypatch):
+    """It was a traceback, after target and data had been loaded."""
+    monkeypatch.setattr(
+        "dflash_hf.training.training_args.get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
+    for name in ("wandb", "trackio", "tenosrboard"):
+        with pytest.raises(ImportError, match=f"report_to={name} is not installed, or unknown: `pip install {name}`"):
+            DFlashTrainingArguments(str(tmp_path), report_to=["tensorboard", name], use_cpu=True)
+
+
+def test_a_tracker_gets_every_figure(tmp_path, monkeypatch):
+    trackio = MagicMock()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: True)
+    trainer = make_trainer(tmp_path, report_to="trackio")
+    trainer.train()
+    logged = {name for call in trackio.log.call_args_list for name in call.args[0]}
+    assert {"train/loss", "train/simulated_tau", "train/accuracy_1", "train/tokens_per_second"} <= logged

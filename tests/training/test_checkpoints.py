@@ -1,6 +1,5 @@
 """Checkpoints: whole or not there, found again, and the same losses after them as without the interruption."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from support.pairs import make_target
 from support.rows import counting_rows
-from support.runs import history, make_trainer, save_states
+from support.runs import history, make_trainer
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.checkpoints import check_whole, last_whole_checkpoint
-from dflash_hf.training.run_file import checkpoint_to_resume
+from dflash_hf.training.checkpoints import is_whole, last_checkpoint
+from dflash_hf.training.train import checkpoint_to_resume
 
 
 FIELDS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}  # four steps are one epoch
@@ -71,59 +70,6 @@ def two(whole, tmp_path):
     return tmp_path
 
 
-RESUMED_FROM = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json")
-
-
-@pytest.mark.parametrize("name", [*RESUMED_FROM, "training_args.bin", "files.json"])
-def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused(name, two):
-    """Without its file the optimizer began anew, in silence."""
-    path = two / "checkpoint-2" / name
-    content = path.read_bytes()
-    size = len(content.rstrip())  # the end of a last line says nothing
-    lengths = {0, 1, *(size * percent // 100 for percent in (1, 10, 50, 90, 99)), size - 23, size - 2, size - 1}
-    for length in sorted(lengths):
-        path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"checkpoint-2/.* is (cut|missing).* resume from .*checkpoint-1 "):
-            check_whole(two / "checkpoint-2")
-        assert last_whole_checkpoint(two) == str(two / "checkpoint-1")
-    if name != "files.json":  # without which a checkpoint is of another trainer
-        path.unlink()
-        with pytest.raises(ValueError, match=f"{name} is missing"):
-            check_whole(two / "checkpoint-2")
-        path.write_bytes(content)
-        check_whole(two / "checkpoint-2")
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
-        check_whole(two / "checkpoint-9")
-
-
-def test_a_checkpoint_of_0_1_0_is_checked_by_the_sizes_next_to_its_digests(two):
-    listed = two / "checkpoint-2" / "files.json"
-    before = {name: [size, "0" * 64] for name, size in json.loads(listed.read_text()).items()}
-    listed.write_text(json.dumps(before), encoding="utf-8")
-    check_whole(two / "checkpoint-2")
-    (two / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="optimizer.pt is cut off"):
-        check_whole(two / "checkpoint-2")
-
-
-def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(whole, two, monkeypatch):
-    (two / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
-    said = []
-    monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
-    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
-    with pytest.raises(ValueError, match="optimizer.pt is cut off or damaged"):
-        resumed.train(resume_from_checkpoint=str(two / "checkpoint-2"))
-    resumed.train(resume_from_checkpoint=True)
-    assert len(said) == 1 and "checkpoint-2/optimizer.pt is cut off" in said[0]
-    assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
-    check_whole(two / "checkpoint-2")  # written again
-    assert checkpoint_to_resume(two, "auto", overwrite=False) == str(two / "checkpoint-6")
-    for path in two.glob("*/scheduler.pt"):
-        path.unlink()
-    with pytest.raises(ValueError, match="checkpoint-1/scheduler.pt is missing, and no other checkpoint is complete"):
-        checkpoint_to_resume(two, "auto", overwrite=False)
-
-
 UNFINISHED: dict[str, dict] = {
     "empty": {},
     "upstream's mark": {"checkpoint-is-incomplete.txt": "in progress..."},
@@ -140,13 +86,13 @@ def test_unfinished_checkpoints_are_skipped(files, two, whole, monkeypatch):
         (two / f"checkpoint-{step}").mkdir()
         for name, text in files.items():
             (two / f"checkpoint-{step}" / name).write_text(text)
-    with pytest.raises(ValueError, match=r"checkpoint-9/trainer_state.json is .*: resume from .*/checkpoint-2 "):
-        check_whole(two / "checkpoint-9")
+    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    with pytest.raises(ValueError, match="checkpoint-9 was not saved to its end .*=auto finds the last whole one"):
+        resumed.train(resume_from_checkpoint=str(two / "checkpoint-9"))
     said = []
     monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
-    assert checkpoint_to_resume(two, "auto", overwrite=False) == str(two / "checkpoint-2")
-    assert [line.partition(": ")[2] for line in said] == ["checkpoint-9 is skipped.", "checkpoint-8 is skipped."]
-    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    assert last_checkpoint(two) == two / "checkpoint-2"
+    assert said == [f"{two / 'checkpoint-9'} was not saved to its end, and is skipped."]
     resumed.train(resume_from_checkpoint=True)
     assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
 
@@ -168,10 +114,6 @@ def test_weights_alone_are_not_resumed_from(two):
             trainer.train(resume_from_checkpoint=resume)
     with pytest.raises(ValueError, match=remedy):
         checkpoint_to_resume(two, "auto", overwrite=False)
-    for name in ("optimizer.pt", "scheduler.pt"):
-        (save_states(two / "checkpoint-4") / name).unlink()  # of another trainer
-        with pytest.raises(ValueError, match="checkpoint-4 was saved without optimizer and scheduler"):
-            last_whole_checkpoint(two)
 
 
 def test_a_second_save_at_a_step_leaves_the_first(two):
@@ -190,7 +132,7 @@ def test_a_second_save_at_a_step_leaves_the_first(two):
     trainer.add_callback(SavesAgain())
     trainer.train(resume_from_checkpoint=True)
     trainer._save_checkpoint(trainer.model, None)
-    assert last_whole_checkpoint(two) == str(two / "checkpoint-3")
+    assert last_checkpoint(two) == two / "checkpoint-3"
 
 
 # Where a process dies while it saves its second checkpoint, once in a new folder and once in one that is replaced.
@@ -200,7 +142,6 @@ from pathlib import Path
 from transformers import Trainer, TrainerState
 from test_checkpoints import FIELDS, counting_rows, make_target, make_trainer
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training import checkpoints
 
 
 def die(*args, **kwargs):
@@ -223,7 +164,7 @@ def at_once(owner, attribute, original):
 
 
 def rmtree(folder, **kwargs):
-    (Path(folder) / "files.json").unlink(missing_ok=True)
+    (Path(folder) / "optimizer.pt").unlink(missing_ok=True)
     die()
 
 
@@ -233,7 +174,6 @@ points = {
     "weights": (DFlashDraftModel, "save_pretrained", die_in("model.safetensors")),
     "optimizer": (Trainer, "_save_optimizer_and_scheduler", at_once),
     "random": (Trainer, "_save_rng_state", die_in("rng_state.pth")),
-    "sizes": (checkpoints, "write_json", die_in("files.json")),
     "state": (TrainerState, "save_to_json", at_once),
     "half a state": (TrainerState, "save_to_json", die_in("trainer_state.json")),
 }
@@ -270,10 +210,10 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(replaces, who
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 8
+    assert len(folders) == 7
     for folder in folders:
         assert {path.name for path in folder.iterdir()} <= {"checkpoint-1", "checkpoint-2"}
-        assert last_whole_checkpoint(folder) == str(folder / "checkpoint-1")
+        assert last_checkpoint(folder) == folder / "checkpoint-1"
         first = load_file(folder / "checkpoint-1" / "model.safetensors")
         for name, tensor in load_file(whole[0] / "checkpoint-1" / "model.safetensors").items():
             assert torch.equal(first[name], tensor)
@@ -282,7 +222,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(replaces, who
     for key in KEYS:
         assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
     assert {path.name for path in folders[-1].iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
-    check_whole(folders[-1] / "checkpoint-2")
+    assert is_whole(folders[-1] / "checkpoint-2")
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced(whole, tmp_path):
@@ -326,5 +266,5 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         trainer = make_trainer(folder, make_target(), counting_rows(2))
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=f"resume_from_checkpoint=True, but output_dir='{folder}' holds no"):
+        with pytest.raises(ValueError, match=f"resume_from_checkpoint=True, but output_dir='{folder}' holds no whole"):
             trainer.train(resume_from_checkpoint=True)

@@ -21,7 +21,7 @@ from support.ranks import (
 )
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.checkpoints import last_whole_checkpoint
+from dflash_hf.training.checkpoints import last_checkpoint
 
 
 TESTS = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched,
         for name, parameter in parameters.items():
             assert torch.equal(saved[name], parameter), name
     assert {path.name for path in folder.glob("*point*")} == {"checkpoint-1", "checkpoint-2"}
-    assert last_whole_checkpoint(folder) == str(folder / "checkpoint-2")
+    assert last_checkpoint(folder) == folder / "checkpoint-2"
 
 
 def test_a_sharded_target_is_read_like_a_whole_one(launched, alone):

@@ -16,9 +16,10 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.files import locked
 from dflash_hf.target import digest_of_target, target_features
 from dflash_hf.training import features
-from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
+from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored_tokens
 from dflash_hf.training.features import stored as stored_features
 from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.rows import survey
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -63,7 +64,7 @@ def test_a_row_is_what_the_target_makes_of_it(target, stored):
         assert example["input_ids"].tolist() == row["input_ids"]
         assert example["loss_mask"].tolist() == row["loss_mask"]
         alone = target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
-        torch.testing.assert_close(example["features"], alone, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(example["stored"].features(), alone, rtol=1e-5, atol=1e-4)
     assert torch.equal(dataset[-1]["input_ids"], dataset[5]["input_ids"])
     with pytest.raises(IndexError):
         dataset[6]
@@ -134,7 +135,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
     monkeypatch.setattr(features, "target_forward", forward)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert len(before) == 2
-    with pytest.raises(ValueError, match="holds 4 of 6 examples; run the same `dflash features` again"):
+    with pytest.raises(ValueError, match="holds 2 of 3 shards; run the same `dflash features` again"):
         StoredFeatures(folder)
     (folder / ".features-00002.safetensors.half").write_bytes(b"half")
     _, lines = store(target, rows, folder)
@@ -142,7 +143,8 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     store(target, rows, tmp_path / "whole")
     for one, other in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert torch.equal(one["stored"].features(), other["stored"].features())
+        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "loss_mask"))
     assert not list(folder.glob(".*"))
 
 
@@ -156,7 +158,9 @@ def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
     assert len(StoredFeatures(folder)) == 6 and not list(folder.glob(".*"))
 
 
-def test_a_full_disk_is_known_before_anything_is_computed(target, tmp_path, monkeypatch):
+def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
+    """An hour at the paper's size; the lengths tell it."""
+    monkeypatch.setattr(features, "survey", lambda rows: pytest.fail("read"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("computed"))
@@ -170,10 +174,10 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
     shard = stored / "features-00001.safetensors"
     whole = shard.read_bytes()
     shard.unlink()
-    with pytest.raises(ValueError, match="features-00001.safetensors, a shard of manifest.json, is missing"):
+    with pytest.raises(ValueError, match="holds 2 of 3 shards; .* .features-00001.safetensors is missing"):
         StoredFeatures(stored)
     shard.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="features-00001.safetensors is damaged: it has"):
+    with pytest.raises(ValueError, match="features-00001.safetensors is damaged"):
         StoredFeatures(stored)
     shard.write_bytes(whole)
     StoredFeatures(stored)
@@ -221,20 +225,40 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
 
 def test_some_layers_of_some_folders(target, stored, tmp_path):
     """One set of stored features serves drafters that read fewer of them, and data that came later adds its own."""
-    whole, part, none = (StoredFeatures(stored, ids) for ids in (None, [3, 0], []))
+    whole, part = (StoredFeatures(stored, ids) for ids in (None, [3, 0]))
     width = target.config.hidden_size
     for index in (0, 5):
-        first, _, last = whole[index]["features"].split(width, dim=1)
-        assert torch.equal(part[index]["features"], torch.cat([last, first], dim=1))
-        assert set(none[index]) == {"input_ids", "loss_mask"}
+        first, _, last = whole[index]["stored"].features().split(width, dim=1)
+        assert torch.equal(part[index]["stored"].features(), torch.cat([last, first], dim=1))
+    assert torch.equal(survey(stored_tokens(stored)).counts, survey(counting_rows(6)).counts)
     with pytest.raises(ValueError, match=r"holds target_layer_ids=\[0, 2, 3\], but the drafter reads .*=\[1\]"):
         StoredFeatures(stored, [1])
     store(target, counting_rows(9), tmp_path / "later")
     both = stored_features([stored, tmp_path / "later"], [0, 3])
-    assert len(both) == 6 + 9 and both[14]["features"].shape[1] == 2 * width
+    assert len(both) == 6 + 9 and both[14]["stored"].features().shape[1] == 2 * width
     trainer = make_offline_trainer(tmp_path / "run", target, both, make_draft(target, target_layer_ids=[0, 3]))
     trainer.train()
     assert trainer.state.global_step > 0
+
+
+def test_features_are_read_when_their_micro_batch_runs(target, stored, tmp_path, monkeypatch):
+    """All micro-batches of a step were held with their features: 8 GB a rank."""
+    events, read = [], features.StoredRow.features
+    monkeypatch.setattr(features.StoredRow, "features", lambda row: events.append("read") or read(row))
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    trainer = make_offline_trainer(tmp_path, target, StoredFeatures(stored), **options)
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: events.append("micro-batch") or compute(*args, **kwargs)
+    trainer.train()
+    assert events == ["micro-batch", "read"] * 3
+
+
+def test_a_set_stored_anew_is_read_anew(target, stored):
+    """An open file of the same name must not be taken for the new one."""
+    before = StoredFeatures(stored)[0]["stored"].features()
+    shutil.rmtree(stored)
+    store(make_target(seed=5), counting_rows(6), stored)
+    assert not torch.equal(StoredFeatures(stored)[0]["stored"].features(), before)
 
 
 def test_a_digest_tells_targets_apart_but_not_dtypes():
@@ -269,7 +293,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert code == 0, error
     assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out
     dataset = StoredFeatures(output)
-    assert dataset.manifest.dtype == "bfloat16" and dataset[3]["features"].dtype == torch.bfloat16
+    assert dataset.manifest.dtype == "bfloat16" and dataset[3]["stored"].features().dtype == torch.bfloat16
     draft = make_draft(AutoModelForCausalLM.from_pretrained(folder), target_layer_ids=[0, 2])
     draft.save_pretrained(tmp_path / "draft")
     code, out, _ = run("--output", output, "--draft-config", str(tmp_path / "draft"))
@@ -287,7 +311,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert run("--output", str(tmp_path / "embedding"), *options)[0] == 0
     of_embedding = StoredFeatures(tmp_path / "embedding")[0]
     embedded = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings()(of_embedding["input_ids"])
-    assert torch.equal(of_embedding["features"], embedded.bfloat16())
+    assert torch.equal(of_embedding["stored"].features(), embedded.bfloat16())
     for options, message in (
         (
             ("--target-layer-ids", "0", "4"),

@@ -5,8 +5,9 @@ import torch
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
+from transformers import ProgressCallback
 
-from dflash_hf.training.pace import Pace
+from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -20,6 +21,7 @@ def clock(monkeypatch):
         return seconds[0]
 
     monkeypatch.setattr(Pace, "clock", staticmethod(read))
+    monkeypatch.setattr(StepCount, "clock", staticmethod(lambda: seconds[0]))
     return seconds
 
 
@@ -134,3 +136,44 @@ def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
     other = Pace(1000.0, warmup=0.1)
     other(0)
     assert other.over and other.done == pytest.approx(0.975)
+
+
+def counted(trainer):
+    """What a trainer tells about the number of its steps, and its warnings."""
+    said, warned = [], []
+    trainer.remove_callback(StepCount)
+    trainer.add_callback(StepCount(said.append, warned.append))
+    trainer.train()
+    return said, warned
+
+
+def test_steps_are_counted_after_ten(clock, tmp_path):
+    said, warned = counted(run(tmp_path, 30 / 60, save_strategy="no"))
+    assert len(said) == len(warned) == 1
+    steps = int(said[0].split()[2])
+    assert 9 <= steps <= 30 and "steps of " in said[0]
+    assert warned[0].startswith("In fewer than 200 steps a fresh drafter learns almost nothing: give it more time")
+    said, warned = counted(run(tmp_path, None, max_steps=12, save_strategy="no"))
+    assert "about 12 steps" in said[0] and warned
+
+
+def test_slow_steps_name_the_settings(clock, tmp_path):
+    """The paper's settings on a CPU, where a step takes half a minute: told after the first."""
+    trainer = run(tmp_path, None, max_steps=2, save_strategy="no")
+    compute = trainer.compute_loss
+
+    def slow(*args, **kwargs):
+        clock[0] += 40
+        return compute(*args, **kwargs)
+
+    trainer.compute_loss = slow
+    _, (warning,) = counted(trainer)
+    assert "a step takes 4" in warning and "num_anchors=6 and per_device_train_batch_size=2" in warning
+    assert "On a CPU use num_anchors=16" in warning
+
+
+def test_bar_of_a_timed_run_is_open_ended(tmp_path):
+    for minutes, kind in ((1, OpenEnded), (None, ProgressCallback)):
+        trainer = run(tmp_path, minutes, max_steps=-1 if minutes else 1, disable_tqdm=False)
+        (bar,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
+        assert type(bar) is kind

@@ -217,10 +217,10 @@ def test_a_hole_ends_a_block_of_dspark():
 def test_one_argument_makes_a_drafter_and_its_loss():
     for head, (fields, loss) in HEADS.items():
         recipe, arguments = read_recipe(None, ["target=t", "data=d", f"head={head}"])
-        assert recipe.draft_config == fields and arguments == loss
+        assert recipe.draft_config == fields and loss.items() <= arguments.items()
     given = ["target=t", "data=d", "head=dspark", "loss_type=kl", "draft_config.markov_rank=64"]
     recipe, arguments = read_recipe(None, given)
     assert recipe.draft_config["markov_rank"] == 64 and recipe.draft_config["enable_confidence_head"]
-    assert arguments == {"loss_type": "kl"}
+    assert arguments["loss_type"] == "kl"
     with pytest.raises(ValueError, match="head='gru' must be one of dspark, domino, jetspec, dflash2"):
         read_recipe(None, ["target=t", "data=d", "head=gru"])

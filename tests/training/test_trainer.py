@@ -481,3 +481,23 @@ def test_blocks_of_a_batch_weigh_what_the_loss_counts(tmp_path):
     blocks = build_blocks(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["valid"], BLOCK, VOCAB - 1)
     weight = sum(slot_weights(BLOCK)[k] * blocks.counted[..., k].sum() for k in range(BLOCK))
     torch.testing.assert_close(trainer.objective.normalizer(batch), weight)
+
+
+def test_tokens_are_counted_without_padding_and_evaluations_do_not_count(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dflash_hf.training.metrics.time.perf_counter", lambda: now[0])
+    rows = counting_rows(4)
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(tmp_path, make_target(), rows, eval_rows=rows[:2], **options)
+
+    def slow(step, seconds):
+        def slowly(*arguments, **options):
+            now[0] += seconds
+            return step(*arguments, **options)
+
+        return slowly
+
+    monkeypatch.setattr(trainer, "training_step", slow(trainer.training_step, 10))
+    monkeypatch.setattr(trainer, "prediction_step", slow(trainer.prediction_step, 1000))
+    trainer.train()
+    assert history(trainer, "tokens_per_second") == pytest.approx([4.8, 4.8])  # 2 rows of 24 tokens in 10 s

@@ -13,8 +13,9 @@ settings to change first:
     bf16                         true on a GPU that supports it
 """
 
+import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
@@ -34,7 +35,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="other settings of the recipe; key.inner=value too"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print all settings, chosen ones too, without training")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings, and who decided each")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
@@ -50,7 +51,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf import examples
     from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
     from dflash_hf.smollm2 import folder_of
-    from dflash_hf.training.recipe import given_keys, key_lines, read_recipe
+    from dflash_hf.training.recipe import as_arguments, decide, key_lines
 
     if arguments.keys is not None:
         lines = key_lines(arguments.keys)
@@ -61,9 +62,8 @@ def run(arguments, echo) -> Outcome:
     bundled = Path(examples.__file__).parent / "recipes" / file.name
     if arguments.config and not file.exists() and bundled.exists():
         raise FileNotFoundError(f"--config {file}: there is no such file; the bundled recipe is {bundled}.")
-    overrides = overrides_of(arguments)
-    recipe, training = read_recipe(arguments.config, overrides)
-    given = None if arguments.config else given_keys(overrides, training)
+    settings = decide(arguments.config, overrides_of(arguments))
+    recipe, training = as_arguments(settings)
     recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
@@ -76,11 +76,11 @@ def run(arguments, echo) -> Outcome:
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
     if arguments.dry_run:
-        return _dry_run(recipe, training, given, echo)
-    _check_before(recipe, training, given)
+        return _dry_run(settings, echo)
+    _check_before(recipe, training)
     from dflash_hf.training.train import leave_group, train
 
-    trainer = train(recipe, training, echo, given=given)
+    trainer = train(recipe, training, echo)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
         target = arguments.target_name or recipe.target
@@ -94,34 +94,22 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
-def _dry_run(recipe, training: dict, given, echo) -> Outcome:
-    """The settings of a run, with the choices that it would make; a recipe file leaves nothing to choose."""
-    if given is not None:
-        from dflash_hf.training.choice import choose
-        from dflash_hf.training.recipe import completed
-
-        chosen = choose(recipe, training, given, _tokenizer(recipe), echo)
-        recipe, training = completed(recipe, training, chosen)
-    keys = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
-    settings = {key: "(set)" if is_secret(key) else value for key, value in {**keys, **training}.items()}
-    for key, value in settings.items():
-        echo(f"{key}: {value}")
-    return Outcome(facts=settings)
+def _dry_run(settings: dict, echo) -> Outcome:
+    """The settings of a run, each with who decided it, as a recipe."""
+    shown = {key: "(set)" if is_secret(key) else one.value for key, one in settings.items()}
+    for key, value in shown.items():
+        echo(f"{f'{key}: {json.dumps(value)}':40}  # {settings[key].origin}")
+    return Outcome(facts=shown)
 
 
-def _check_before(recipe, training: dict, given) -> None:
+def _check_before(recipe, training: dict) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
-    import torch
-
     from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.pairs import Loading
-    from dflash_hf.training.choice import saved_every
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    chosen: dict = {}
-    if given is not None:  # in place of upstream's
-        chosen = {"save_steps": saved_every(training, 500), "use_cpu": not torch.accelerator.is_available()}
-    DFlashTrainingArguments(**{**chosen, **training, "push_to_hub": False, "resume_from_checkpoint": None})
+    DFlashTrainingArguments(**{**training, "push_to_hub": False, "resume_from_checkpoint": None})
     if Path(training["output_dir"]).is_file():
         raise ValueError(f"output_dir={training['output_dir']} is a file; name a folder.")
     try:
@@ -132,13 +120,7 @@ def _check_before(recipe, training: dict, given) -> None:
         ) from error
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
-    _tokenizer(recipe)
-
-
-def _tokenizer(recipe):
-    from dflash_hf.data.prepare import load_tokenizer
-
-    return load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
+    load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
 
 
 def _publish(recipe, args, echo) -> None:

@@ -2,29 +2,32 @@
 Features of a frozen target on disk: safetensors shards next to a manifest that describes their origin.
 
 A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]`,
-`offsets` `[examples + 1]`, and optionally `states` `[T, H]`, the final hidden states that the target's head reads. It
-gets its final name when it is complete, and only then an entry in the manifest, so that a run interrupted at any time
-resumes after the last complete shard.
+`offsets` `[examples + 1]`, and optionally `states` `[T, H]`, the final hidden states that the target's head reads. The
+manifest is written first, with the examples of every shard; a shard gets its name when it is complete. So a set is
+complete when all shards are there, and a run that was interrupted at any time stores those that are missing.
 """
 
-import hashlib
 import json
 import shutil
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.data.examples import DFlashCollator, check_examples
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
 from dflash_hf.target import check_logits, digest_of_target, target_forward
+from dflash_hf.training.rows import lengths_of, survey
 
 
 MANIFEST = "manifest.json"
@@ -33,7 +36,7 @@ MANIFEST = "manifest.json"
 @dataclass
 class FeatureManifest:
     """
-    The origin of stored features; sets whose manifests differ only in shards are equal.
+    The origin of stored features; sets of equal features have equal manifests.
 
     Args:
         target (`str`): Name or folder of the target.
@@ -48,8 +51,8 @@ class FeatureManifest:
         max_length (`int`): Tokens at which examples were cut.
         states (`bool`): Whether the final hidden states are stored too.
         data (`str`): Digest of all ids and loss masks.
-        examples, tokens (`int`): Counts of the whole dataset.
-        shards (`list[dict]`): `file`, `examples`, `tokens` and `bytes` of each complete shard.
+        tokens (`int`): Tokens of all examples.
+        shards (`list[int]`): Examples of each shard.
     """
 
     target: str
@@ -64,9 +67,13 @@ class FeatureManifest:
     max_length: int | None
     states: bool = False
     data: str = ""
-    examples: int = 0
     tokens: int = 0
-    shards: list[dict] = field(default_factory=list)
+    shards: list[int] = field(default_factory=list)
+
+    @property
+    def examples(self) -> int:
+        """Examples of all shards."""
+        return sum(self.shards)
 
     @property
     def token_bytes(self) -> int:
@@ -74,9 +81,9 @@ class FeatureManifest:
         width = self.width + (self.width // len(self.layer_ids) if self.states else 0)
         return width * getattr(torch, self.dtype).itemsize + 8 + 1
 
-    def save(self, folder: Path) -> None:
-        """Write `manifest.json` atomically."""
-        write_json(folder / MANIFEST, asdict(self))
+    def missing(self, folder: Path) -> list[int]:
+        """The numbers of the shards that are not in a folder."""
+        return [number for number in range(len(self.shards)) if not (folder / shard_name(number)).is_file()]
 
     @classmethod
     def load(cls, folder: Path) -> "FeatureManifest":
@@ -88,19 +95,16 @@ class FeatureManifest:
         if not path.is_file():
             raise ValueError(f"{folder} has no {MANIFEST}: it holds no stored features; run `dflash features` first.")
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            manifest = cls(**json.loads(path.read_text(encoding="utf-8")))
+            manifest.shards = [int(examples) for examples in manifest.shards]
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); store the features again.") from error
+            raise ValueError(f"{path} is damaged, or of 0.1 ({error}); store the features again.") from error
+        return manifest
 
-    def check_same(self, other: "FeatureManifest", folder: Path, remedy: str) -> None:
-        """
-        Raises:
-            `ValueError`: the manifests differ; the message names all differences. The target's location is ignored.
-        """
-        where = {"shards", "target", "revision"}
-        wanted = {name: value for name, value in asdict(other).items() if name not in where}
-        if others := differences(asdict(self), wanted):
-            raise ValueError(f"{folder} was stored with {'; '.join(others)}; {remedy}.")
+
+def shard_name(number: int) -> str:
+    """The file of a shard."""
+    return f"features-{number:05d}.safetensors"
 
 
 def drop_layers(target, device: torch.device):
@@ -151,7 +155,7 @@ def store_features(
     say: Callable[[str], None] = lambda line: None,
 ) -> FeatureManifest:
     """
-    Store the features of every token of a dataset, or resume where an earlier call ended.
+    Store the features of every token of a dataset, or the shards that an earlier call left out.
 
     Args:
         target (`PreTrainedModel`): The frozen target.
@@ -160,64 +164,79 @@ def store_features(
         manifest (`FeatureManifest`): From [`describe`].
         batch_size (`int`): Examples per forward.
         shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
-        say: Called with the size before anything is computed.
+        say: Called with the size before anything is read.
 
     Raises:
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
             there, the disk is too small, or states are requested from a target whose logits are not its head's output.
     """
     folder = Path(folder)
-    check_examples(examples)
-    if "document_ids" in examples[0]:
-        raise ValueError("The examples are packed, and features are stored by example: leave out packing.")
     if manifest.states:
         check_logits(target)
     with locked(folder):
-        return _store(target, examples, folder, manifest, batch_size, shard_bytes, say)
+        # 1. The size, from the lengths alone.
+        lengths = lengths_of(examples).tolist()
+        before = FeatureManifest.load(folder) if (folder / MANIFEST).exists() else None
+        manifest.tokens, manifest.shards = sum(lengths), _plan(lengths, shard_bytes // manifest.token_bytes)
+        if before is not None and before.examples == len(lengths):
+            manifest.shards = before.shards
+        starts = [0, *accumulate(manifest.shards)]
+        missing = manifest.missing(folder)
+        needed = sum(sum(lengths[starts[one] : starts[one + 1]]) for one in missing) * manifest.token_bytes
+        whole, free = manifest.tokens * manifest.token_bytes, shutil.disk_usage(folder).free
+        say(
+            f"{manifest.examples:,} examples, {manifest.tokens:,} tokens at {manifest.token_bytes:,} bytes: "
+            f"{_size(whole)}, of which {_size(whole - needed)} are stored; {_size(free)} are free in {folder}"
+        )
+        if needed > free:
+            raise ValueError(
+                f"{folder} has {_size(free)} left, but {_size(needed)} are needed; choose another output."
+            )
+
+        # 2. The rows, read once and checked, and what the folder holds.
+        manifest.data = survey(examples).digest
+        if "document_ids" in examples[0]:
+            raise ValueError("The examples are packed, and features are stored by example: leave out packing.")
+        _claim(folder, manifest, before)
+
+        # 3. Shard by shard.
+        with logging.tqdm(total=manifest.tokens, unit="token", unit_scale=True, desc="features") as bar:
+            bar.update(manifest.tokens - needed // manifest.token_bytes)
+            for number in missing:
+                rows = [examples[i] for i in range(starts[number], starts[number + 1])]
+                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update)
+                with atomic(folder / shard_name(number)) as half:
+                    save_file(tensors, half)
+    return manifest
 
 
-def _store(target, examples, folder: Path, manifest, batch_size: int, shard_bytes: int, say) -> FeatureManifest:
-    manifest.data, lengths = digest_of_rows((row["input_ids"], row["loss_mask"]) for row in examples)
-    manifest.examples, manifest.tokens = len(lengths), sum(lengths)
-    if (folder / MANIFEST).exists():
-        stored_before = FeatureManifest.load(folder)
-        stored_before.check_same(manifest, folder, "choose another output, or remove this one")
-        manifest.shards = stored_before.shards
-        for shard in manifest.shards:
-            _check_size(folder, shard)
+def _plan(lengths: list[int], most: int) -> list[int]:
+    """The examples of each shard, one at least, of at most `most` tokens if there are more."""
+    shards: list[int] = []
+    tokens = 0
+    for length in lengths:
+        if not shards or tokens + length > most:
+            shards.append(0)
+            tokens = 0
+        shards[-1] += 1
+        tokens += length
+    return shards
+
+
+def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | None) -> None:
+    """Write the manifest of a folder; one that is there must be of the same features, wherever the target lay."""
+    where = {"target", "revision", "shards"}
+    if before is not None:
+        now = {name: value for name, value in asdict(manifest).items() if name not in where}
+        if others := differences(asdict(before), now):
+            raise ValueError(
+                f"{folder} was stored with {'; '.join(others)}; choose another output, or remove this one."
+            )
+    elif any(folder.glob("features-*.safetensors")):
+        raise ValueError(f"{folder} holds shards without {MANIFEST}; choose another output, or remove them.")
     for half in folder.glob(".*.half"):
         half.unlink()
-
-    # 1. The size, before anything is computed.
-    token_bytes = manifest.token_bytes
-    done = sum(shard["tokens"] for shard in manifest.shards)
-    needed, free = (manifest.tokens - done) * token_bytes, shutil.disk_usage(folder).free
-    say(
-        f"{manifest.examples:,} examples, {manifest.tokens:,} tokens at {token_bytes:,} bytes: "
-        f"{_size(manifest.tokens * token_bytes)}, of which {_size(done * token_bytes)} are stored; "
-        f"{_size(free)} are free in {folder}"
-    )
-    if needed > free:
-        raise ValueError(f"{folder} has {_size(free)} left, but {_size(needed)} are needed; choose another output.")
-    manifest.save(folder)
-
-    # 2. Shard by shard.
-    first = sum(shard["examples"] for shard in manifest.shards)
-    with logging.tqdm(total=manifest.tokens, initial=done, unit="token", unit_scale=True, desc="features") as bar:
-        while first < len(lengths):
-            last, tokens = first + 1, lengths[first]
-            while last < len(lengths) and (tokens + lengths[last]) * token_bytes <= shard_bytes:
-                tokens, last = tokens + lengths[last], last + 1
-            rows = [examples[i] for i in range(first, last)]
-            tensors = _shard(target, rows, first, manifest, batch_size, bar.update)
-            name = f"features-{len(manifest.shards):05d}.safetensors"
-            with atomic(folder / name) as half:
-                save_file(tensors, half)
-                shard = {"file": name, "examples": len(rows), "tokens": tokens, "bytes": half.stat().st_size}
-            manifest.shards.append(shard)
-            manifest.save(folder)
-            first = last
-    return manifest
+    write_json(folder / MANIFEST, asdict(manifest))
 
 
 def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, torch.Tensor]:
@@ -267,76 +286,129 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
     raise ValueError(f"{where} are inf or NaN as {dtype}; load the target with --dtype bfloat16 or float32.")
 
 
+@dataclass(frozen=True)
+class StoredRow:
+    """The features of an example on disk, which are read when they are needed."""
+
+    file: tuple[str, int]  # path and time of its last change
+    start: int  # tokens, in the file
+    end: int
+    columns: tuple[slice, ...]  # of the layers to read, in this order
+    states: bool
+
+    def features(self) -> torch.Tensor:
+        """`[S, L*H]`."""
+        stored = _opened(*self.file).get_slice("features")
+        return torch.cat([stored[self.start : self.end, one] for one in self.columns], dim=1)
+
+    def last_hidden_state(self) -> torch.Tensor | None:
+        """`[S, H]`, if it is to be read."""
+        return _opened(*self.file).get_slice("states")[self.start : self.end] if self.states else None
+
+
 class StoredFeatures(torch.utils.data.Dataset):
     """
-    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]`, `features` `[S, L*H]` and optionally
-    `states` `[S, H]`; only the requested row is read.
+    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]` and `stored`, a [`StoredRow`] that reads
+    the features when they are needed.
 
     Args:
         folder (`str` or `Path`): Output of [`store_features`].
-        layer_ids (`list[int]`): The layers to read, in this order; an empty list gives rows without `features`.
-            Default: all stored layers.
+        layer_ids (`list[int]`): The layers to read, in this order. Default: all stored layers.
         states (`bool`): Read the final hidden states too.
 
     Raises:
-        `ValueError`: the set is incomplete, a shard is missing or damaged, or a layer or the states are not stored.
+        `ValueError`: shards are missing or damaged, or a layer or the states are not stored.
     """
 
     def __init__(self, folder: str | Path, layer_ids: list[int] | None = None, states: bool = False):
         self.folder, self.states = Path(folder), states
-        self.manifest = FeatureManifest.load(self.folder)
-        if states and not self.manifest.states:
+        self.manifest = manifest = FeatureManifest.load(self.folder)
+        if states and not manifest.states:
             raise ValueError(
                 f"{folder} was stored without the final states, from which the target's distribution is computed: "
                 "store the features again with `dflash features --states`, or train with label_source=data and "
                 "loss_type=ce or dpace."
             )
-        self.layer_ids = self.manifest.layer_ids if layer_ids is None else list(layer_ids)
-        if not set(self.layer_ids) <= set(self.manifest.layer_ids):
+        self.layer_ids = manifest.layer_ids if layer_ids is None else list(layer_ids)
+        if not set(self.layer_ids) <= set(manifest.layer_ids):
             raise ValueError(
-                f"{folder} holds target_layer_ids={self.manifest.layer_ids}, but the drafter reads "
+                f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads "
                 f"target_layer_ids={self.layer_ids}; store them with `dflash features --target-layer-ids`, or train a "
                 "drafter that reads some of the stored layers with `dflash train target_layer_ids=...`."
             )
-        self.starts = [0]
-        for shard in self.manifest.shards:
-            _check_size(self.folder, shard)
-            self.starts.append(self.starts[-1] + shard["examples"])
-        if self.starts[-1] < self.manifest.examples:
+        if missing := manifest.missing(self.folder):
             raise ValueError(
-                f"{folder} holds {self.starts[-1]} of {self.manifest.examples} examples; run the same `dflash "
-                "features` again to finish it."
+                f"{folder} holds {len(manifest.shards) - len(missing)} of {len(manifest.shards)} shards; run the same "
+                f"`dflash features` again to finish it ({shard_name(missing[0])} is missing)."
             )
-        self.files: dict[int, tuple] = {}
+        width = manifest.width // len(manifest.layer_ids)
+        places = [manifest.layer_ids.index(layer) * width for layer in self.layer_ids]
+        whole = self.layer_ids == manifest.layer_ids
+        self.columns = (slice(None),) if whole else tuple(slice(place, place + width) for place in places)
+        self.starts = [0, *accumulate(manifest.shards)]
+        paths = (self.folder / shard_name(number) for number in range(len(manifest.shards)))
+        self.files = [(str(path), path.stat().st_mtime_ns) for path in paths]
+        for file in self.files:
+            _opened(*file)
 
     def __len__(self) -> int:
         return self.manifest.examples
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict:
         index = range(len(self))[index]
         number = bisect_right(self.starts, index) - 1
-        if number not in self.files:
-            file = safe_open(str(self.folder / self.manifest.shards[number]["file"]), "pt")
-            self.files[number] = file, file.get_tensor("offsets").tolist()
-        file, offsets = self.files[number]
-        first = index - self.starts[number]
-        place = slice(*offsets[first : first + 2])
-        row = {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask")}
-        if self.layer_ids:
-            row["features"] = self._features(file.get_slice("features"), place)
-        if self.states:
-            row["states"] = file.get_slice("states")[place]
-        return row
+        first, file = index - self.starts[number], self.files[number]
+        start, end = _offsets(*file)[first : first + 2]
+        row = {name: _opened(*file).get_slice(name)[start:end] for name in ("input_ids", "loss_mask")}
+        return {**row, "stored": StoredRow(file, start, end, self.columns, self.states)}
 
-    def _features(self, stored, place: slice) -> torch.Tensor:
-        if self.layer_ids == self.manifest.layer_ids:
-            return stored[place]
-        width = self.manifest.width // len(self.manifest.layer_ids)
-        starts = [self.manifest.layer_ids.index(layer) * width for layer in self.layer_ids]
-        return torch.cat([stored[place, start : start + width] for start in starts], dim=1)
 
-    def __getstate__(self):
-        return {**self.__dict__, "files": {}}  # open files are not passed to other processes
+@lru_cache(maxsize=256)
+def _opened(path: str, changed: int):
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        remedy = "remove it, and run the same `dflash features` again"
+        raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
+
+
+@lru_cache(maxsize=256)
+def _offsets(path: str, changed: int) -> list[int]:
+    return _opened(path, changed).get_tensor("offsets").tolist()
+
+
+def rows_to_store(rows, run, seconds: float | None, folder: Path):
+    """
+    The rows whose features a run stores, drawn at random: as many as asked or, for -1, as many as the target reads in
+    a third of the time and as half of the free disk holds. A set that was begun in the folder is finished.
+    """
+    count = run.recipe.store_rows
+    if (folder / MANIFEST).is_file():
+        count = FeatureManifest.load(folder).examples
+    elif count == -1:
+        count = len(rows)
+        sample = [rows[i] for i in range(0, count, max(count // 16, 1))]
+        tokens = sum(len(row["input_ids"]) for row in sample) / len(sample)
+        size = run.target.config.get_text_config().hidden_size * run.target.dtype.itemsize
+        free = next(shutil.disk_usage(one).free for one in folder.parents if one.exists())
+        count = min(count, int(free / 2 / (tokens * size * (len(run.layer_ids) + 1))))
+        if seconds is not None:
+            count = min(count, int(seconds / 3 / _seconds_per_row(run, sample)))
+    if not 0 < count < len(rows):
+        return rows
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(run.args.seed))[:count]
+    return rows.select(sorted(chosen.tolist()))
+
+
+def _seconds_per_row(run, sample: list[dict]) -> float:
+    """The time in which the target reads a row; the first batch warms up."""
+    batch = DFlashCollator()([{name: row[name] for name in ("input_ids", "loss_mask")} for row in sample])
+    ids, mask = (batch[name].to(run.target.device) for name in ("input_ids", "attention_mask"))
+    for rows in (2, 8):
+        start = time.perf_counter()
+        target_forward(run.target, run.layer_ids, ids[:rows], attention_mask=mask[:rows], states=run.args.reads_states)
+        took = time.perf_counter() - start
+    return took / len(ids[:8])
 
 
 def store_rows(rows, folder: Path, run) -> StoredFeatures | None:
@@ -351,15 +423,6 @@ def store_rows(rows, folder: Path, run) -> StoredFeatures | None:
     return StoredFeatures(folder, run.layer_ids, states)
 
 
-def drawn(rows, run):
-    """The rows whose features a run stores: as many as asked, drawn at random."""
-    count = run.recipe.store_rows
-    if count >= len(rows):
-        return rows
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(run.args.seed))[:count]
-    return rows.select(sorted(chosen.tolist()))
-
-
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
     """[`StoredFeatures`] of a folder, or of several, concatenated."""
     if isinstance(folders, str | Path):
@@ -367,32 +430,18 @@ def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | No
     return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
 
 
+def stored_tokens(folders: str | Path | Sequence[str | Path]) -> list[dict[str, torch.Tensor]]:
+    """The ids and loss masks of stored features, a row for each shard."""
+    sets = [StoredFeatures(one) for one in ([folders] if isinstance(folders, str | Path) else folders)]
+    files = [_opened(*file) for one in sets for file in one.files]
+    return [{name: file.get_tensor(name) for name in ("input_ids", "loss_mask")} for file in files]
+
+
 def parts_of(dataset) -> list:
     """The parts of a concatenated dataset, or of a subset of it; otherwise the dataset itself."""
     while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
     return dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
-
-
-def _check_size(folder: Path, shard: dict) -> None:
-    path = folder / shard["file"]
-    if not path.is_file():
-        raise ValueError(f"{path}, a shard of {MANIFEST}, is missing; restore it, or store the features again.")
-    if path.stat().st_size != shard["bytes"]:
-        raise ValueError(
-            f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {shard['bytes']:,}; restore it, or store "
-            "the features again."
-        )
-
-
-def digest_of_rows(rows: Iterable[tuple]) -> tuple[str, list[int]]:
-    """A digest of rows, each of ids and a loss mask, and the length of each."""
-    digest, lengths = hashlib.sha256(), []
-    for ids, mask in rows:
-        parts = [torch.as_tensor(part, dtype=torch.int32) for part in ([len(ids)], ids, mask)]
-        digest.update(torch.cat(parts).numpy().tobytes())
-        lengths.append(len(ids))
-    return digest.hexdigest()[:16], lengths
 
 
 def _size(count: float) -> str:

@@ -2,11 +2,20 @@
 
 from collections.abc import Callable
 
-import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.target import TargetOutput, digest_of_target
 from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.trainer import DFlashTrainer
+
+
+class StoredCollator(DFlashCollator):
+    """Pads ids and loss masks; the features stay on disk until their micro-batch runs."""
+
+    def __call__(self, examples: list[dict]) -> dict:
+        batch = super().__call__([{name: row[name] for name in ("input_ids", "loss_mask")} for row in examples])
+        return {**batch, "stored": [row["stored"] for row in examples]}
 
 
 class DFlashOfflineTrainer(DFlashTrainer):
@@ -21,6 +30,8 @@ class DFlashOfflineTrainer(DFlashTrainer):
     Raises:
         `ValueError`: the features belong to another target or other layers, or lack the states.
     """
+
+    collator_class = StoredCollator
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
         """Rows were checked when they were stored; reading them all again would take hours."""
@@ -37,9 +48,13 @@ class DFlashOfflineTrainer(DFlashTrainer):
         return stored_output
 
 
-def stored_output(batch: dict[str, torch.Tensor]) -> TargetOutput:
-    """The target's output for a batch of stored rows."""
-    return TargetOutput(batch["features"], batch.get("states"))
+def stored_output(batch: dict) -> TargetOutput:
+    """The target's output for a batch of stored rows, read from disk."""
+    device = batch["input_ids"].device
+    features = pad_sequence([row.features() for row in batch["stored"]], batch_first=True)  # [N, S, L*H]
+    states = [row.last_hidden_state() for row in batch["stored"]]
+    of_all = None if states[0] is None else pad_sequence(states, batch_first=True).to(device)  # [N, S, H]
+    return TargetOutput(features.to(device), of_all)
 
 
 def check_features(dataset, draft_config, target) -> None:

@@ -1,12 +1,22 @@
-"""The learning rate of a run with a time limit: `max_minutes`."""
+"""The time of a run: its learning rate if `max_minutes` limits it, and how many steps there will be."""
 
+import copy
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
+from transformers.utils import logging
+
+from dflash_hf.data.time_left import duration
+
+
+logger = logging.get_logger(__name__)
+FEWEST_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens
+_TIMED = 10  # steps, or as many as half a minute allows
 
 
 class Pace(TrainerCallback):
@@ -65,3 +75,57 @@ class Pace(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.over:
             control.should_training_stop = control.should_log = True
+
+
+class StepCount(TrainerCallback):
+    """
+    Tells how many steps a run will have, once the first ten have been timed, and warns if they are too few.
+
+    Args:
+        say (`Callable`): Called with the number of steps.
+        warn (`Callable`): Called with the warning.
+    """
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, say: Callable[[str], None] = logger.info, warn: Callable[[str], None] = logger.warning):
+        self.say, self.warn = say, warn
+        self.told = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.first, self.start, self.told = state.global_step, type(self).clock(), False
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        steps, seconds = state.global_step - self.first, type(self).clock() - self.start
+        if self.told or (steps < _TIMED and seconds < 30) or not state.is_world_process_zero:
+            return
+        self.told = True
+        each, total = seconds / steps, state.max_steps
+        if args.max_minutes is not None:
+            pace = getattr(lr_scheduler, "scheduler", lr_scheduler).lr_lambdas[0]
+            total = state.global_step + int((pace.seconds - pace.spent) / each)
+        left = duration((total - state.global_step) * each)
+        self.say(f"time              about {total:,} steps of {each:.2g} s, {left} left")
+        if total < FEWEST_STEPS:
+            remedy = self._remedy(args, each)
+            self.warn(f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: {remedy}.")
+
+    @staticmethod
+    def _remedy(args, seconds: float) -> str:
+        if args.device.type != "cpu" or seconds < 5:
+            return "give it more time or more passes over the data"
+        return (
+            f"a step takes {seconds:.0f} s with num_anchors={args.num_anchors} and per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}, which suit an accelerator. On a CPU use num_anchors=16, "
+            "per_device_train_batch_size=4, bf16=True if the processor has units for it, and a drafter of 2 layers "
+            "with block_size=8 and draft_vocab_size=8192, as `dflash train` does"
+        )
+
+
+class OpenEnded(ProgressCallback):
+    """Upstream's progress bar, for a run whose number of steps is unknown."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state = copy.copy(state)
+        state.max_steps = None
+        super().on_train_begin(args, state, control, **kwargs)

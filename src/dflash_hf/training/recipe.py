@@ -1,6 +1,10 @@
-"""A training run as a YAML file of flat keys: those of [`RecipeArguments`] and of `DFlashTrainingArguments`."""
+"""
+A training run as flat keys: those of [`RecipeArguments`] and of `DFlashTrainingArguments`.
 
-import contextlib
+Each key is decided once: by the command line, else by the recipe, else by the preset of the machine (`presets.py`),
+else by the default of its field.
+"""
+
 import dataclasses
 import difflib
 import os
@@ -8,15 +12,16 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from transformers import HfArgumentParser
+
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.features import FeatureManifest
-from dflash_hf.training.settings_for import PAPER
+from dflash_hf.training.presets import PAPER, preset
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -49,12 +54,14 @@ class RecipeArguments:
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
     base_model: str | None = key("Hub name of the target, for the model card, if `target` is a folder.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
-    num_draft_layers: int | None = key("Layers of a new drafter; default: 5.")
-    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 16.")
+    num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
+    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 8 on a CPU, else 16.")
     init_layers: list[int] | None = key(
-        "Layers of the target that initialise a new drafter's, such as [28, 29].", of_run=True
+        "Layers of the target that initialise a new drafter's, such as [28, 29]; [-2, -1]: the last two, if they fit."
     )
-    draft_vocab_size: int | None = key("Vocabulary size of a new drafter: the most frequent tokens of the data.")
+    draft_vocab_size: int | None = key(
+        "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: by their number, 8,192 at most."
+    )
     target_layer_ids: list[int] | None = key(
         "Target layers of a new drafter; default: the layers of the features, or the paper's rule."
     )
@@ -63,27 +70,29 @@ class RecipeArguments:
         "Head of the drafter, and its loss: dflash2, dspark, domino or jetspec; draft_config and loss_type say more."
     )
     draft_config: dict = key("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
-    peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.", of_run=True)
-    data: str | list[str] | None = key("File, files or Hub name of the training data.")
-    data_name: str | None = key("Configuration of a Hub dataset.", of_run=True)
-    data_revision: str | None = key("Commit of a Hub dataset.", of_run=True)
-    split: str | None = key("Split of the data; default: train, or the only one.", of_run=True)
-    eval_data: str | list[str] | None = key("Evaluation data, as `data`.")
+    peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
+    data: list[str] | str | None = key("File, files or Hub name of the training data.")
+    data_name: str | None = key("Configuration of a Hub dataset.")
+    data_revision: str | None = key("Commit of a Hub dataset.")
+    split: str | None = key("Split of the data; default: train, or the only one.")
+    eval_data: list[str] | str | None = key("Evaluation data, as `data`.")
     eval_split: str | None = key("Split of `eval_data`, or of `data` without it.")
-    streaming: bool = key("Stream the data; needs `max_steps`.", False, of_run=True)
-    max_length: int = key("Maximum number of tokens of an example.", 3072, of_run=True)
-    packing: bool = key("Pack examples into rows of `max_length` tokens.", False, of_run=True)
+    streaming: bool = key("Stream the data; needs `max_steps`.", False)
+    max_length: int = key("Maximum number of tokens of an example.", 3072)
+    packing: bool = key("Pack examples into rows of `max_length` tokens.", False)
     chat_template: str | None = key("Jinja file to use instead of the tokenizer's template.")
     chat_template_kwargs: dict | None = key("Arguments of the chat template, such as {enable_thinking: false}.")
     num_proc: int | None = key("Processes that encode the data.")
     overwrite_output_dir: bool = key("Start over in an output_dir that has a run or a drafter.", False)
-    features: str | list[str] | None = key("Folder or folders of stored features, instead of `data`.")
-    eval_features: str | list[str] | None = key("Stored features to evaluate on.")
+    features: list[str] | str | None = key("Folder or folders of stored features, instead of `data`.")
+    eval_features: list[str] | str | None = key("Stored features to evaluate on.")
     decode_prompts: int = key("Prompts to decode at each evaluation, to measure tau; 0: none.", 0)
     decode_steps: int | None = key("Also decode every N steps.")
     decode_max_new_tokens: int = key("Maximum number of tokens of their answers.", 128)
     store_rows: int = key(
-        "First store the features of N rows of `data` in output_dir, train on them, and remove them.", 0, True
+        "First store the features of N rows of `data` in output_dir, train on them, and remove them; -1: of all rows "
+        "that a third of max_minutes and half of the disk allow.",
+        0,
     )
 
     def __post_init__(self):
@@ -103,7 +112,7 @@ class RecipeArguments:
         for name in ("init_layers", "draft_vocab_size"):
             if self.draft and getattr(self, name):
                 raise ValueError(f"{name} is for a fresh drafter, but draft={self.draft!r} is given; leave one out.")
-        for name in ("num_draft_layers", "block_size"):
+        for name in PAPER:
             if not self.draft and getattr(self, name) is None:
                 setattr(self, name, PAPER[name])
         if self.init_layers and len(self.init_layers) != self.num_draft_layers:
@@ -133,82 +142,76 @@ class RecipeArguments:
 # What upstream's configurations read besides their fields.
 _OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
 _OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _OF_RECIPE = typing.get_type_hints(RecipeArguments)
 _HINTS = {**_OF_RECIPE, **typing.get_type_hints(DFlashTrainingArguments)}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """The value of a key, and who decided it."""
+
+    value: typing.Any
+    origin: str
+
+
 def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> tuple[RecipeArguments, dict]:
     """
-    Read a recipe and apply overrides.
+    Read a recipe and apply overrides; see [`decide`].
+
+    Returns:
+        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the declared types.
+    """
+    return as_arguments(decide(path, overrides))
+
+
+def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dict[str, Setting]:
+    """
+    The settings of a run: of the preset of this machine, of a recipe, and of the command line, which replaces the
+    recipe's, which replaces the preset's.
 
     Args:
         path (`str` or `Path`, *optional*): A YAML file of keys and values.
         overrides (`Sequence[str]`): `key=value`, the value as in YAML; `key.inner=value` sets an entry of a mapping.
-
-    Returns:
-        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the declared types.
 
     Raises:
         `ValueError`: an unknown key (suggests the nearest known key), a value of the wrong type, or not YAML.
         `OSError`: the file does not exist.
     """
     values = {} if path is None else _read_yaml(Path(path))
+    settings = {name: Setting(None, f"recipe {path}") for name in values}
     for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
+        name, separator, text = override.partition("=")
+        if not separator or not name:
             raise ValueError(f"{override!r} is not an override; write key=value.")
-        value = _parse(text, f"the value of {key}")
-        names, entry = key.split("."), values
-        for name, inner in pairwise(names):
-            if not isinstance(entry.get(name) or {}, dict):
-                raise ValueError(f"{name}={entry[name]!r} has no entry {inner!r}; write {name}=value.")
-            entry[name] = dict(entry.get(name) or {})
-            entry = entry[name]
-        entry[names[-1]] = value
-    if unknown := [key for key in values if key not in _HINTS]:
+        plain = _HINTS.get(name) in (str, str | None) and text != "null"  # a commit such as 12e4 is no number
+        _set(values, name.split("."), text if plain else _parse(text, f"the value of {name}"))
+        settings[name.partition(".")[0]] = Setting(None, "command line")
+    if unknown := [name for name in values if name not in _HINTS]:
         raise ValueError(f"{_unknown(unknown[0], list(_HINTS))} `dflash train --keys` lists all keys.")
-    of_recipe, arguments = _parts({key: _at_home(_typed(key, value)) for key, value in values.items()})
-    fields, loss = HEADS.get(of_recipe.get("head"), ({}, {}))
-    recipe = RecipeArguments(**{**of_recipe, "draft_config": {**fields, **of_recipe.get("draft_config", {})}})
+    values = _typed(values)
+    settings = {name: Setting(values[name], one.origin) for name, one in settings.items()}
+
+    fields, loss = HEADS.get(values.get("head"), ({}, {}))
+    if fields:
+        origin = settings["draft_config"].origin if "draft_config" in settings else settings["head"].origin
+        settings["draft_config"] = Setting({**fields, **values.get("draft_config", {})}, origin)
+    machine, chosen, reasons = preset(values)
+    for name, value in loss.items():
+        settings.setdefault(name, Setting(value, f"head {values['head']}"))
+    for name, value in chosen.items():
+        reason = f": {reasons[name]}" if name in reasons else ""
+        settings.setdefault(name, Setting(value, f"preset {machine}{reason}"))
+    return settings
+
+
+def as_arguments(settings: dict[str, Setting]) -> tuple[RecipeArguments, dict]:
+    """The arguments of a run's pair and data, and those of `DFlashTrainingArguments`."""
+    values = {name: one.value for name, one in settings.items()}
+    recipe = RecipeArguments(**{name: value for name, value in values.items() if name in _OF_RECIPE})
     known = DFlashDraftConfig.field_names() | _OF_UPSTREAM
     if wrong := [name for name in recipe.draft_config if name not in known]:
         raise ValueError(f"draft_config: {_unknown(wrong[0], sorted(known))}")
-    return recipe, {**loss, **arguments}
-
-
-def given_keys(overrides: typing.Sequence[str], arguments: dict) -> set[str]:
-    """
-    The keys that a run without a recipe file is given, the loss of its head included.
-
-    Args:
-        overrides, arguments: As for and from [`read_recipe`].
-    """
-    return {override.partition("=")[0].partition(".")[0] for override in overrides} | arguments.keys()
-
-
-def completed(recipe: RecipeArguments, arguments: dict, chosen: dict) -> tuple[RecipeArguments, dict]:
-    """What [`read_recipe`] returned, with further keys and their values."""
-    of_recipe, of_training = _parts(chosen)
-    return dataclasses.replace(recipe, **of_recipe), {**arguments, **of_training}
-
-
-def _parts(values: dict) -> tuple[dict, dict]:
-    """Keys and values of a recipe: of its pair and data, and of its training."""
-    of_recipe = {key: value for key, value in values.items() if key in _OF_RECIPE}
-    return of_recipe, {key: value for key, value in values.items() if key not in _OF_RECIPE}
-
-
-def _unknown(key: str, known: typing.Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-    return f"Unknown key {key!r}; did you mean {nearest!r}?"
-
-
-def _at_home(value):
-    """Paths in a file, where no shell expands `~`."""
-    if isinstance(value, list):
-        return [_at_home(one) for one in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    return recipe, {name: value for name, value in values.items() if name not in _OF_RECIPE}
 
 
 def key_lines(word: str = "") -> list[str]:
@@ -234,6 +237,21 @@ def key_lines(word: str = "") -> list[str]:
     return lines or [f"No key contains {word!r}."]
 
 
+def _set(values: dict, names: list[str], value) -> None:
+    """Set an entry of nested mappings, which are copied."""
+    for name, inner in pairwise(names):
+        if not isinstance(values.get(name) or {}, dict):
+            raise ValueError(f"{name}={values[name]!r} has no entry {inner!r}; write {name}=value.")
+        values[name] = dict(values.get(name) or {})
+        values = values[name]
+    values[names[-1]] = value
+
+
+def _unknown(name: str, known: typing.Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+    return f"Unknown key {name!r}; did you mean {nearest!r}?"
+
+
 def _read_yaml(path: Path) -> dict:
     if path.is_dir():
         raise IsADirectoryError(f"--config {path} is a folder; name a file.")
@@ -246,48 +264,54 @@ def _read_yaml(path: Path) -> dict:
 
 
 def _parse(text: str, what: str):
+    """A YAML value, with numbers such as `6e-4`, which YAML 1.1 reads as strings."""
     with needs("A recipe needs pyyaml", "train"):
         import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: list(found) for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    exponent = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         place = " ".join(str(error).split())
         raise ValueError(f"{what} is not YAML: {place}.") from error
 
 
-def _with_floats(value):
-    """The entries of a value, where YAML reads `6e-4` as a string too."""
-    if isinstance(value, dict):
-        return {name: _with_floats(entry) for name, entry in value.items()}
+class _Parser(HfArgumentParser):
+    """Upstream's parser; errors are raised, and name key and value."""
+
+    def error(self, message: str):
+        name, _, problem = message.removeprefix("argument --").partition(": ")
+        name = name.partition("/")[0]
+        raise ValueError(f"{name}: (not shown) has the wrong type." if is_secret(name) else f"{name}: {problem}.")
+
+
+def _typed(values: dict) -> dict:
+    """The values of a run's keys: scalars as `HfArgumentParser` reads them, lists and mappings as in YAML."""
+    parser = _Parser((RecipeArguments, DFlashTrainingArguments), allow_abbrev=False)
+    typed, scalars = {}, []
+    for name, value in values.items():
+        hint = _HINTS[name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
+        if type(value) in kinds:
+            typed[name] = _at_home(value)
+        elif value is None or isinstance(value, dict | list):
+            names = [kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not type(None)]
+            raise ValueError(f"{name}={value!r} must be of type {' or '.join(names)}.")
+        else:  # YAML reads `no` as a truth value
+            scalars.append(f"--{name}={'no' if value is False and bool not in kinds else value}")
+    read = vars(parser.parse_args(scalars))
+    return {**typed, **{name: _at_home(read[name]) for name in values if name not in typed}}
+
+
+def _at_home(value):
+    """Paths in a file, where no shell expands `~`."""
     if isinstance(value, list):
-        return [_with_floats(one) for one in value]
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
-
-
-def _whole(value) -> int:
-    if not float(value).is_integer():
-        raise ValueError(value)
-    return int(float(value))
-
-
-def _typed(key: str, value):
-    """The value of a key as one of its types; YAML reads `6e-4` as a string and `3` as an integer."""
-    hint = _HINTS[key]
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
-    classes = [kind for kind in kinds if isinstance(kind, type)]
-    if any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind in classes):
-        return _with_floats(value) if isinstance(value, dict) else value
-    is_enum = any(issubclass(kind, Enum) for kind in classes)
-    if value is False and is_enum:
-        return "no"  # as in `save_strategy: no`, which YAML reads as a boolean
-    if (value is False and typing.Literal in kinds) or (isinstance(value, str) and is_enum):
-        return value
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        for kind, read in ((float, float), (int, _whole), (str, str)):
-            if kind in kinds:
-                with contextlib.suppress(ValueError):
-                    return read(value)
-    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
-    shown = "(not shown)" if is_secret(key) else repr(value)
-    raise ValueError(f"{key}={shown} must be of type {' or '.join(names)}.")
+        return [_at_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value

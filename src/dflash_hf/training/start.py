@@ -8,36 +8,61 @@ better start. A small drafter spends most of its time in the target's head; rest
 the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14856).
 """
 
+import math
+
 import torch
 from torch import nn
 
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import part_keys
 from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.target import mask_token_remedy, spare_token_id
+from dflash_hf.training.presets import LARGEST_DRAFT_VOCABULARY
 
 
-def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
+def make_draft(recipe, target, mask_token_id: int, kwargs: dict, tokenizer, say):
     """
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
-    chat template, and the digests of the tokenizer. If `lenient`, a target whose layers do not fit the drafter's is no
-    error.
+    chat template (`kwargs`), and the digests of the tokenizer.
     """
-    if recipe.draft:
-        draft = _draft_to_go_on(recipe, say)
-    else:
-        draft = _fresh_draft(recipe, target, tokenizer, say, lenient)
+    draft = _draft_to_go_on(recipe, say) if recipe.draft else _fresh_draft(recipe, target, mask_token_id, say)
     kept = draft.config.dflash_config
-    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in recipe.manifests.items()}
-    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, draft.config, say)
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
     kept["trained_with"] = digests_of_tokenizer(tokenizer)
     return draft
+
+
+def mask_token_of(recipe, target, tokenizer) -> int:
+    """
+    The mask token of a recipe's drafter: as given, else a trained drafter's, else the first spare row of the target's
+    embedding.
+    """
+    if recipe.mask_token_id is not None:
+        return recipe.mask_token_id
+    if recipe.draft:
+        return draft_config_of(recipe.draft, Loading()).mask_token_id
+    found = spare_token_id(target, tokenizer)
+    if found is None:
+        remedy = mask_token_remedy(tokenizer)
+        raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
+    return found
+
+
+def vocabulary_size(recipe, survey, vocab_size: int) -> int | None:
+    """
+    `draft_vocab_size` of a recipe; for -1, about the number of distinct tokens that its data are expected to have
+    (Heaps' law), at most 8,192, and the target's own vocabulary if that is less than twice as large.
+    """
+    if recipe.draft_vocab_size != -1:
+        return recipe.draft_vocab_size
+    size = 1024 * math.ceil(16 * math.sqrt(int(survey.counts.sum())) / 1024)
+    size = min(size, LARGEST_DRAFT_VOCABULARY)
+    return size if size < vocab_size / 2 else None
 
 
 def _draft_to_go_on(recipe, say):
@@ -59,13 +84,7 @@ def _draft_to_go_on(recipe, say):
     return with_parts(draft, parts) if parts else draft
 
 
-def _fresh_draft(recipe, target, tokenizer, say, lenient: bool):
-    mask_token_id = recipe.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = spare_token_id(target, tokenizer)
-    if mask_token_id is None:
-        remedy = mask_token_remedy(tokenizer)
-        raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
+def _fresh_draft(recipe, target, mask_token_id: int, say):
     fields = {**recipe.draft_config}
     stored_layers = [manifest.layer_ids for manifest in recipe.manifests.values()]
     if recipe.target_layer_ids or stored_layers:
@@ -75,10 +94,11 @@ def _fresh_draft(recipe, target, tokenizer, say, lenient: bool):
     layers, block = recipe.num_draft_layers, recipe.block_size
     draft = DFlashDraftModel(DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields))
     if recipe.init_layers:
+        depth, last = len(decoder_layers(target)), min(recipe.init_layers) < 0
         try:
-            taken = begin_as_target(draft, target, recipe.init_layers)
+            taken = begin_as_target(draft, target, [one + depth * (one < 0) for one in recipe.init_layers])
         except ValueError:
-            if not lenient:
+            if not last:
                 raise
             taken = []
         say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")
@@ -188,15 +208,6 @@ def _scale_head_norms(ours: nn.Module, theirs: dict[str, nn.Module]) -> None:
             norm.weight.fill_((projection.weight * ours.input_layernorm.weight).square().sum(1).mean().sqrt())
 
 
-def count_tokens(dataset, vocab_size: int) -> torch.LongTensor:
-    """How often each token is supervised in a dataset of `input_ids` and `loss_mask`, `[V]`."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in dataset:
-        ids = torch.as_tensor(row["input_ids"]).long()[torch.as_tensor(row["loss_mask"]).bool()]
-        counts.index_add_(0, ids, torch.ones_like(ids))
-    return counts
-
-
 @torch.no_grad()
 def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     """
@@ -205,13 +216,14 @@ def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     Args:
         draft (`DFlashDraftModel`): Changed in place.
         target (`PreTrainedModel`): Its target, with head.
-        counts (`torch.LongTensor`): `[V]`, from [`count_tokens`].
+        counts (`torch.LongTensor`): How often each token is supervised, see [`~dflash_hf.training.rows.survey`].
 
     Returns:
         `float`: Share of the counted tokens that it can draft.
     """
     head, size = target.get_output_embeddings(), draft.config.draft_vocab_size
-    counts = counts[: head.weight.shape[0]]
+    rows = head.weight.shape[0]
+    counts = torch.nn.functional.pad(counts, (0, max(rows - len(counts), 0)))[:rows]
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # ties go to the lowest ids
     draft.d2t.copy_(ids - torch.arange(size))
     draft.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
@@ -229,9 +241,8 @@ def draft_ids(draft, rows: int = 0) -> torch.LongTensor | None:
     size, reduced = draft.config.vocab_size, draft.config.has_own_head
     if not reduced and (size is None or rows <= size):
         return None
-    if (
-        reduced and draft.lm_head.weight.numel() > 0 and not draft.lm_head.weight.any()
-    ):  # d2t is 0 for the first tokens of the target, too
+    # d2t is 0 for the first tokens of the target, too.
+    if reduced and draft.lm_head.weight.numel() > 0 and not draft.lm_head.weight.any():
         raise ValueError(
             f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (its head "
             "is 0): call `dflash_hf.training.start.take_vocabulary(draft, target, counts)` before training."

@@ -2,35 +2,66 @@
 
 import gc
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
+from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
-from dflash_hf.pairs import Loading, load_target
+from dflash_hf.layouts.read import is_drafter_config
+from dflash_hf.pairs import Loading, draft_config_of, load_target
 from dflash_hf.terminal import note
 from dflash_hf.training.adapters import merged
 from dflash_hf.training.callbacks import DecodingCallback
-from dflash_hf.training.choice import choose
-from dflash_hf.training.features import drawn, drop_layers, store_rows, stored
+from dflash_hf.training.checkpoints import check_resumable, last_checkpoint
+from dflash_hf.training.features import drop_layers, rows_to_store, store_rows, stored, stored_tokens
 from dflash_hf.training.offline import DFlashOfflineTrainer
-from dflash_hf.training.pace import Pace
-from dflash_hf.training.recipe import RecipeArguments, completed
-from dflash_hf.training.run import Run
-from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
-from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
+from dflash_hf.training.pace import Pace, StepCount
+from dflash_hf.training.processes import in_first_process
+from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.rows import survey
+from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.trainer_card import kept_report, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
-def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=(), given=None):
+STORED = ".features"  # of rows that a run reads more than once; it is removed, so its name is not a user's
+
+
+@dataclass
+class Run:
+    """
+    What a run trains with.
+
+    Args:
+        recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
+        target, draft: The models as loaded, or a fresh drafter.
+        encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
+    """
+
+    recipe: RecipeArguments
+    args: DFlashTrainingArguments
+    target: PreTrainedModel
+    draft: DFlashDraftModel
+    encoder: RowEncoder
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """The target layers whose outputs the drafter reads."""
+        return self.draft.config.target_layer_ids
+
+
+def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
     Train according to a recipe, and save the drafter to its `output_dir`.
 
@@ -38,68 +69,67 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         recipe, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
-        given (`Set[str]`, *optional*): The keys that are given; the others are chosen for the machine. Default: none
-            is chosen.
 
     Returns:
         `DFlashTrainer`: After training.
     """
-    # 1. The arguments, completed for this machine. Only the finished drafter is published, once, with its card.
+    # 1. The arguments. Only the finished drafter is published, once, with its card.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
-    training = {**training, "output_dir": str(folder)}
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    revision, trusted = recipe.target_revision, recipe.trust_remote_code
-    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted, empty=True)
-    chosen = choose(recipe, training, given, tokenizer, echo, resume)
-    recipe, training = completed(recipe, training, chosen)
-    options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
+    options = {**training, "output_dir": str(folder), "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
     if recipe.streaming:
         args.accelerator_config.dispatch_batches = False  # batches differ in width; each rank reads its own share
-    say = echo if args.process_index == 0 else lambda line: None
+    first = args.process_index == 0
+    say, tell = (echo, note) if first else (lambda line: None,) * 2
 
-    # 2. Target and drafter.
+    # 2. The target, on the device of this process; with stored features, which need little of it, in main memory.
     set_seed(args.seed)
-    loading = Loading(recipe.target_dtype, revision=revision, trust_remote_code=trusted)
+    loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    # On the device of this process; with stored features, which need little of the target, in main memory.
     device = "cpu" if recipe.features else args.device
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
-    tell = note if args.process_index == 0 else lambda line: None
-    draft = make_draft(recipe, target, tokenizer, tell, lenient="init_layers" in chosen)
-    of_template = draft.config.dflash_config.get("chat_template_kwargs") or {}
-    vocab_size = target.get_input_embeddings().weight.shape[0]
-    encoder = RowEncoder(tokenizer, recipe.max_length, of_template, draft.config.mask_token_id, vocab_size)
+
+    # 3. Data, encoded by one process for all, and the drafter; its reduced vocabulary is that of the data.
+    encoder = _encoder(recipe, target, tell)
+    with args.main_process_first(desc="data"):
+        rows, eval_rows = _encoded(recipe, encoder, say)
+    found = None
+    if recipe.draft_vocab_size:
+        found = survey(stored_tokens(recipe.features) if recipe.features else rows)
+        size = vocabulary_size(recipe, found, target.get_input_embeddings().weight.shape[0])
+        recipe = replace(recipe, draft_vocab_size=size)
+    kwargs, tokenizer = encoder.chat_template_kwargs, encoder.tokenizer
+    draft = make_draft(recipe, target, encoder.mask_token_id, kwargs, tokenizer, tell)
+    if recipe.draft_vocab_size:
+        share = take_vocabulary(draft, target, found.counts)
+        say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
     run = Run(recipe, args, target, draft, encoder)
 
-    # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
-    with args.main_process_first(desc="data"):
-        rows, eval_rows = _datasets(run, say)
-    if run.recipe.draft_vocab_size:
-        _take_vocabulary(run, rows, say)
-
-    # 4. The description of the run, before training changes anything.
-    def described() -> dict:
-        return describe_run(run, rows) | {"chosen": chosen}
-
-    with run_in(args, described, resume):
-        # 5. Features of rows read more than once.
-        if run.recipe.store_rows:
+    with ExitStack() as stack:
+        in_first_process(lambda: _begin(folder, not training.get("resume_from_checkpoint"), stack))
+        # 4. Features: those of another command, or of rows that are read more than once.
+        if recipe.features:
+            drop_layers(target, args.device)
+            names = (recipe.features, recipe.eval_features)
+            rows, eval_rows = (stored(one, run.layer_ids, args.reads_states) if one else None for one in names)
+        elif recipe.store_rows:
+            seconds = None if args.max_minutes is None else 60 * args.max_minutes
             with args.main_process_first(desc="features"):
-                parts = {"train": drawn(rows, run), "eval": eval_rows}
+                parts = {"train": rows_to_store(rows, run, seconds, folder / STORED / "train"), "eval": eval_rows}
                 rows, eval_rows = (store_rows(part, folder / STORED / name, run) for name, part in parts.items())
-        # 6. Training.
-        trainer = _trainer(run, rows, eval_rows, list(callbacks))
+        # 5. Training.
+        trainer = _trainer(run, rows, eval_rows, [*callbacks, StepCount(say)])
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
-        with kept_report(folder) if args.process_index == 0 else nullcontext():
+        with kept_report(folder) if first else nullcontext():
             _save(run, trainer)
-    if args.process_index == 0:
+    if first:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
     return trainer
@@ -115,17 +145,91 @@ def leave_group() -> None:
         gc.collect()
 
 
-def _halved(draft, args):
-    """A drafter, converted to half precision if a run trains in half precision."""
-    return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft
+def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> str | None:
+    """
+    The checkpoint to resume from, or `None` for a new run.
+
+    Args:
+        folder (`Path`): Its `output_dir`.
+        resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
+        overwrite (`bool`): Start over in a folder that has been used.
+
+    Raises:
+        `ValueError`: the folder has been used, and neither is given; or both are; or it holds another model, such as
+            the target, which is never overwritten.
+    """
+    config = folder / "config.json"
+    if config.is_file() and not is_drafter_config(read_json(config)):
+        raise ValueError(
+            f"output_dir={str(folder)} holds another model, which the drafter would overwrite; choose another "
+            "output_dir."
+        )
+    if resume and overwrite:
+        raise ValueError(
+            f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."
+        )
+    last = last_checkpoint(folder)
+    checkpoint = last if resume == "auto" else Path(resume) if resume else None
+    if checkpoint is not None:
+        check_resumable(checkpoint)
+    used = "a finished drafter" if any(folder.glob("*.safetensors")) else last and last.name
+    elsewhere = checkpoint is None or checkpoint.resolve().parent != folder.resolve()
+    if used and elsewhere and not overwrite:
+        why = f"no checkpoint to resume from, but {used}" if resume == "auto" else used
+        raise ValueError(
+            f"output_dir={str(folder)} holds {why}. Resume with resume_from_checkpoint=auto if there is a "
+            "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
+        )
+    return None if checkpoint is None else str(checkpoint)
+
+
+def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
+    """Lock a run's folder; a new run removes what another left, so that none of it is ever taken for its own."""
+    stack.enter_context(locked(folder))
+    for one in [*folder.glob("checkpoint-*"), folder / STORED] if anew else []:
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def _encoder(recipe: RecipeArguments, target, tell) -> RowEncoder:
+    """What makes examples of a run's rows."""
+    tokenizer = load_tokenizer(
+        recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code, empty=True
+    )
+    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in recipe.manifests.items()}
+    config = draft_config_of(recipe.draft, Loading()) if recipe.draft else None
+    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
+    mask_token_id = mask_token_of(recipe, target, tokenizer)
+    rows = target.get_input_embeddings().weight.shape[0]
+    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows)
+
+
+def _encoded(recipe: RecipeArguments, encoder: RowEncoder, say) -> tuple:
+    """The training and evaluation data as examples; without data, of a run on stored features, none."""
+
+    def prepared(data, split, streaming, packing):
+        rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
+        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc, data)
+        say(f"{data}:" if not streaming else f"{data}, its first rows:")
+        for line in report.lines():
+            say(f"  {line}")
+        return dataset
+
+    if recipe.features:
+        return None, None
+    rows, eval_rows = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
+    if recipe.eval_data or recipe.eval_split:
+        eval_rows = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
+    return rows, eval_rows
 
 
 def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
     """The trainer of a run, which reads the target's features from disk or computes them."""
     recipe = run.recipe
     kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
-    options = {"peft_config": recipe.peft_config, "callbacks": callbacks}
-    trainer = kind(run.draft, run.target, run.args, rows, eval_rows, **options)
+    trainer = kind(run.draft, run.target, run.args, rows, eval_rows, peft_config=recipe.peft_config)
+    trainer.remove_callback(StepCount)
+    for one in callbacks:
+        trainer.add_callback(one)
     if recipe.decode_prompts:
         tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
         trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
@@ -148,31 +252,6 @@ def _save(run: Run, trainer: DFlashTrainer) -> None:
         save_facts(trainer, folder)
 
 
-def _take_vocabulary(run: Run, rows, say) -> None:
-    """The most frequent tokens of the data, as the drafter's vocabulary."""
-    features = run.recipe.features
-    learned = stored(features, layer_ids=[]) if features else rows  # their ids are enough
-    share = take_vocabulary(run.draft, run.target, count_tokens(learned, run.draft.config.vocab_size))
-    say(f"draft vocabulary  {run.recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
-
-
-def _datasets(run: Run, say) -> tuple:
-    """The training and evaluation data."""
-    recipe = run.recipe
-    if recipe.features:
-        drop_layers(run.target, run.args.device)
-        folders = (recipe.features, recipe.eval_features)
-        return tuple(stored(one, run.layer_ids, run.args.reads_states) if one else None for one in folders)
-
-    def prepared(data, split, streaming, packing):
-        rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
-        dataset, report = prepare_dataset(rows, run.encoder, packing, recipe.num_proc, data)
-        say(f"{data}:" if not streaming else f"{data}, its first rows:")
-        for line in report.lines():
-            say(f"  {line}")
-        return dataset
-
-    rows, eval_rows = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
-    if recipe.eval_data or recipe.eval_split:
-        eval_rows = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
-    return rows, eval_rows
+def _halved(draft, args):
+    """A drafter, converted to half precision if a run trains in half precision."""
+    return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft

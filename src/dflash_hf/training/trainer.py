@@ -1,6 +1,6 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target next to the model."""
 
-import sys
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,22 +11,22 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
-from dflash_hf.data.examples import DFlashCollator, check_examples, has_rows
+from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.hub.card import CardFacts, origin, render_card
 from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
+from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import add_adapter, is_adapted
-from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of
-from dflash_hf.training.finite import FiniteGuard
+from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of, last_checkpoint
 from dflash_hf.training.heads import needs_teacher
-from dflash_hf.training.log_table import LogTable
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import Pace
-from dflash_hf.training.settings_for import warning_of
+from dflash_hf.training.pace import OpenEnded, Pace, StepCount
+from dflash_hf.training.rows import survey
 from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
+from dflash_hf.weights import is_finite
 
 
 logger = logging.get_logger(__name__)
@@ -41,6 +41,10 @@ _REFUSED = {
 }
 
 
+class NotFiniteError(DetailedError):
+    """A loss, gradient or weight is inf or NaN: later steps would learn nothing, with an apparent loss of 0."""
+
+
 class DFlashTrainer(AtomicTrainer):
     """
     Trains a drafter against a frozen target.
@@ -49,7 +53,7 @@ class DFlashTrainer(AtomicTrainer):
     metrics, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all earlier slots are
     correct), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
     teacher-forced (with a head also `simulated_tau_argmax`, for each slot's argmax without the head), and
-    `tokens_per_second` of all processes, excluding evaluations. A terminal shows them as a table.
+    `tokens_per_second` of all processes, excluding evaluations.
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
@@ -74,7 +78,7 @@ class DFlashTrainer(AtomicTrainer):
             not apply to drafters.
     """
 
-    objective_class = Objective
+    objective_class, collator_class = Objective, DFlashCollator
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class DFlashTrainer(AtomicTrainer):
                 self.check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+            data_collator = self.collator_class(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
         self.draft = model.get_base_model() if is_adapted(model) else model
         super().__init__(
@@ -123,16 +127,14 @@ class DFlashTrainer(AtomicTrainer):
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
         self.objective = self.objective_class(self.draft, target, args, self.reader())
-        self.meter, self.finite, self.figures = Meter(args.device), FiniteGuard(self), WeightsHaveFigures(self)
+        self.meter, self.figures = Meter(args.device), WeightsHaveFigures(self)
         self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
         self.add_callback(self.figures)
-        bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
-        watched = sys.stdout.isatty()
-        if bars and (watched or args.max_minutes is not None):
-            self.remove_callback(ProgressCallback)
-            self.add_callback(LogTable(watched))
+        self.add_callback(StepCount())
+        if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(OpenEnded())
 
     @property
     def eval_report(self) -> EvalReport | None:
@@ -157,9 +159,9 @@ class DFlashTrainer(AtomicTrainer):
         return self.lr_scheduler
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
-        """Reject rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
+        """Reject rows that cannot be trained on, see [`~dflash_hf.training.rows.survey`]."""
         if has_rows(dataset):
-            check_examples(dataset)
+            survey(dataset)
 
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed."""
@@ -215,7 +217,6 @@ class DFlashTrainer(AtomicTrainer):
                 raise ValueError(
                     f"data_collator returns {sorted(batch)} without {sorted(missing)}; see DFlashCollator."
                 )
-        self.finite.of_this_step = batches
         total = torch.zeros((), device=device)
         for batch in batches:
             self.objective.draw_anchors(batch, self.state.global_step)
@@ -257,39 +258,49 @@ class DFlashTrainer(AtomicTrainer):
         """Forward and backward of the drafter over its blocks: 6 operations per parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft.config.block_size
 
-    # Training stops at the first NaN or inf, see `finite`.
+    # Training stops at the first NaN or inf, before the optimizer's step. Upstream logs an average in its place.
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.finite.check_step(grad_norm)
+        loss = self.meter.statistics.loss.item()  # summed since the last line of the log
+        if not math.isfinite(loss):
+            raise self._not_finite(f"the loss is {loss}")
+        # An fp16 scaler skips steps in search of its scale.
+        if grad_norm is not None and self.accelerator.scaler is None and not math.isfinite(grad_norm):
+            raise self._not_finite(f"the norm of the gradient is {float(grad_norm)}")
         return grad_norm
+
+    def _not_finite(self, what: str) -> NotFiniteError:
+        good = last_checkpoint(self.args.output_dir)
+        return NotFiniteError(
+            f"Step {self.state.global_step + 1}: {what}. "
+            + (f"The last good checkpoint is {good}. " if good else "There is no checkpoint before it. ")
+            + "If the target is in fp16, load it in bfloat16 or float32 (target_dtype). Otherwise lower learning_rate="
+            f"{self.args.learning_rate}, warm up longer, or use bf16 instead of fp16; a checkpoint given as the model "
+            "to start from (`draft=` of `dflash train`) may use other settings."
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
-        self.finite.check_weights()
+        if not is_finite(self.model.parameters()):
+            raise self._not_finite("the drafter's weights are not finite, and are not saved")
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
 
-    # A checkpoint is complete, or recognised as unfinished, see `checkpoints`.
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
+        """As upstream, from a whole checkpoint of this drafter; `True` is the last whole checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
-        self.latest = None if checkpoint is None else Path(checkpoint).resolve()
+        self.latest = None if checkpoint is None else checkpoint.resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
-        if has_rows(self.train_dataset):
-            said = warning_of(self.args, self.draft.config, self.target.config, self.train_dataset[0])
-            if said:
-                logger.warning(said)
         self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
         self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
-        return super().train(checkpoint, *args, **kwargs)
+        return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     def create_model_card(
         self,

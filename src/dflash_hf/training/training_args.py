@@ -23,27 +23,26 @@ _OFF = {
 }
 
 
-def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
+def key(help: str, default=None, on_card: bool = False):
     """
     An option with its help.
 
     Args:
         help (`str`): Help for `dflash train --keys`.
         default: Default value.
-        of_run (`bool`): Whether a run must resume with the same value, see `run_file`.
         on_card (`bool`): Whether the model card lists it if it is set.
     """
     metadata = {"help": Help(help)}
-    metadata["help"].of_run, metadata["help"].on_card = of_run, on_card
+    metadata["help"].on_card = on_card
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 class Help(str):
-    """The help of an option, and where else the option counts: `HfArgumentParser` takes no other metadata."""
+    """The help of an option, and whether the card lists it: `HfArgumentParser` takes no other metadata."""
 
-    of_run = on_card = False
+    on_card = False
 
 
 @dataclass
@@ -76,27 +75,25 @@ class DFlashTrainingArguments(TrainingArguments):
         `ImportError`: a package of `report_to` is unknown or not installed.
     """
 
-    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4, of_run=True, on_card=True)
-    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine", of_run=True, on_card=True)
-    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04, of_run=True, on_card=True)
+    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4, on_card=True)
+    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine", on_card=True)
+    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04, on_card=True)
     num_train_epochs: float = key("Passes over the data.", 6.0, on_card=True)
     remove_unused_columns: bool = key("Must stay off: the columns are not arguments of the drafter's forward.", False)
     logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
-    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.", of_run=True, on_card=True)
-    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, of_run=True, on_card=True)
+    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.", on_card=True)
+    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, on_card=True)
     loss_type: str = key(
-        "The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce", of_run=True, on_card=True
+        "The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce", on_card=True
     )
-    dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5, of_run=True)
+    dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5)
     loss_decay_gamma: float | None = key(
-        "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).", of_run=True, on_card=True
+        "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).", on_card=True
     )
-    head_only: bool = key("Train the drafter's head alone.", False, of_run=True, on_card=True)
+    head_only: bool = key("Train the drafter's head alone.", False, on_card=True)
     loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
-    anchor_seed: int | None = key("Seed of the anchors; default: `seed`.", of_run=True)
-    label_source: str = key(
-        "Labels: tokens of the 'data', or the argmax of the 'target'.", "data", of_run=True, on_card=True
-    )
+    anchor_seed: int | None = key("Seed of the anchors; default: `seed`.")
+    label_source: str = key("Labels: tokens of the 'data', or the argmax of the 'target'.", "data", on_card=True)
     block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
 
     @property

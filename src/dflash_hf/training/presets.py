@@ -1,0 +1,79 @@
+"""
+What a training run sets where neither the recipe nor the command line does: one column for CPUs, one for GPUs.
+
+The GPU's column is the paper's (DFlash, arXiv 2602.06036). On a CPU a drafter learns best from many small steps: its
+column is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`).
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from dflash_hf.decoding.packing import emulated
+
+
+PAPER = {"num_draft_layers": 5, "block_size": 16}
+LARGEST_DRAFT_VOCABULARY = 8192
+# Key: the value on a CPU (or Metal), the value on a GPU, and the reason for the CPU's.
+_TABLE: dict[str, tuple[Any, Any, str]] = {
+    "num_draft_layers": (2, 5, "fewer layers make more steps"),
+    "block_size": (8, 16, "short blocks make more steps"),
+    "num_anchors": (16, 512, "more steps beat larger steps"),
+    "per_device_train_batch_size": (4, 1, "more steps beat larger steps"),
+    "gradient_accumulation_steps": (1, 8, "more steps beat larger steps"),
+    "loss_type": ("dpace", "ce", "in 150 s it reached tau 1.20, the paper's ce 1.11"),
+    "learning_rate": (1e-3, 6e-4, "the paper's 6e-4 is for days"),
+    "draft_vocab_size": (-1, None, "about as many tokens as the data have: the head costs most"),
+    "store_rows": (-1, 0, "the target reads each row once, in a third of the time at most"),
+    "logging_steps": (50, 10, "a line every few seconds"),
+    "save_steps": (250, 1000, "at most minutes are lost"),
+}
+# Keys that a run with another key has no use for, or that the other decides.
+_NOT_WITH = {
+    "draft": ("num_draft_layers", "block_size", "draft_vocab_size", "init_layers"),
+    "head_only": ("loss_type", "learning_rate"),  # a head has its own
+    "per_device_train_batch_size": ("gradient_accumulation_steps",),
+    "features": ("store_rows",),
+    "packing": ("store_rows",),
+    "peft_config": ("store_rows",),
+    "streaming": ("store_rows", "draft_vocab_size"),
+    "fp16": ("bf16",),
+}
+
+
+def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
+    """
+    The settings for this kind of machine.
+
+    Args:
+        given (`dict`): The keys that are set already.
+
+    Returns:
+        The preset's name, its values, and the reason for each value that is not the paper's.
+    """
+    on_cpu = given.get("use_cpu") or not torch.accelerator.is_available()
+    device = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
+    small = device in ("cpu", "mps")
+    values = {name: row[0 if small else 1] for name, row in _TABLE.items()}
+    reasons = {name: row[2] for name, row in _TABLE.items()} if small else {}
+    if small:
+        layers = int(given.get("num_draft_layers") or values["num_draft_layers"])
+        values["init_layers"] = list(range(-layers, 0))
+        reasons["init_layers"] = "start as the target's last layers, which understand its features"
+    if device == "cpu":
+        values["use_cpu"], reasons["use_cpu"] = True, "there is no accelerator"
+        values["bf16"] = not emulated(torch.bfloat16)
+        values["target_dtype"] = "bfloat16" if values["bf16"] else "float32"
+        reasons["bf16"] = f"this processor has {'' if values['bf16'] else 'no '}units for bf16"
+    elif device == "cuda":
+        values["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    if small and given.get("draft"):
+        values["learning_rate"] = 5e-4
+    if given.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
+        values["save_steps"] = given.get("eval_steps") or given.get("logging_steps") or values["logging_steps"]
+    unwanted = {key for name, keys in _NOT_WITH.items() if given.get(name) for key in keys}
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        unwanted.add("store_rows")  # one process would store while the others wait
+    values = {name: value for name, value in values.items() if name not in unwanted}
+    return device, values, reasons

@@ -1,0 +1,97 @@
+"""One pass over the rows of a dataset before training: are they fit to train on, and which tokens do they hold?"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from dflash_hf.data.examples import check_example
+
+
+_BATCH = 10_000  # rows
+
+
+class Survey(NamedTuple):
+    """What a dataset holds."""
+
+    lengths: torch.Tensor  # [rows]  tokens of each row
+    counts: torch.Tensor  # [V]  how often each token is supervised, up to the largest id
+    digest: str  # of all ids and loss masks
+
+
+class _Batch(NamedTuple):
+    ids: torch.Tensor  # [T]
+    mask: torch.Tensor  # [T]
+    lengths: torch.Tensor  # [rows]
+
+
+def survey(dataset) -> Survey:
+    """
+    Read a dataset once, and reject rows that cannot be trained on: training on nothing would fail silently.
+
+    Args:
+        dataset (`Sequence[dict]` or `datasets.Dataset`): Rows with `input_ids` and `loss_mask`; an Arrow table is read
+            as it lies in memory.
+
+    Raises:
+        `ValueError`: there are no rows, or [`~dflash_hf.data.examples.check_example`] rejects one.
+    """
+    if len(dataset) == 0:
+        raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
+    lengths, counts, digest = [], torch.zeros(0, dtype=torch.long), hashlib.sha256()
+    for batch in _of_table(dataset) if _is_table(dataset) else _of_list(dataset):
+        lengths.append(batch.lengths)
+        found = batch.ids[batch.mask.bool()].bincount(minlength=len(counts))
+        counts = found + torch.nn.functional.pad(counts, (0, len(found) - len(counts)))
+        for one in batch:
+            digest.update(one.int().numpy().tobytes())
+    return Survey(torch.cat(lengths), counts, digest.hexdigest()[:16])
+
+
+def lengths_of(dataset) -> torch.Tensor:
+    """The tokens of each row, `[rows]`; of an Arrow table without reading the rows."""
+    if not _is_table(dataset):
+        return torch.tensor([len(row["input_ids"]) for row in dataset])
+    tables = dataset.select_columns("input_ids").with_format("arrow").iter(_BATCH)
+    return torch.cat([_lists(table, "input_ids")[1] for table in tables])
+
+
+def _is_table(dataset) -> bool:
+    """Whether a dataset is an Arrow table with the two columns."""
+    columns = getattr(dataset, "column_names", None)
+    return hasattr(dataset, "with_format") and columns is not None and {"input_ids", "loss_mask"} <= set(columns)
+
+
+def _of_table(dataset) -> Iterator[_Batch]:
+    """The rows of an Arrow table, all of them checked."""
+    for number, table in enumerate(dataset.with_format("arrow").iter(_BATCH)):
+        (ids, lengths), (mask, of_mask) = (_lists(table, name) for name in ("input_ids", "loss_mask"))
+        if not (torch.equal(lengths, of_mask) and _is_fit(mask, lengths)):
+            first = number * _BATCH
+            for place in range(first, first + len(lengths)):
+                check_example(dataset[place], f"Row {place}")
+        yield _Batch(ids, mask, lengths)
+
+
+def _is_fit(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
+    """Whether the mask of each row is of zeros and ones, and not of zeros only."""
+    supervised = torch.nn.functional.pad(mask.cumsum(0, dtype=torch.long), (1, 0))  # [T + 1], before each token
+    ends = lengths.cumsum(0)
+    return bool(((mask == 0) | (mask == 1)).all() and (supervised[ends] > supervised[ends - lengths]).all())
+
+
+def _lists(table, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of a column of lists, one list after the other, and the length of each; null is an empty list."""
+    column = table.column(name).combine_chunks()
+    return torch.from_dlpack(column.flatten()), torch.from_dlpack(column.value_lengths().fill_null(0)).long()
+
+
+def _of_list(dataset) -> Iterator[_Batch]:
+    """The rows of any other dataset, all of them checked."""
+    for start in range(0, len(dataset), _BATCH):
+        rows = [dataset[place] for place in range(start, min(start + _BATCH, len(dataset)))]
+        for place, row in enumerate(rows, start):
+            check_example(row, f"Row {place}")
+        ids, mask = (torch.cat([torch.as_tensor(row[name]) for row in rows]) for name in ("input_ids", "loss_mask"))
+        yield _Batch(ids, mask, torch.tensor([len(row["input_ids"]) for row in rows]))

@@ -1,0 +1,457 @@
+"""`dflash train` from data to a loadable drafter, with a tiny target: what it writes, refuses and resumes."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.tiny_chat import CHATML, THINKING, make_tokenizer, save_target
+from transformers import AutoModelForCausalLM
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
+from dflash_hf.cli import main
+from dflash_hf.commands.train import _publish
+from dflash_hf.files import locked
+from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.recipe import read_recipe
+from dflash_hf.training.train import train as train_recipe
+
+
+pytest.importorskip("yaml")
+datasets = pytest.importorskip("datasets")
+FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
+DEMO, OFFLINE, LORA = (FOLDER / f"{name}.yaml" for name in ("demo", "offline", "lora"))
+TINY = (
+    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "max_length=64"),
+    *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
+    *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
+    *("dataloader_num_workers=0", "target_dtype=float32", "store_rows=0", "init_layers=null", "save_steps=1"),
+)
+RESUME = "resume_from_checkpoint=auto"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"), THINKING)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write(tmp_path / "data.jsonl")
+
+
+def write(path, answer="as you wish"):
+    rows = []
+    for i in range(12):
+        user, answers = {"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}, {answer}."}
+        rows.append({"messages": [user, answers]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def train(capsys, folder, output, *overrides, config=DEMO):
+    code = main(["train", "--config", str(config), f"target={folder}", f"output_dir={output}", *TINY, *overrides])
+    printed = capsys.readouterr()
+    print(printed.err)
+    return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
+
+
+def store(folder, data, output, *layers):
+    """`dflash features` of a target's layers."""
+    command = ["features", "--data", str(data), "--target", str(folder), "--output", str(output), "--device", "cpu"]
+    options = ["--target-layer-ids", *layers, "--max-length", "64", "--template-args", '{"enable_thinking": false}']
+    assert main([*command, *options, "--store-dtype", "float32"]) == 0
+
+
+def contents(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    options = (f"data={data}", f"eval_data={data}", "eval_strategy=steps", "eval_steps=2", "save_steps=1")
+    options = (*options, "decode_prompts=2", "decode_max_new_tokens=4")
+    kwargs = "chat_template_kwargs.enable_thinking=false"
+    code, out, error = train(capsys, folder, output, *options, kwargs)
+    assert code == 0, error
+    assert "rows              12" in out and f"The drafter is in {output}" in out
+    assert f"dflash eval --target {folder} --draft {output} --data" in out
+    assert "eval_loss" in out and "eval_tau" in out
+    config = DFlashDraftConfig.from_pretrained(output)
+    assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (config.mask_token_id, config.block_size, config.target_layer_ids) == (259, 4, [0, 2])
+    draft = DFlashDraftModel.from_pretrained(output).eval()
+    draft.save_pretrained(tmp_path / "again")
+    again = DFlashDraftConfig.from_pretrained(tmp_path / "again")
+    assert again.dflash_config == config.dflash_config  # training's keys survive
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    alone = target.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=draft), alone)
+
+    # Another mode than the drafter's, further training, and going on from a checkpoint.
+    code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
+    assert code == 0 and "resuming from" in out and "checkpoint-2" in out
+    more = tmp_path / "two words"
+    code, out, _ = train(capsys, folder, more, f"data={data}", f"draft={output}")
+    assert code == 0 and f"dflash eval --target {folder} --draft '{more}' --data" in out  # it was not quoted
+    more = DFlashDraftConfig.from_pretrained(more)
+    assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("key, has", [("num_draft_layers", 2), ("block_size", 4), ("target_layer_ids", [0, 2])])
+def test_given_drafter_keeps_its_shape(key, has, folder, data, tmp_path, capsys):
+    """Another value was ignored."""
+    given = f"target={folder}", f"data={data}", *TINY, "num_draft_layers=2"
+    assert main(["train", *given, f"output_dir={tmp_path / 'first'}"]) == 0
+    given = *given, f"draft={tmp_path / 'first'}"
+    assert main(["train", *given, f"output_dir={tmp_path / 'same'}", f"{key}=null"]) == 0
+    capsys.readouterr()
+    other = [0, 1] if has == [0, 2] else 3
+    assert main(["train", *given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"]) == 1
+    assert f"{key}={other}, but {tmp_path / 'first'} was trained with {has}; leave it out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["packing", "streaming"])
+def test_packed_and_streamed_data_train(mode, folder, data, tmp_path, capsys):
+    code, out, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", f"{mode}=true")
+    assert code == 0, error
+    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+
+
+def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsys):
+    """Also in the run's own folder, which a run of stored features once emptied."""
+    features = tmp_path / "drafter" / "features"
+    store(folder, data, features, "0", "2")
+    before = contents(features)
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"features={features}", config=OFFLINE)
+    assert code == 0, error
+    config = DFlashDraftConfig.from_pretrained(tmp_path / "drafter")
+    assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+    assert contents(features) == before
+    other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
+    code, _, error = train(capsys, folder, tmp_path / "other", *other, config=OFFLINE)
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+@pytest.mark.parametrize(("source", "layers"), [("data", "init_layers=[3]"), ("features", "init_layers=[-1]")])
+def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, capsys):
+    given = f"data={data}"
+    if source == "features":
+        store(folder, data, tmp_path / "features", "0", "2", "3")
+        given = f"features={tmp_path / 'features'}"
+    options = (given, "draft_vocab_size=20", layers, "learning_rate=1e-12", "warmup_steps=0")
+    config = DEMO if source == "data" else OFFLINE
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options, config=config)
+    assert code == 0, error
+    assert "draft vocabulary  20 tokens, " in out
+    draft, target = (
+        DFlashDraftModel.from_pretrained(tmp_path / "drafter"),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
+    head = target.get_output_embeddings().weight[draft.target_ids(torch.arange(20))]
+    assert torch.equal(draft.lm_head.weight, head.to(draft.dtype))
+    last = target.model.layers[3].self_attn.o_proj.weight
+    assert torch.allclose(draft.layers[0].self_attn.o_proj.weight, last.to(draft.dtype), atol=1e-4)
+    text = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert torch.equal(text, target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False))
+
+
+def test_adapter_is_merged_into_its_drafter(folder, data, tmp_path, capsys):
+    pytest.importorskip("peft")
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    draft = make_draft(target, target_layer_ids=[0, 2])
+    draft.save_pretrained(tmp_path / "published")
+    output = tmp_path / "adapted"
+    output.mkdir()
+    (output / "eval_report.json").write_text("{}")  # of other weights
+    options = (f"draft={tmp_path / 'published'}", f"data={data}", "peft_config.r=2", "warmup_steps=0")
+    options = (*options, "num_draft_layers=2")
+    code, _, error = train(capsys, folder, output, *options, config=LORA)
+    assert code == 0, error
+    adapted = DFlashDraftModel.from_pretrained(output)
+    assert adapted.config.mask_token_id == 279
+    changed = [not torch.equal(one, other) for one, other in zip(adapted.parameters(), draft.parameters())]
+    assert any(changed) and not all(changed)  # norms are not adapted
+    assert (output / "adapter" / "adapter_model.safetensors").is_file() and not (output / "eval_report.json").exists()
+    assert json.loads((output / "card_facts.json").read_text(encoding="utf-8"))["training"]["optimizer_steps"] == 2
+
+
+def test_responses_of_another_mode_are_refused(folder, data, tmp_path, capsys):
+    """A drafter trained without thinking and used with it accepts less than half (z-lab/dflash#133)."""
+    notes = data.with_name(f"{data.name}.settings.json")
+    notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
+    wrong = (f"data={data}", "chat_template_kwargs={enable_thinking: true}")
+    code, _, error = train(capsys, folder, tmp_path / "drafter", *wrong)
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+def test_errors_are_told_in_one_line(folder, data, tmp_path, capsys):
+    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
+    (tmp_path / "broken.yaml").write_text("a: [", encoding="utf-8")
+    output, good = tmp_path / "drafter", f"data={data}"
+    for overrides, options, message in (
+        ([good], {"config": tmp_path / "absent.yaml"}, "absent.yaml: there is no such file"),
+        ([good], {"config": tmp_path / "lora.yaml"}, "no such file; `dflash recipes copy lora.yaml` writes it"),
+        ([good], {"config": tmp_path}, "is a folder; name a file"),
+        ([good, f"output_dir={data}"], {}, "is a file; name a folder"),
+        ([good], {"config": tmp_path / "list.yaml"}, "list.yaml must hold keys and values"),
+        ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
+        (["data=absent.jsonl"], {}, "there is no such file"),
+        ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
+        ([good, "output_dir=null"], {}, "No output folder is given"),
+        ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
+        ([good, "push_to_hub=true", "hub_model_id=me/a/b"], {}, "hub_model_id='me/a/b' is not a repository id"),
+        ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
+        ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
+        ([good, "num_anchors=0"], {}, "num_anchors=0"),
+        ([good, "max_minutes=0", "max_steps=-1"], {}, "max_minutes=0.0 must be positive"),
+        (
+            [good, "per_device_train_batch_size=16", "dataloader_drop_last=true"],
+            {},
+            "12 examples are less than a batch",
+        ),
+        ([good, f"draft={tmp_path}"], {}, "config.json"),
+    ):
+        code, _, error = train(capsys, folder, output, *overrides, **options)
+        assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
+    assert main(["train", f"target={folder}", good]) == 1
+    assert "No output folder is given" in capsys.readouterr().err
+    assert not list(output.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("given", [[], ["overwrite_output_dir=true"]])
+def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, given):
+    """The target itself could be named as the output, and was replaced."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    code, _, error = train(capsys, model, model, f"data={data}", *given)
+    assert code == 1 and "holds another model, which the drafter would overwrite" in error
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+PLAIN = ("draft_config.intermediate_size=32", "report_to=none", "disable_tqdm=true", "max_length=64")
+
+
+def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    command = ["train", f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN, "max_minutes=0.15"]
+    assert main([*command, "save_steps=10", "logging_steps=5"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"time              about [\d,]+ steps of \S+ s, \d+ s left", printed.out)
+    said = re.search(r"trained           (\d+) steps, (\d+) s in all", printed.out)
+    assert int(said[1]) > 5 and int(said[2]) <= 11
+    draft = DFlashDraftModel.from_pretrained(output)
+    assert draft.config.block_size == 8 and not (output / ".features").exists()
+    last = max(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))
+    assert main([*command, f"resume_from_checkpoint={last}"]) == 0
+    assert f"resuming from {last}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["dspark", "domino", "dflash2"])
+def test_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
+    """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""
+    sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "domino": "gru_hidden_dim: 8, emb_dim: 8"}
+    config = f"draft_config={{{sizes.get(head, 'selector_rank: 8, conv_group_size: 8')}, intermediate_size: 32}}"
+    given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
+    given += [*(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true", "use_cpu=true"]
+    trainer = train_recipe(*read_recipe(None, given))
+    assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
+
+
+def test_finished_drafter_is_published_once(folder, data, tmp_path, capsys, monkeypatch):
+    from dflash_hf.hub import publish
+
+    calls = []
+
+    def stand_in(folder, repo, private, facts, token):
+        calls.append((Path(folder, "model.safetensors").is_file(), repo, facts.base_model, token))
+        if len(calls) > 1:
+            raise publish.PublishError("the Hub is away")
+        return publish.Publication(repo, {}, [], None, [], "https://hub/commit")
+
+    monkeypatch.setattr(publish, "publish", stand_in)
+    options = (f"data={data}", "push_to_hub=true", "hub_model_id=me/drafter", "base_model=some/target", "hub_token=x")
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options)
+    assert code == 0 and "published         https://hub/commit" in out, error
+    assert calls == [(True, "me/drafter", "some/target", "x")]
+    output = tmp_path / "a drafter"
+    recipe, training = read_recipe(
+        None, [f"target={folder}", f"output_dir={output}", *options, "hub_private_repo=true"]
+    )
+    recipe.data = ["me/answers", str(data)]
+    with pytest.raises(
+        ValueError, match="is saved, but not published: the Hub is away\nTry again with `(.*)`"
+    ) as error:
+        _publish(recipe, DFlashTrainingArguments(**{**training, "push_to_hub": False}), print)
+    # It left out the options: the card lacked its target, and a private drafter would have become public.
+    again = cli.build_parser("publish")[0].parse_args(shlex.split(re.search("`dflash (.*)`", str(error.value))[1]))
+    assert (again.folder, again.repo, again.private) == (str(output), "me/drafter", True)
+    assert (again.base_model, again.datasets) == ("some/target", ["me/answers"])
+
+
+def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
+    make_target(vocab_size=259).save_pretrained(tmp_path / "full")
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "full")
+    code, _, error = train(capsys, tmp_path / "full", tmp_path / "drafter", f"data={data}")
+    assert code == 1 and "has no spare embedding row for the mask token; set mask_token_id" in error
+    # Said before the answers are made, not after it.
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a.x1 = n"}\n')
+    files = ["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "responses.jsonl")]
+    limits = ["--max-new-tokens", "4", "--device", "cpu"]
+    assert main(["regenerate", "--target", str(tmp_path / "full"), *files, *limits]) == 0
+    said = capsys.readouterr().err
+    assert "which training needs: set --mask-token-id to an id" in said and "Its last added tokens: " in said
+
+
+@pytest.mark.slow
+def test_accelerate_launches_two_processes(folder, data, tmp_path):
+    """About half a minute: two ranks encode the data once, train, and one of them saves and speaks."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY]
+    for name, extra in (("whole", ()), ("stream", ("streaming=true",))):
+        command = [*launch, *run, f"output_dir={tmp_path / name}", *extra]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("rows              12") == 1
+        assert done.stdout.count("The drafter is in") == 1
+        DFlashDraftModel.from_pretrained(tmp_path / name)
+
+
+def test_command_line_is_a_module():
+    """`accelerate launch -m dflash_hf.cli` runs it by this name."""
+    text = Path(cli.__file__).read_text(encoding="utf-8")
+    assert text.rstrip().endswith("sys.exit(main())")
+
+
+# ----------------------------------------------------------------------------------------------- folders that are used
+
+
+@pytest.fixture
+def used(folder, data, tmp_path, capsys):
+    """A folder with a finished drafter and two checkpoints."""
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}")
+    assert code == 0, error
+    return tmp_path / "drafter"
+
+
+def test_used_folder_is_not_overwritten(used, folder, data, capsys):
+    before = contents(used)
+    code, _, error = train(capsys, folder, used, f"data={data}")
+    assert code == 1 and "holds a finished drafter. Resume with resume_from_checkpoint=auto" in error
+    assert "overwrite_output_dir=true" in error and "another output_dir" in error
+    code, _, error = train(capsys, folder, used, f"data={data}", RESUME, "overwrite_output_dir=true")
+    assert code == 1 and "contradict each other" in error
+    code, _, error = train(capsys, folder, used, f"data={data}", "resume_from_checkpoint=nowhere")
+    assert code == 1 and "resume_from_checkpoint=nowhere: there is no such folder" in error
+    assert contents(used) == before
+    for checkpoint in used.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    code, _, error = train(capsys, folder, used, f"data={data}", RESUME)
+    assert code == 1 and "holds no checkpoint to resume from, but a finished drafter" in error
+
+
+def test_overwriting_leaves_no_other_checkpoint(used, folder, data, capsys):
+    """`auto` later took the last checkpoint of the other run."""
+    options = (f"data={data}", "overwrite_output_dir=true", "max_steps=1", "block_size=8")
+    code, _, error = train(capsys, folder, used, *options)
+    assert code == 0, error
+    assert [path.name for path in used.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert DFlashDraftConfig.from_pretrained(used).block_size == 8 and not (used / ".lock").exists()
+
+
+def test_another_drafter_is_not_resumed(used, folder, data, capsys):
+    for option, named in (("block_size=8", "block_size=8"), ("mask_token_id=270", "mask_token_id=270")):
+        code, _, error = train(capsys, folder, used, f"data={data}", RESUME, option)
+        assert code == 1 and f"{named} of this drafter is not the" in error
+
+
+def test_finished_run_resumes_with_more_steps(used, folder, data, tmp_path, capsys):
+    """Without more steps, the report that was made since stays: the weights are the same."""
+    for name in ("eval_report.json", "eval_report.png"):
+        (used / name).write_text(name)
+    assert train(capsys, folder, used, f"data={data}", RESUME)[0] == 0
+    assert (used / "eval_report.json").read_text() == "eval_report.json"
+    moved = data.rename(tmp_path / "moved.jsonl")
+    code, out, error = train(capsys, folder, used, f"data={moved}", RESUME, "max_steps=5", "logging_steps=3")
+    assert code == 0 and "resuming from" in out and "checkpoint-2" in out, error
+    assert not list(used.glob("eval_report.*"))  # of the weights before
+
+
+def test_unfinished_checkpoint_is_skipped(used, folder, data, capsys):
+    (used / "checkpoint-2" / "trainer_state.json").write_text("{")
+    (used / "checkpoint-9").mkdir()
+    code, out, _ = train(capsys, folder, used, f"data={data}", RESUME)
+    assert code == 0 and "checkpoint-1" in out
+
+
+def test_two_runs_do_not_share_a_folder(folder, data, tmp_path, capsys):
+    (tmp_path / "o" / ".features").mkdir(parents=True)  # of the first run, which has no checkpoint yet
+    with locked(tmp_path / "o"):
+        code, _, error = train(capsys, folder, tmp_path / "o", f"data={data}")
+    assert code == 1 and "is being written by another process" in error
+    assert (tmp_path / "o" / ".features").is_dir()
+
+
+def test_nan_keeps_the_last_good_drafter(used, folder, data, capsys, monkeypatch):
+    from dflash_hf.training import trainer
+
+    good, forward = (used / "model.safetensors").read_bytes(), trainer.target_forward
+
+    def broken(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.features *= float("inf")
+        return output
+
+    monkeypatch.setattr(trainer, "target_forward", broken)
+    code, _, error = train(capsys, folder, used, f"data={data}", RESUME, "max_steps=4")
+    assert code == 1 and error.startswith("dflash train: error: Step 3: the loss is nan.")
+    assert f"The last good checkpoint is {used / 'checkpoint-2'}" in error
+    assert (used / "model.safetensors").read_bytes() == good
+
+
+def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
+    """Killed by SIGKILL between two checkpoints: the features are not stored again, and other data are refused."""
+    output, script = tmp_path / "o", [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
+    options = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "store_rows=8"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen([*script, *options, "max_steps=100000"], env=env, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoint-3" / "trainer_state.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = contents(output / ".features")
+    assert FeatureManifest.load(output / ".features" / "train").examples == 8
+    other = write(tmp_path / "other.jsonl", "no")
+    code, _, error = train(capsys, folder, output, f"data={other}", RESUME, "store_rows=8")
+    assert code == 1 and "was stored with data='" in error
+    assert contents(output / ".features") == before
+    code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
+    assert code == 0 and "resuming from" in out, error
+    assert not (output / ".features").exists()
