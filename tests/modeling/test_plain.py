@@ -50,7 +50,9 @@ REASONS = [  # the reason, and the call
 ]
 
 
-@pytest.mark.parametrize(("reason", "arguments"), REASONS, ids=str)
+@pytest.mark.parametrize(
+    ("reason", "arguments"), REASONS, ids=[" ".join([one, *map(str, given)]) for one, given in REASONS]
+)
 def test_plain_decoding_says_why(reason, arguments, caplog):
     call = call_of(**arguments)
     draft = make_draft(call.target)
