@@ -1,0 +1,81 @@
+"""What lies beside the weights decodes losslessly in a process that cannot import the package: every head."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.heads import EVERY
+from support.pairs import make_draft, make_draft2, make_target
+
+
+SCRIPT = """
+import json, sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__ and "editable" not in repr(f)]
+sys.path = [p for p in sys.path if p not in {blocked!r}]
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+target = AutoModelForCausalLM.from_pretrained({target!r}).eval()
+prompt = torch.tensor([[0, 0, 5, 9, 17], [7, 2, 33, 5, 11], [0, 4, 4, 8, 3]])
+mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+KINDS = {{
+    "greedy": {{"do_sample": False}},
+    "sampled": {{"do_sample": True, "top_k": 20}},
+    "reads the text": {{"do_sample": True, "repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": 7}},
+}}
+
+def call(rows, kind, **more):
+    torch.manual_seed(5)
+    inputs = {{"input_ids": prompt[-rows:], "attention_mask": mask[-rows:]}}
+    output = target.generate(**inputs, max_new_tokens=14, return_dict_in_generate=True, **KINDS[kind], **more)
+    return output.sequences.tolist(), torch.get_rng_state().sum().item(), getattr(output, "acceptance_lengths", None)
+
+result = {{}}
+for name, folder in {folders!r}.items():
+    draft = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    assert not any(one.partition(".")[0] == "dflash_hf" for one in sys.modules), "the package was imported"
+    draft.save_pretrained(folder + " again")
+    again = AutoModel.from_pretrained(folder + " again", trust_remote_code=True).eval()
+    result[name] = [0, 0]
+    for kind in KINDS:
+        for rows in (1, 3):
+            plain = call(rows, kind)
+            for one in (draft, again):
+                drafted = call(rows, kind, assistant_model=one)
+                assert drafted[:2] == plain[:2], (name, kind, rows)
+                result[name][0] += sum(map(sum, drafted[2]))
+                result[name][1] += sum(map(len, drafted[2]))
+print("RESULT " + json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory):
+    """Committed tokens and rounds of each head's calls, all of them equal to the target's own in text and generator."""
+    folder, target = tmp_path_factory.mktemp("core"), make_target()
+    target.save_pretrained(folder / "target")
+    makers = {**{name: make for name, make in EVERY.items() if "recurrent" not in name}, "dflash 2": make_draft2}
+    makers["own mask"] = lambda target: make_draft(target, own_mask_embedding=True)
+    makers["own embeddings"] = lambda target: make_draft(target, has_embed_tokens=True)
+    makers["window"] = lambda target: make_draft(target, sliding_window=6, layer_types=["sliding_attention"] * 2)
+    for name, make in makers.items():
+        make(target).save_pretrained(folder / name)
+    folders = {name: str(folder / name) for name in makers}
+    script = SCRIPT.format(blocked=["", str(folder)], target=str(folder / "target"), folders=folders)
+    environment = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+
+
+def test_core_alone_equals_the_target(rounds):
+    assert len(rounds) == 13 and all(count > 20 for _, count in rounds.values())
+
+
+def test_core_alone_accepts_drafts(rounds):
+    """Drafts that are never accepted would prove nothing; random drafters share the target's head, so a few are."""
+    assert sum(tokens > count for tokens, count in rounds.values()) >= 8, rounds
