@@ -9,7 +9,7 @@ from support.pairs import VOCAB, make_draft, make_draft2, make_target
 from support.recurrent_head import RecurrentHead, use_heads
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
-from support.trees import best_first, paths_of
+from support.trees import best_first, paths_of, tree_of
 from transformers import DynamicCache, LogitsProcessor
 
 from dflash_hf.decoding.trees import grown, tree
@@ -124,24 +124,13 @@ def test_tree_over_any_numbers_is_a_tree(nodes, value):
     log_probs, ids = torch.randn(3, 15, VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(8)
     log_probs[0], log_probs[1, 2:4], log_probs[2, 3, 0] = value, value, value
 
-    def extend(slot, kept):
-        return tuple(
-            one[:, slot, None].expand(-1, 1 if kept is None else kept.shape[1], -1) for one in (ids, log_probs)
-        )
-
-    assert_is_tree(grown(torch.arange(3), extend, 15, nodes, nodes), nodes)
+    assert_is_tree(tree_of(torch.arange(3), ids, log_probs, nodes), nodes)
 
 
 def random_tree(rows: int, nodes: int, depth: int, seed: int = 0):
     random = torch.Generator().manual_seed(seed)
     log_probs, ids = torch.randn(rows, depth, VOCAB, generator=random).log_softmax(-1).topk(8)
-
-    def extend(slot, kept):
-        return tuple(
-            one[:, slot, None].expand(-1, 1 if kept is None else kept.shape[1], -1) for one in (ids, log_probs)
-        )
-
-    return grown(torch.arange(rows) + 3, extend, depth, nodes, nodes)
+    return tree_of(torch.arange(rows) + 3, ids, log_probs, nodes)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -152,6 +141,7 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
         for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
             chosen[row, one.parents[row, node]] = one.tokens[row, node]
     counts, path = one.agree(chosen)
+    along = Verdict(counts.tolist(), path).along(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
         children, expected = one.children(row), [0]
         assert len(children) == 20
@@ -159,6 +149,7 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
         while (child := children.get((expected[-1], int(chosen[row, expected[-1]])))) is not None:
             expected.append(child)
         assert counts[row] == len(expected) and path[row, : counts[row]].tolist() == expected
+        assert along[row, : counts[row], 0].tolist() == expected  # features of the path that was accepted
         assert not path[row, counts[row] :].any()
     first = one.first(9)
     assert_is_tree(first, 8)

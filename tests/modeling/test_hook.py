@@ -200,15 +200,6 @@ def test_drafter_of_another_dtype_still_drafts(target_dtype, draft_dtype):
         assert torch.equal(output, target.generate(PROMPT, max_new_tokens=20, do_sample=False))
 
 
-def test_rotary_frequencies_stay_in_fp32(draft):
-    """Rounded to bf16 they are positions off at long range."""
-    exact = draft.rotary_emb.inv_freq.clone()
-    half = draft.to(torch.bfloat16)
-    assert half.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.equal(half.rotary_emb.inv_freq, exact)
-    draft.to(torch.float32)
-
-
 def test_frequent_mistakes_name_the_remedy(target, draft, tmp_path):
     """They read `'str' object has no attribute 'config'`, hundreds of classes, and no attribute `generate`."""
     draft.save_pretrained(tmp_path)

@@ -31,7 +31,6 @@ SIGLIP = {
     "patch_size": 4,
     "image_size": 16,
 }
-CLIP = {**SIGLIP, "projection_dim": 16}
 WRAPPERS = {
     "qwen3_vl": {"text_config": TEXT, **QWEN},
     "qwen3_5": {"text_config": {**TEXT, **DELTA, "partial_rotary_factor": 1.0}, **QWEN},
@@ -67,13 +66,6 @@ WRAPPERS = {
         "image_start_token_id": 93,
         "image_end_token_id": 94,
     },
-    "internvl": {
-        "text_config": {"model_type": "qwen2", **COMMON},
-        "vision_config": {**SIGLIP, "image_size": [16, 16], "patch_size": [4, 4]},
-        "image_token_id": IMAGE,
-        "image_seq_length": 4,
-        "vision_feature_layer": -1,
-    },
     "llama4": {
         "text_config": {**COMMON, **MOE, "intermediate_size_mlp": 48, "attention_chunk_size": 8, **UNSCALED},
         "vision_config": {
@@ -88,12 +80,6 @@ WRAPPERS = {
         "boi_token_index": 92,
         "eoi_token_index": 93,
     },
-    "llava": {
-        "text_config": {"model_type": "llama", **COMMON},
-        "vision_config": {"model_type": "clip_vision_model", **CLIP, "patch_size": 8},
-        "image_token_index": IMAGE,
-        "vision_feature_layer": -1,
-    },
     "mistral3": {
         "text_config": {"model_type": "mistral", **COMMON, "sliding_window": 8},
         "vision_config": {"model_type": "pixtral", **SIGLIP},
@@ -105,12 +91,6 @@ WRAPPERS = {
         "text_config": TEXT,
         **QWEN,
         "vision_config": {**TOWER, "window_size": 8, "fullatt_block_indexes": [0]},
-    },
-    "smolvlm": {
-        "text_config": {"model_type": "llama", **COMMON},
-        "vision_config": SIGLIP,
-        "image_token_id": IMAGE,
-        "scale_factor": 2,
     },
 }
 GRIDS = {"qwen3_vl", "qwen3_5", "qwen2_5_vl", "glm4v"}  # whose pixels come as rows of patches
@@ -145,8 +125,7 @@ def picture(name, rows: int) -> dict:
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(rows, 16, 2)
         pixels = {"pixel_values": torch.rand(rows, 16, 48, generator=random), "image_position_ids": places}
     else:
-        images = (rows, 1, 3, 16, 16) if name == "smolvlm" else (rows, 3, 16, 16)
-        pixels = {"pixel_values": torch.randn(images, generator=random)}
+        pixels = {"pixel_values": torch.randn((rows, 3, 16, 16), generator=random)}
     if name == "gemma3":
         types = {"token_type_ids": (ids == IMAGE).long()}
     if name == "mistral3":
