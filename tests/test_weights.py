@@ -9,7 +9,7 @@ from dflash_hf.weights import check_finite_weights
 
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_not_finite_are_named(shard_size, dtype, target, tmp_path):
+def test_infinite_weights_are_named(shard_size, dtype, target, tmp_path):
     """`check` said "ready to be served" of a drafter whose 14 tensors were NaN, and `publish` passed it."""
     draft = make_draft(target, own_mask_embedding=False).to(dtype)
     draft.save_pretrained(tmp_path / "good", max_shard_size=shard_size)
@@ -23,6 +23,6 @@ def test_weights_that_are_not_finite_are_named(shard_size, dtype, target, tmp_pa
         check_finite_weights(tmp_path / "bad")
 
 
-def test_a_folder_without_weights_is_an_error_of_its_own(tmp_path):
+def test_missing_weights_are_an_error(tmp_path):
     with pytest.raises(OSError):
         check_finite_weights(tmp_path)

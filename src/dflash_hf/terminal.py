@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +300,8 @@ def wants_color(choice: bool | None, stream) -> bool:
 @contextlib.contextmanager
 def after_the_text() -> Iterator[None]:
     """Holds the log back, which would be printed in the middle of a streamed text, until the text is complete."""
+    from logging.handlers import MemoryHandler
+
     root, library = logging.getLogger(), logging.getLogger("transformers")
     before = {root: root.handlers, library: library.handlers}
     for logger, handlers in before.items():
