@@ -11,7 +11,7 @@ from dflash_hf import files
 from dflash_hf.files import atomic, digest_of, digest_of_file, locked, write_json
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path):
+def test_file_is_whole_or_unchanged(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"a": 1})
     with pytest.raises(KeyboardInterrupt):
@@ -22,7 +22,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_infinite_numbers_are_null(tmp_path):
     """`Infinity` and `NaN` are not JSON: other readers refuse the file."""
     write_json(tmp_path / "a.json", {"a": [math.inf, -math.inf, math.nan, 1.5], "Infinity": "NaN"})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, None, None, 1.5], "Infinity": "NaN"}
@@ -35,7 +35,7 @@ def test_digests_are_of_contents(tmp_path):
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) != digest_of({"a": 1, "b": 3})
 
 
-def test_a_folder_has_one_writer_until_that_ends(tmp_path):
+def test_folder_has_one_writer(tmp_path):
     """A process that is killed holds nothing: its file may stay, its lock does not."""
     folder = tmp_path / "folder"
     hold = "import sys, time; from pathlib import Path; from dflash_hf.files import locked\n"
@@ -52,7 +52,7 @@ def test_a_folder_has_one_writer_until_that_ends(tmp_path):
     assert not list(folder.iterdir())
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+def test_missing_locks_are_no_obstacle(tmp_path, monkeypatch):
     """Some network file systems have none; that was told as another process."""
     fcntl = pytest.importorskip("fcntl")
 

@@ -13,7 +13,7 @@ from dflash_hf.smollm2 import drafter_folder
 NOTEBOOK = ROOT / "examples" / "how_dflash_works.ipynb"
 
 
-def test_its_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
+def test_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
     target, draft = save_stand_in(tmp_path, ends=False)
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda: target)
     monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: draft)
@@ -23,7 +23,7 @@ def test_its_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_its_cells_run_on_the_real_pair(real_target, tmp_path):
+def test_cells_run_on_the_real_pair(real_target, tmp_path):
     """With `DFLASH_WRITE_NOTEBOOK=1` what they print and draw is written into the notebook."""
     try:
         drafter_folder()
@@ -35,7 +35,7 @@ def test_its_cells_run_on_the_real_pair(real_target, tmp_path):
         NOTEBOOK.write_text(text, encoding="utf-8")
 
 
-def test_it_is_small_and_has_its_pictures():
+def test_notebook_is_small_and_has_pictures():
     assert NOTEBOOK.stat().st_size < 500_000
     outputs = [
         one for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for one in cell.get("outputs", ())

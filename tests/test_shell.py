@@ -393,6 +393,19 @@ def test_other_errors_are_one_line(error, message, refused, monkeypatch, capsys)
     assert main(["env"]) == 1 and "Traceback" in capsys.readouterr().err
 
 
+def test_error_does_not_hang_on_a_progress_bar(refused, monkeypatch):
+    """Its line began somewhere behind a bar of the trainer."""
+    from tqdm import tqdm
+
+    def fail(arguments, echo):
+        bar = tqdm(range(9))
+        bar.update()
+        raise ValueError("in the middle")
+
+    monkeypatch.setattr("dflash_hf.commands.env.run", fail)
+    assert refused("env") == (1, "dflash env: error: in the middle")
+
+
 def test_a_full_disk_names_how_to_resume():
     full = OSError(errno.ENOSPC, "No space left on device")
     assert explain(full, "do it again").endswith("the disk is full: free some space, then do it again")

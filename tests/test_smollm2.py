@@ -47,7 +47,7 @@ def package(tmp_path, monkeypatch):
     return gguf, unpacked
 
 
-def test_it_is_unpacked_once_and_read_back(package, tmp_path, capsys):
+def test_target_is_unpacked_once(package, tmp_path, capsys):
     gguf, unpacked = package
     assert packaged_gguf() == gguf
     folder = smollm2_folder(tmp_path / "cache")
@@ -58,7 +58,7 @@ def test_it_is_unpacked_once_and_read_back(package, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [str(folder)]
 
 
-def test_a_conversion_that_is_interrupted_leaves_nothing(package, tmp_path, monkeypatch):
+def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
     def interrupted(folder):
         (folder / "tokenizer.json").write_text("{", encoding="utf-8")
         raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(package, tmp_path, monk
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_another_file_is_refused(package, tmp_path):
+def test_other_file_is_refused(package, tmp_path):
     gguf, unpacked = package
     gguf.write_bytes(b"abd")
     with pytest.raises(ValueError, match=r"has the SHA-256 \w+, not ba7816bf.*install it again: pip install"):
@@ -80,7 +80,7 @@ def test_another_file_is_refused(package, tmp_path):
     assert not unpacked and not (tmp_path / "cache").exists()
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_cache_follows_the_environment(monkeypatch, tmp_path):
     for name in ("DFLASH_HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -91,14 +91,14 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert default_cache_dir() == tmp_path / "own"
 
 
-def test_without_gguf_the_pip_line_is_told(package, tmp_path, monkeypatch):
+def test_missing_gguf_package_is_named(package, tmp_path, monkeypatch):
     find_spec = smollm2.importlib.util.find_spec
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     with pytest.raises(ImportError, match="needs `gguf`: pip install"):
         smollm2_folder(tmp_path / "cache")
 
 
-def test_where_it_is_not_installed_the_hub_is_asked(tmp_path, monkeypatch, capsys):
+def test_hub_is_asked_for_the_target(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2, "packaged_gguf", lambda: None)
     asked = []
 
@@ -134,7 +134,7 @@ def weights_digest(tensors: dict) -> str:
 
 
 @pytest.mark.real
-def test_the_real_one_answers(real_target):
+def test_real_target_answers(real_target):
     """The weights by their digest, the tokenizer by an answer, the template by its system prompt."""
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto")
     assert weights_digest(target.state_dict()) == WEIGHTS_SHA256
@@ -147,7 +147,7 @@ def test_the_real_one_answers(real_target):
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
 
 
-def test_the_drafter_is_published_with_today_s_code_and_figures(tmp_path):
+def test_bundled_drafter_is_published_as_it_is(tmp_path):
     """Publishing adds the code, which is not kept twice. The card says what the report says; `make.sh` makes both."""
     folder, published = smollm2.drafter_folder(), tmp_path / "published"
     assert not list(folder.glob("**/*.py"))
@@ -169,7 +169,7 @@ def test_the_drafter_is_published_with_today_s_code_and_figures(tmp_path):
 
 
 @pytest.mark.real
-def test_the_real_pair_writes_the_target_s_own_text(real_target):
+def test_real_pair_writes_the_target_s_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
     pair, lengths = demo.load_pair("float32"), []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size

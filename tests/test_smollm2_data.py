@@ -38,7 +38,7 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("kind", ["chat", "code", "math", "json", "rewrite", "task"])
-def test_requests_by_rules(kind, scripts):
+def test_rules_write_distinct_requests(kind, scripts):
     """Of one seed always the same, hardly any like another, and no rule leaves a gap in its form."""
     if kind == "math":
         pytest.importorskip("reasoning_gym")
@@ -54,7 +54,7 @@ def test_requests_by_rules(kind, scripts):
     assert all(one.strip() for one in requests) and len(set(follow_ups)) > 8
 
 
-def test_answers_that_repeat_themselves_are_known(scripts):
+def test_looping_answers_are_known(scripts):
     loops = scripts[0].loops
     assert not loops(TEXT) and not loops("Yes.") and not loops("1. Run\n2. Swim\n3. Read\n4. Cook\n5. Sleep\n6. Walk")
     assert loops(TEXT + " And so on and on it goes." * 6)
@@ -70,7 +70,7 @@ def answer(tokenizer, row, messages, text, reason):
     return {"row": row, "messages": told, "finish_reason": reason, "input_ids": ids, "loss_mask": mask}
 
 
-def test_what_is_collected(scripts, tmp_path, capsys):
+def test_collected_conversations_are_clean(scripts, tmp_path, capsys):
     """A conversation as far as it went; none that loops or is held out; no answer twice; of other ids, the ids."""
     make_data, _ = scripts
     tokenizer, work, out = make_tokenizer(CHATML), tmp_path / "work", tmp_path / "out"
@@ -114,7 +114,7 @@ def test_what_is_collected(scripts, tmp_path, capsys):
     assert rows_of(out / "conversations.jsonl.gz")[0] == further
 
 
-def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
+def test_part_is_made_by_existing_commands(scripts, tmp_path, monkeypatch):
     """Each turn's requests are answered, and the conversations that can go on do."""
     make_data, _ = scripts
     tokenizer, called = make_tokenizer(CHATML), []
@@ -151,7 +151,7 @@ def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
     assert len(asked[0, 2] & known) == 3
 
 
-def test_no_request_that_is_held_out_is_trained_on():
+def test_held_out_requests_are_not_trained_on():
     """Nor one that is nearly the same."""
     texts = {"held_out": [], "trained": []}
     for path in data_folder().glob("*.jsonl.gz"):

@@ -13,7 +13,7 @@ def _python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_import_brings_no_module_that_takes_time():
+def test_import_brings_no_slow_module():
     code = """
 import sys, transformers
 before = set(sys.modules)
@@ -23,19 +23,26 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
     assert set(_python(code).split()) <= {"dflash_hf", "dflash_hf.when_imported"}
 
 
-def test_any_module_of_the_package_may_be_the_first():
-    """Registration imported `layouts.read` while that was being imported."""
-    assert _python("import dflash_hf.layouts.read as first; print(first.is_drafter_config({}))") == "False"
-
-
-@pytest.mark.parametrize("first", ["dflash_hf", "transformers.generation.utils, dflash_hf"])
-def test_generate_and_auto_classes_are_ready_whatever_comes_first(first):
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import dflash_hf",
+        "import transformers.generation.utils, dflash_hf",
+        "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
+        "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
+        "from dflash_hf.layouts.read import is_drafter_config",
+        "from dflash_hf.auto import register",
+    ],
+)
+def test_all_is_ready_whatever_comes_first(first):
+    """The first import of transformers may be that of a module of ours, which all else has waited for."""
     code = f"""
-import {first}
+{first}
 from transformers import AutoConfig, AutoModel, GenerationMixin
+from dflash_hf import DFlashDraftConfig
 assert hasattr(GenerationMixin._assisted_decoding, "_dflash_original")
 assert hasattr(AutoConfig.from_pretrained, "_dflash_original")
-config = dflash_hf.DFlashDraftConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+config = DFlashDraftConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
     num_attention_heads=1, num_key_value_heads=1, head_dim=32, block_size=4, mask_token_id=31,
     target_layer_ids=[0], num_target_layers=2)
 print(type(AutoModel.from_config(config)).__name__)
@@ -43,29 +50,7 @@ print(type(AutoModel.from_config(config)).__name__)
     assert _python(code) == "DFlashDraftModel"
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
-        "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
-        "from dflash_hf.layouts.read import is_drafter_config",
-        "from dflash_hf.auto import register",
-    ],
-)
-def test_any_of_its_names_can_be_the_first_thing_imported(first):
-    """Its own import of transformers is then what everything else has waited for."""
-    code = f"""
-{first}
-from transformers import AutoConfig, AutoModel, GenerationMixin
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-assert hasattr(GenerationMixin._assisted_decoding, "_dflash_original")
-assert hasattr(AutoConfig.from_pretrained, "_dflash_original")
-print(AutoModel._model_mapping[DFlashDraftConfig].__name__)
-"""
-    assert _python(code) == "DFlashDraftModel"
-
-
-def test_an_action_runs_once_after_the_module(tmp_path, monkeypatch):
+def test_action_runs_once_after_the_module(tmp_path, monkeypatch):
     (tmp_path / "waited_for.py").write_text("value = 1")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
@@ -78,7 +63,7 @@ def test_an_action_runs_once_after_the_module(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
-def test_a_module_that_does_not_exist_fails_as_ever():
+def test_missing_module_fails_as_ever():
     when_imported("no_such_module_here", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
         __import__("no_such_module_here")

@@ -65,10 +65,7 @@ def drafter_folder() -> Path:
     """
     folder = data_folder().parent
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"The drafter smollm2 is not in {folder}: install the package again, or train one in minutes with "
-            "`dflash demo --train 20`."
-        )
+        raise FileNotFoundError(f"The drafter smollm2 is not in {folder}: install the package again.")
     return folder
 
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,13 @@ class Number:
         return value
 
 
-_HEAT = "must be 0, for greedy decoding, or a positive number such as 0.7"
+_TEMPERATURE_RULE = "must be 0, for greedy decoding, or a positive number such as 0.7"
 positive = Number(int, lambda value: value >= 1, "must be at least 1")
 count = Number(int, lambda value: value >= 0, "must not be negative")
 seed = Number(int, lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
 token_id = Number(int, lambda value: value >= 0, "is not a token id: ids start at 0")
 port = Number(int, lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
-temperature = Number(float, lambda value: 0 <= value < math.inf, _HEAT)
+temperature = Number(float, lambda value: 0 <= value < math.inf, _TEMPERATURE_RULE)
 probability = Number(float, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 amount = Number(float, lambda value: 0 < value < math.inf, "must be a positive number")
 
@@ -301,6 +300,8 @@ def wants_color(choice: bool | None, stream) -> bool:
 @contextlib.contextmanager
 def after_the_text() -> Iterator[None]:
     """Holds the log back, which would be printed in the middle of a streamed text, until the text is complete."""
+    from logging.handlers import MemoryHandler
+
     root, library = logging.getLogger(), logging.getLogger("transformers")
     before = {root: root.handlers, library: library.handlers}
     for logger, handlers in before.items():

@@ -19,23 +19,17 @@ def check_finite_weights(folder: str | Path) -> None:
         folder (`str` or `Path`): A local folder with `model.safetensors`, in one file or in shards.
 
     Raises:
-        `ValueError`: some are inf or NaN; names the first tensor and the remedy.
+        `ValueError`: a tensor has values that are inf or NaN; names it, and the remedy.
         `OSError`: there are no weights.
     """
-    wrong, count, total = [], 0, 0
+    remedy = "it cannot draft. Use an earlier checkpoint, or train again with a lower learning_rate."
     for file in checkpoint_files(str(folder)):
         with safe_open(str(file), "pt") as tensors:
             for name in tensors.keys():
-                tensor = tensors.get_tensor(name)
-                bad = int((~tensor.float().isfinite()).sum())
-                total, count = total + tensor.numel(), count + bad
-                wrong += [name] if bad else []
-    if wrong:
-        others = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"{folder}: {count:,} of {total:,} weights are not finite (inf or NaN), in {wrong[0]}{others}: it cannot "
-            "draft. Use an earlier checkpoint, or train again with a lower learning_rate."
-        )
+                finite = tensors.get_tensor(name).float().isfinite()
+                if wrong := int((~finite).sum()):
+                    found = f"{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
+                    raise ValueError(f"{folder}: {found}: {remedy}")
 
 
 def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
