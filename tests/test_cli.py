@@ -128,7 +128,6 @@ def test_sampling_takes_a_seed(pair_arguments, capsys):
         (["prompts", *NAMED[:2], "--count", "1", "--output", "a.txt"], "a.txt must be a file that ends in .jsonl"),
         (["regenerate", *NAMED, "--output", "a.jsonl.gz"], "a.jsonl.gz must be a file that ends in .jsonl"),
         (["eval", "--compare", ".", "."], ". is a folder; name a file"),
-        (["demo", "--train", "0"], "0 must be a positive number"),
         (["generate", "--target", "x"], "--prompt"),
         (["nonsense"], "invalid choice"),
         ([], "run:\n  demo"),
