@@ -1,6 +1,8 @@
 """Drafting: the context that a drafter keeps, and the blocks that it proposes."""
 
+import weakref
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers.generation import CandidateGenerator
@@ -14,6 +16,18 @@ from .target_dflash import first_positions, input_device, running_device
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
 STEPS_AT_ONCE = 32  # committed tokens whose features are collected while nothing is drafted
 SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
+
+# For each cache that was returned, and each drafter, what that has read of its tokens.
+_contexts: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class Context(NamedTuple):
+    """What a drafter has read of a text of one row."""
+
+    cache: SlotCache
+    first: int  # column of the first token that it saw
+    length: int  # tokens
+    unread: list  # as [`Drafter.unread`]
 
 
 class Drafter:
@@ -62,14 +76,16 @@ class Drafter:
         """Columns of the prompt absorbed so far."""
         return sum(context.shape[1] for context in self.contexts)
 
-    def open(self, padding: list[int], columns: int, offset: torch.LongTensor) -> None:
+    def open(self, padding: list[int], columns: int, offset: torch.LongTensor, continued=None) -> None:
         """
         Write the absorbed columns of a prompt into the drafter's cache.
 
         Args:
             padding (`list[int]`): Padding columns at the start of each row.
-            columns (`int`): Columns of the prompt and of a prefilled cache, whose features were never seen.
+            columns (`int`): Columns of the prompt and of a prefilled cache, whose features are not seen.
             offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
+            continued (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the context
+                of that call goes on, as far as the cache still holds its tokens.
         """
         window, ring, past = self.draft.decoding_config.window, None, columns - self.absorbed
         if window is not None:  # a block and what is read before it overwrite nothing in the window
@@ -77,9 +93,17 @@ class Drafter:
         pads = torch.tensor(padding, device=input_device(self.target))[:, None]  # [R, 1]
         # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
         seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
+        before = None if continued is None else _contexts.get(continued, {}).pop(self.draft, None)
+        if before is not None and padding == [0] and self._holds(before, past, ring):
+            self.cache, self.unread, seen = before.cache, before.unread, torch.full_like(seen, before.first)
+        else:
+            self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
+        self.first = int(seen[0])
         self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
         self.lengths = (columns - pads - seen)[:, 0].tolist()
-        self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
+        if self.unread:
+            self._read_collected()  # now: a shorter prompt may have other tokens in their slots
+        self.cache.reserve(max(self.lengths) + self.draft.config.block_tokens)
         first = past
         while self.contexts:
             context = self.contexts.pop(0)
@@ -90,6 +114,23 @@ class Drafter:
                 tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
             self._write(context, tokens)
 
+    def _holds(self, before: Context, past: int, ring: Ring | None) -> bool:
+        """Whether a context has all `past` tokens of a cache; a ring's must not have gone on to others."""
+        same = type(before.cache) is self.CACHE and before.cache.ring == ring
+        return (
+            same
+            and 0 <= past - before.first <= before.length
+            and (ring is None or past == before.first + before.length)
+        )
+
+    def close(self, cache=None) -> None:
+        """Free the context, or keep it for the call that continues this cache of a single row."""
+        if cache is None or len(self.lengths) > 1:
+            self.cache.clear()
+        else:
+            context = Context(self.cache, self.first, self.lengths[0], self.unread)
+            _contexts.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = context
+
     def read(self, features: torch.Tensor, verdict: Verdict) -> None:
         """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""
         steps = torch.arange(features.shape[1], device=self.offset.device)
@@ -97,9 +138,12 @@ class Drafter:
         self.unread.append((features, torch.where(steps < counts, start + steps, -1)))
         self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
         if sum(tokens.shape[1] for _, tokens in self.unread) > STEPS_AT_ONCE:
-            features, tokens = self._collected()
-            self.cache.reserve(max(self.lengths))
-            self._write(self.draft.project_context(self._to_draft(features)), tokens)
+            self._read_collected()
+
+    def _read_collected(self) -> None:
+        features, tokens = self._collected()
+        self.cache.reserve(max(self.lengths))
+        self._write(self.draft.project_context(self._to_draft(features)), tokens)
 
     def _collected(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
         """The features that were not read yet, and their tokens."""

@@ -313,7 +313,7 @@ def prefilled(call: Call, strategy: Strategy):
         del outputs  # a copy of the logits, so that the rest is freed
         # 2. The caches of both models in slots.
         offset = first_positions(tap.positions, columns, padding, call.prompt.device)
-        drafter.open(padding, columns, offset)
+        drafter.open(padding, columns, offset, cache if past else None)
         last = columns + call.rules.max_new - 2  # the last token of the text is never read
         session = strategy.session(cache, padding, offset, extra_arguments(call), tap, last, strategy.largest)
         try:
@@ -328,7 +328,7 @@ def prefilled(call: Call, strategy: Strategy):
             if call.rules.noise is not None:
                 call.rules.noise.close(text.longest)
             session.clear()
-            drafter.cache.clear()
+            drafter.close(session.source if keep_cache else None)
 
 
 def extra_arguments(call: Call) -> dict:

@@ -76,7 +76,7 @@ class Text:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
         """
         if hasattr(self.rules.streamer, "next_round"):  # for streamers that mark drafted tokens
-            self.rules.streamer.next_round()
+            self.rules.streamer.next_round(draft.tokens.shape[1] - 1)
         paths: list[list[int]] = [[] for _ in self.lengths]
         try:
             verdict = self._judge(draft, logits, paths)

@@ -14,7 +14,8 @@ import html
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: every answer is a thread, and there are many
@@ -23,11 +24,13 @@ import gradio as gr  # noqa: E402
 import torch  # noqa: E402
 
 from dflash_hf.configs import check_names  # noqa: E402
+from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prepare import load_tokenizer  # noqa: E402
-from dflash_hf.data.prompts import template_kwargs  # noqa: E402
+from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
 from dflash_hf.pairs import Loading, load_draft, load_target, pack  # noqa: E402
-from dflash_hf.serving.conversation import Conversation  # noqa: E402
+from dflash_hf.responses import generate_one  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
+from dflash_hf.serving.request import room_for_answer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
 
 
@@ -65,21 +68,21 @@ class Side:
 
     Args:
         title (`str`): The heading, as HTML.
-        conversation (`Conversation`): Belongs to this visitor and this column.
-        prompt (`str`): The question.
+        answer (`Callable`): Generates the answer, for a streamer.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
         changed (`threading.Event`): Is set when there is more to show.
     """
 
-    def __init__(self, title: str, conversation: Conversation, prompt: str, changed: threading.Event):
+    def __init__(self, title: str, answer: Callable, tokenizer, changed: threading.Event):
         self.title, self.pieces, self.changed, self.error = title, [], changed, ""
         self.gone = False  # whether the visitor has left
-        self.streamer = PieceStreamer(conversation.tokenizer, self._take)
-        self.thread = threading.Thread(target=self._answer, args=(conversation, prompt), daemon=True)
+        self.streamer = PieceStreamer(tokenizer, self._take)
+        self.thread = threading.Thread(target=self._answer, args=(answer,), daemon=True)
         self.thread.start()
 
-    def _answer(self, conversation: Conversation, prompt: str) -> None:
+    def _answer(self, answer: Callable) -> None:
         try:
-            conversation.answer(prompt, self.streamer)
+            answer(self.streamer)
         except InterruptedError:
             pass
         except Exception as error:
@@ -121,16 +124,20 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
     """
     titles = (f"{html.escape(name)} alone", "with its drafter")
     empty = '<div class="dflash-figures"></div><div class="dflash"></div>'
-    template = template_kwargs(None, draft_config=draft.config)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=template_kwargs(None, draft_config=draft.config))
+
+    def answer(ids: list[int], tokens: int, assistant, streamer: PieceStreamer) -> None:
+        room = room_for_answer(target, len(ids), tokens)
+        options = {"max_new_tokens": room, "do_sample": False, "assistant_model": assistant}
+        generate_one(target, ids, streamer=streamer, **options)
 
     def compare(prompt: str, max_new_tokens: int) -> Iterator[tuple[str, str]]:
         """Both columns, again and again until both are complete; what a visitor has left is computed no further."""
         if not prompt.strip():
             raise gr.Error("Ask something first.")
-        options = {"max_new_tokens": int(max_new_tokens), "do_sample": False}
-        changed = threading.Event()
+        ids, changed = ids_of_prompt(encoder, [{"role": "user", "content": prompt}]), threading.Event()
         sides = [
-            Side(title, Conversation(target, tokenizer, one, template, dict(options)), prompt, changed)
+            Side(title, partial(answer, ids, int(max_new_tokens), one), tokenizer, changed)
             for title, one in zip(titles, (None, draft), strict=True)
         ]
         try:

@@ -1,4 +1,4 @@
-"""The demo: requests, the comparison on a tiny pair, a curve of training; the real pair where it is here."""
+"""The demo: requests, the comparison on a tiny pair; the real pair where it is here."""
 
 import gzip
 import json
@@ -8,14 +8,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from support.pairs import make_draft
 from support.tiny_chat import save_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
-from dflash_hf.demo.live_training import Curve
 from dflash_hf.smollm2 import data_folder, drafter_folder
 
 
@@ -54,17 +52,6 @@ def test_answers_of_one_token(pair):
     assert demo.run_demo(pair, 2, max_new_tokens=1, say=lambda line: None).lossless
 
 
-def test_a_curve_has_a_bar_for_each_decoding_and_a_mark():
-    lines = []
-    curve = Curve(2.5, lines.append)
-    curve.on_log(None, None, None, logs={"loss": 1.0})
-    curve.on_log(None, None, None, logs={"tau": 1.0})
-    curve.on_log(None, None, None, logs={"tau": 4.0})
-    assert len(lines) == len(curve.points) == 2 and curve.points[1][1] == 4.0
-    assert "tau 1.00" in lines[0] and lines[0].count("\u2588") == 0 and lines[0].count("|") == 2
-    assert lines[1].count("\u2588") == 39 and "the bundled drafter: 2.50" in lines[1]
-
-
 @pytest.mark.real
 def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
     drafter_folder()
@@ -84,16 +71,3 @@ def test_the_demo_takes_fp32_without_bf16_units(real_target, tmp_path):
     report = json.loads(done.stdout)
     assert {report["setting"][name] for name in ("target_dtype", "draft_dtype")} == {"float32"}
     assert report["summary"]["verdict"] == "equal" and done.stderr.count("no units for bf16") == 1
-
-
-@pytest.mark.slow  # a minute
-@pytest.mark.real
-def test_a_drafter_learns_while_one_looks_on(real_target, tmp_path, capsys):
-    threads = torch.get_num_threads()
-    try:
-        assert main(["demo", "--train", "0.3", "--output", str(tmp_path)]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    assert "draft vocabulary  8,192 tokens" in printed and "min  tau 1." in printed
-    assert (tmp_path / "drafter" / "model.safetensors").is_file()

@@ -15,15 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.serving import chat_ids, save_readable_target, scripted
+from support.serving import chat_ids, make_chat, save_readable_target, scripted
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
-from dflash_hf.modeling.target_dflash import CACHE_NAME
-from dflash_hf.serving.chat import Chat
-from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.terminal import Echo
 
@@ -124,81 +121,43 @@ def test_indented_lines_keep_their_spaces():
     assert streamer.text == tokenizer.decode(ids) == "def f():\n    return 1\n\n    return"
 
 
-def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):
-    """Texts are those of reading everything anew; a turn whose beginning has changed does read it anew."""
-    target, tokenizer, draft = pair
-    asked, texts = [], []
-    original = type(target).generate
-    monkeypatch.setattr(type(target), "generate", lambda *a, **k: asked.append(k) or original(*a, **k))
-    conversation = Conversation(target, tokenizer, draft, options=dict(OPTIONS, max_new_tokens=20))
-    for prompt, drafts in (("Say 1", True), ("Say 2", False), ("Say 3", True)):
-        conversation.draft = draft if drafts else None
-        streamer = PieceStreamer(tokenizer, lambda *piece: None)
-        conversation.answer(prompt, streamer)
-        texts.append(streamer.text)
-    kept = [CACHE_NAME in call for call in asked]
-    assert kept[0] is False
-    for turn in range(3):
-        ids = chat_ids(tokenizer, conversation.messages[: 2 * turn + 1])
-        output = original(target, **ids, max_new_tokens=20, do_sample=False)
-        assert tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == texts[turn]
-    # An answer that was cut off is followed by the end of its turn: the cache serves if the text reads back the same.
-    assert any(kept), "the byte-level tokenizer gives back what was written"
-    conversation.messages[0]["content"] = "Say 9"
-    conversation.answer("Say 1", PieceStreamer(tokenizer, lambda *piece: None))
-    assert CACHE_NAME not in asked[-1]
-
-
-def test_a_conversation_that_is_too_long_is_told(pair):
-    target, tokenizer, draft = pair
-    conversation = Conversation(target, tokenizer, draft, options=OPTIONS)
-    with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have at most 256"):
-        conversation.answer("1" * 300, PieceStreamer(tokenizer, lambda *piece: None))
-    assert not conversation.messages
-    streamer = PieceStreamer(tokenizer, lambda *piece: None)
-    conversation.answer("1" * 220, streamer)
-    assert streamer.tokens < 20  # as many as there is room for
-
-
-def test_an_answer_that_fills_the_context_is_said_to_be_cut(pair, monkeypatch, capsys):
-    target, tokenizer, draft = pair
-    monkeypatch.setattr(sys, "stdin", io.StringIO("1" * 220 + "\n"))
-    (turn,) = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), Echo(), False).run()
-    assert turn["tokens"] < 20 and "; cut off at the target's context limit" in capsys.readouterr().err
-
-
-def test_an_empty_answer_is_part_of_the_conversation(pair, monkeypatch):
-    """The user's message was forgotten with it."""
-    target, tokenizer, draft = pair
-    conversation = Conversation(target, tokenizer, draft, options=OPTIONS)
-    monkeypatch.setattr(target.generation_config, "eos_token_id", list(range(target.config.vocab_size)))
-    monkeypatch.setattr(PieceStreamer, "_text", lambda self: "")
-    conversation.answer("Say 1", PieceStreamer(tokenizer, lambda *piece: None))
-    assert conversation.messages == [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": ""}]
-
-
-def test_lines_of_a_pipe_are_answered_one_by_one(pair, monkeypatch, capsys):
-    target, tokenizer, draft = pair
-    lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/draft\n/help\n/reset\nSay 2\n"
+def chatted(folder, lines: str, monkeypatch, color: bool = True, **options) -> list[dict]:
+    """The turns of a chat over a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    turns = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), Echo(), True).run()
+    return make_chat(folder, PROMPTS, Echo(), color, **options).run()
+
+
+def test_later_turns_are_what_reading_anew_gives(folder, pair, monkeypatch):
+    target, tokenizer, _ = pair
+    turns, messages = chatted(folder, "Say 1\n/draft off\nSay 2\n/draft on\nSay 3\n", monkeypatch), []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn["prompt"]})
+        ids = chat_ids(tokenizer, messages)
+        output = target.generate(**ids, **OPTIONS)
+        assert tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == turn["text"]
+        messages.append({"role": "assistant", "content": turn["text"]})
+    assert [turn["tau"] is None for turn in turns] == [False, True, False]
+    assert turns[0]["cached"] == 0 and turns[1]["cached"] > 50 and turns[2]["cached"] > turns[1]["cached"]
+
+
+def test_lines_of_a_pipe_are_answered_one_by_one(folder, pair, monkeypatch, capsys):
+    lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/reset\nSay 2\n"
+    turns = chatted(folder, lines, monkeypatch)
     out, said = capsys.readouterr()
     plain = [pieces_of(pair, prompt, None)[0].text for prompt in ("Say 1", "Say 1", "Say 2")]
     assert [turn["text"] for turn in turns] == plain
     assert re.sub(r"\x1b\[\d+m", "", out) == "".join(f"{text}\n" for text in plain)
-    assert [turn["tau"] is None for turn in turns] == [False, True, False]
     first, second, third = out.splitlines()
     assert "\x1b[32m" in first and "\x1b[92m" in first and "\x1b[32m" not in second and "\x1b[32m" in third
-    for words in (
-        "a new conversation",
-        "target alone: 40 tokens in",
-        "with the drafter: 40 tokens",
-        "tau ",
-        "; cut off at --max-new-tokens 40",
-        "/nonsense is not a command",
-        "Ctrl-D exits",
-    ):
-        assert words in said
+    words = ("target alone: 40 tokens in", "with the drafter: 40 tokens", "; cut off at --max-new-tokens 40", "Ctrl-D")
+    assert all(word in said for word in words)
+
+
+def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
+    (turn,) = chatted(folder, "1" * 220 + "\n", monkeypatch)
+    assert turn["tokens"] < 20 and "; cut off at the target's context limit" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have at most 256"):
+        chatted(folder, "1" * 300 + "\n", monkeypatch)
 
 
 def test_the_command_reads_its_lines_and_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
@@ -258,17 +217,14 @@ class Terminal:
         return shown + words
 
 
-def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(folder):
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(folder):
     terminal = Terminal(folder)
     assert "Green tokens were drafted and accepted" in terminal.until("> ")
     terminal.type("Say 1\n")
-    shown = terminal.until("with the drafter: 40 tokens")
-    assert "\x1b[32m" in shown and "\x1b[7l"[:2] in shown and "tokens/s, tau " in shown
-    terminal.until("> ")
-    terminal.type("/slow\n")  # of the test's own: each piece takes a while
+    assert "\x1b[32m" in terminal.until("with the drafter: 40 tokens")
     terminal.until("> ")
     terminal.type("Say 2\n")
-    terminal.until("tau")
+    terminal.until("\x1b[0m")
     terminal.type("\x03")
     assert "40 tokens" not in terminal.until("stopped")
     terminal.until("> ")

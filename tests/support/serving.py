@@ -56,25 +56,30 @@ def serve(folder: Path, prompts: list[str]) -> None:
 
 
 def chat(folder: Path, prompts: list[str]) -> None:
-    """A chat in this terminal; after `/slow` every piece takes a while."""
-    from dflash_hf.serving.chat import Chat
-    from dflash_hf.serving.conversation import Conversation
+    """A chat in this terminal; every piece takes a while."""
     from dflash_hf.terminal import Echo
 
-    class Slow(Chat):
-        pause = 0.0
+    class Slow(Echo):
+        def write(self, text):
+            super().write(text)
+            time.sleep(0.05)
 
-        def _command(self, words):
-            self.pause = 0.2 if words == ["/slow"] else self.pause
+    make_chat(folder, prompts, Slow(), True).run()
 
-        def _show(self, *piece):
-            super()._show(*piece)
-            time.sleep(self.pause)
 
-    draft = scripted(folder, prompts, MAX_TOKENS)
+def make_chat(folder: Path, prompts: list[str], echo, color: bool = False, **options):
+    """A chat with the target and its drafter."""
+    from dflash_hf.serving.chat import Chat
+    from dflash_hf.serving.decoder import Decoder
+
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    options = {"max_new_tokens": MAX_TOKENS, "do_sample": False}
-    Slow(Conversation(target, tokenizer, draft, options=options), Echo(), True).run()
+    options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, **options}
+
+    def encode(messages):
+        return chat_ids(tokenizer, messages)["input_ids"][0].tolist()
+
+    decoder = Decoder(target, tokenizer, scripted(folder, prompts, MAX_TOKENS))
+    return Chat(decoder, encode, options, echo, color)
 
 
 def page(folder: Path, prompts: list[str]) -> None:

@@ -23,13 +23,18 @@ def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
     take_default(arguments, echo.note)
     pair = NamedPair(arguments, echo.note)
+    from functools import partial
+
     from transformers import set_seed
 
+    from dflash_hf.data.prompts import ids_of_prompt
     from dflash_hf.serving.chat import Chat
-    from dflash_hf.serving.conversation import Conversation
+    from dflash_hf.serving.decoder import Decoder
 
-    tokenizer, (target, draft) = pair.tokenizer, pair.ready()
+    encode = partial(ids_of_prompt, pair.encoder(pair.template()))
+    target, draft = pair.ready()
+    decoder = Decoder(target, pair.tokenizer, draft)
     set_seed(arguments.seed)
     options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
-    conversation = Conversation(target, tokenizer, draft, pair.template(), options)
-    return Outcome(facts={"turns": Chat(conversation, echo, wants_color(arguments.color, echo.stream)).run()})
+    chat = Chat(decoder, encode, options, echo, wants_color(arguments.color, echo.stream))
+    return Outcome(facts={"turns": chat.run()})

@@ -3,11 +3,10 @@
 
     dflash demo
     dflash demo --dtype float32 --prompts 30
-    dflash demo --train 20
 """
 
 from dflash_hf.commands import shared
-from dflash_hf.terminal import Outcome, amount, output_folder, positive, wants_color
+from dflash_hf.terminal import Outcome, output_folder, positive, wants_color
 
 
 AGAIN = "the same command starts again"
@@ -20,8 +19,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
     shared.add_dtype(parser, ("auto", "bfloat16", "float32"), "auto")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
-    live = "train a new drafter instead, and decode with it as it learns"
-    parser.add_argument("--train", type=amount, metavar="MINUTES", help=live)
     parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
     shared.add_color(parser, "accepted draft tokens")
 
@@ -39,11 +36,6 @@ def run(arguments, echo) -> Outcome:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
-    if arguments.train is not None:
-        from dflash_hf.demo.live_training import train_live
-
-        points = train_live(arguments.train, output / "drafter", say=echo)
-        return Outcome(facts={"minutes_and_tau": points, "drafter": str(output / "drafter")})
     pair = load_pair(arguments.dtype, arguments.draft)
     color = wants_color(arguments.color, echo.stream)
     report = run_demo(pair, arguments.prompts, arguments.max_new_tokens, arguments.runs, output, color, say=echo)

@@ -17,7 +17,11 @@ def add_arguments(parser) -> None:
     add_pair(parser, default=True)
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
-    parser.add_argument("--show-drafts", action="store_true", help="print the text again, with accepted drafts marked")
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="draft whole blocks, and print the text again with accepted drafts marked",
+    )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
     add_answering(parser)
 
@@ -37,11 +41,14 @@ def run(arguments, echo) -> Outcome:
     from transformers import set_seed
 
     from dflash_hf.responses import cut_at, generate_one
-    from dflash_hf.serving.conversation import room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
+    from dflash_hf.serving.request import room_for_answer
 
     tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
     target, draft = pair.ready()
+    settings = None if draft is None else draft.decoding_config
+    if arguments.show_drafts and settings.tree_nodes is None and not settings.compile:
+        settings.block_size = draft.config.block_tokens  # in every round, even where nothing would be faster
     packed = ", packed" if pair.packed else ""
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 

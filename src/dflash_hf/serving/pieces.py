@@ -60,8 +60,8 @@ class PieceStreamer(BaseStreamer):
         else:  # the first token, or no drafter
             self._piece(tokens, 0)
 
-    def next_round(self) -> None:
-        """The following tokens come from a new verification."""
+    def next_round(self, drafted: int = 0) -> None:
+        """The following tokens come from a new verification, of so many drafted ones."""
         self._flush()
         self.rounds += 1
 

@@ -1,9 +1,9 @@
 """
 transformers' own server (`transformers serve`), whose model decodes with a drafter.
 
-The application, its handlers and its inference thread are upstream's. Added here: the drafter, a log line for each
-request, a separate seed for each request, cancellation when the client disconnects, the context limit, and a batch for
-requests that would otherwise wait for each other in upstream's single inference thread per model.
+The application and its handlers are upstream's. Added here: the drafter and the caches of conversations (see
+[`Decoder`]), options that upstream ignores (see [`Options`]), a log line for each request, cancellation when the
+client disconnects, and the context limit.
 """
 
 import asyncio
@@ -12,41 +12,29 @@ import copy
 import functools
 import hmac
 import json
-import math
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 
 import torch
-from transformers import set_seed
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _StreamError
 
 from dflash_hf.pairs import pack
-from dflash_hf.serving.conversation import room_for_answer
-from dflash_hf.serving.stop_strings import CompletesStop, UpToStop, without_stop
-from dflash_hf.serving.together import BatchFailed, Together
+from dflash_hf.serving.decoder import Decoder
+from dflash_hf.serving.options import Grammars, LogProbs, Options, legacy
+from dflash_hf.serving.request import Request
+from dflash_hf.serving.stop_strings import without_stop
 from dflash_hf.terminal import one_line
 
 
-# Fields that upstream ignores although they change the answer, and the values that change nothing.
-_NOT_SERVED = {
-    **dict.fromkeys(("n", "best_of"), (None, 1)),
-    **dict.fromkeys(("logprobs", "echo", "background"), (None, False)),
-    **dict.fromkeys(("top_logprobs", "functions", "function_call", "suffix", "audio", "web_search_options"), (None,)),
-    **dict.fromkeys(("previous_response_id", "conversation"), (None,)),
-    "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "text": (None, {"format": {"type": "text"}}),
-    "modalities": (None, ["text"]),
-    "tool_choice": (None, "auto", "none"),
-}
 _NEXT_PART = 5.0  # seconds that a part of a body may take to arrive
 _STREAM_ERROR = re.compile(r'^data: \{"error": (".*")\}$', re.MULTILINE)  # of upstream: its text is JSON
+_options: ContextVar[Options] = ContextVar("options")  # of the request that is being handled
 
 
 class DraftedServe(Serve):
@@ -91,42 +79,25 @@ class DraftedServe(Serve):
 
     def start_server(self) -> None:
         """Complete what `Serve` has built, and run it in this thread, which receives signals."""
-        from fastapi.exceptions import RequestValidationError, StarletteHTTPException
-        from fastapi.middleware import Middleware
-
         models, app = self._model_manager, self.server.config.app
         loaded = models.loaded_models.pop(models.process_model_name(self.target))
         models.loaded_models[self.name] = loaded  # answers name the model as it is found here
-        target, processor = loaded.model, loaded.processor
-        self.takes_tools = "tools" in str(getattr(processor, "chat_template", None))
+        target, self.processor = loaded.model, loaded.processor
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self.grammars = Grammars(target, self.tokenizer)
+        self.takes_tools = "tools" in str(getattr(self.processor, "chat_template", None))
         pack(self.packed, target, self.draft)
-        manager = self._generation_state._generate_managers[self.name] = DraftedManager(target, self.draft, self.say)
-        stops = target.generation_config.stop_strings  # of requests without their own; see `CompletesStop`
-        target.generation_config.stop_strings = None
-        manager.try_out(target)
+        manager = PairManager(Decoder(target, self.tokenizer, self.draft), self.say)
+        self._generation_state._generate_managers[self.name] = manager
+        manager.try_out()
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler._build_generation_config = functools.partial(_settings, handler._build_generation_config, stops)
             handler.get_processor_inputs_from_messages = functools.partial(
                 _inputs, handler.get_processor_inputs_from_messages
             )
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
-        served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
         models.process_model_name = functools.partial(_pinned, self.name)
         models.force_model = self.name  # requests are compared with it
-        removed = "/reset", "/v1/audio/transcriptions"  # would unpack; for other models
-        app.router.routes[:] = [route for route in app.router.routes if route.path not in removed]
-        models.get_gen_models = lambda: [served]  # upstream lists the whole cache, but would not serve it
-
-        def one_model(name: str) -> dict:
-            _pinned(self.name, name)
-            return served
-
-        app.add_api_route("/v1/models/{name:path}", one_model)
-        app.add_middleware(EndedWithItsClient)
-        for kind in (StarletteHTTPException, RequestValidationError, Exception):
-            app.add_exception_handler(kind, _as_openai_does)
-        if self.api_key is not None:  # added last, so that web pages can read the rejection
-            app.user_middleware.append(Middleware(WithKey, key=self.api_key))
+        self._complete(app)
         host, port = self.at.getsockname()[:2]
 
         def end(*_) -> None:  # until uvicorn handles signals; it raises them again when it is done
@@ -138,45 +109,74 @@ class DraftedServe(Serve):
             self.server.run(sockets=[self.at])
         finally:
             signal.signal(signal.SIGTERM, before)
+            manager.stop()
+
+    def _complete(self, app) -> None:
+        """Routes for one model, errors in OpenAI's form, and what happens around requests."""
+        from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+        from fastapi.middleware import Middleware
+
+        served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
+        removed = "/reset", "/v1/audio/transcriptions"  # would unpack; for other models
+        app.router.routes[:] = [route for route in app.router.routes if route.path not in removed]
+        self._model_manager.get_gen_models = lambda: [served]  # upstream lists its cache, but would not serve it
+
+        def one_model(name: str) -> dict:
+            _pinned(self.name, name)
+            return served
+
+        app.add_api_route("/v1/models/{name:path}", one_model)
+        app.add_middleware(EndedWithItsClient)
+        for kind in (StarletteHTTPException, RequestValidationError, Exception):
+            app.add_exception_handler(kind, _as_openai_does)
+        if self.api_key is not None:  # added last, so that web pages can read the rejection
+            app.user_middleware.append(Middleware(WithKey, key=self.api_key))
 
     async def _answer(self, handle: Callable, body: dict, request_id: str):
         """
-        As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets.
+        As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets,
+        and with the options that it ignores.
         """
         from fastapi import HTTPException
         from fastapi.responses import JSONResponse, StreamingResponse
 
         _pinned(self.name, body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
-        for name, plain in _NOT_SERVED.items():
-            value = body.get(name)  # logprobs=0 asks for something, logprobs=False does not
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in plain):
-                raise HTTPException(400, f"{name}={value!r} is not supported; leave it out.")
-        if body.get("tool_choice") == "none":
-            body.pop("tools", None)
-        if body.get("tools") and not self.takes_tools:
-            raise HTTPException(400, f"The chat template of {self.name} does not support tools; leave `tools` out.")
-        messages = body.get("messages", [])
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise HTTPException(400, f"messages={messages!r} must be a list of objects with `role` and `content`.")
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise HTTPException(400, f"stream_options={options!r} must be an object.")
-        body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
+            self._check(body)
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            options = Options.of(body)
+            if options.schema is not None:
+                options.processors.append(await asyncio.to_thread(self.grammars.processor, options.schema))
+            if options.likely is not None:
+                options.processors.append(LogProbs(self.tokenizer, options.likely))
+            body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
+            _options.set(options)
             answer = await handle(body, request_id)
-            if "input" in body:  # of `/v1/responses`
-                return answer
-            if isinstance(answer, StreamingResponse):
-                answer.body_iterator = _events(answer.body_iterator, bool(options.get("include_usage")))
-            elif body["stop"]:
-                answer = JSONResponse(_cut(json.loads(answer.body), body["stop"]))
-            return answer
         except HTTPException:
             raise
         except Exception as error:
             ours = isinstance(error, RuntimeError | OSError | MemoryError)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
+        if "input" in body:  # of `/v1/responses`
+            return answer
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = _events(answer.body_iterator, options, with_usage)
+            return answer
+        return JSONResponse(_completed(json.loads(answer.body), options))
+
+    def _check(self, body: dict) -> None:
+        """
+        Raises:
+            `ValueError`: a field has a wrong type, or the template has no tools.
+        """
+        if body.get("tools") and body.get("tool_choice") != "none" and not self.takes_tools:
+            raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
+        messages, options = body.get("messages", []), body.get("stream_options") or {}
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f"messages={messages!r} must be a list of objects with `role` and `content`.")
+        if not isinstance(options, dict):
+            raise ValueError(f"stream_options={options!r} must be an object.")
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -225,23 +225,70 @@ def _error(status: int, message: str, headers=None):
     return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
 
 
-async def _events(events: AsyncIterator[str], include_usage: bool) -> AsyncIterator[str]:
-    """Upstream's stream, with an error, the usage and the end as OpenAI clients expect them."""
-    async for text in events:
-        if include_usage and '"usage":{' in text:  # quotes in an answer are escaped
-            last = json.loads(text.removeprefix("data: "))
-            usage = {"choices": [], "usage": last.pop("usage")}
-            text = f"data: {json.dumps(last)}\n\ndata: {json.dumps({**last, **usage})}\n\n"
-        yield _STREAM_ERROR.sub(r'data: {"error": {"message": \1, "type": "server_error"}}', text)
-    yield "data: [DONE]\n\n"
-
-
-def _cut(answer: dict, stops: list[str]) -> dict:
-    """An answer without the stop string, which upstream leaves there."""
-    choice = answer["choices"][0]
+def _completed(answer: dict, options: Options) -> dict:
+    """An answer with its log-probabilities, its tool call and its usage, and without the stop string."""
+    choice, request = answer["choices"][0], options.request
     of, name = (choice["message"], "content") if "message" in choice else (choice, "text")
-    of[name] = without_stop(of[name], stops)
+    if request.stops:
+        of[name] = without_stop(of[name], request.stops)
+    if options.tool and request.ended:
+        of["tool_calls"], of[name] = [_tool_call(answer["id"], of[name])], None
+        choice["finish_reason"] = "tool_calls"
+    if content := options.logprobs():
+        choice["logprobs"] = {"content": content} if "message" in choice else legacy(content)
+    answer["usage"] |= _details(request)
     return answer
+
+
+def _tool_call(request_id: str, text: str) -> dict:
+    call = json.loads(text)
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+    return {"id": f"{request_id}_tool_call_0", "index": 0, "type": "function", "function": function}
+
+
+def _details(request: Request) -> dict:
+    """Of the usage, as OpenAI names them: tokens that were read before, and drafted tokens."""
+    rejected = request.drafted - request.accepted
+    return {
+        "prompt_tokens_details": {"cached_tokens": request.cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": request.accepted,
+            "rejected_prediction_tokens": rejected,
+        },
+    }
+
+
+async def _events(events: AsyncIterator[str], options: Options, with_usage: bool) -> AsyncIterator[str]:
+    """Upstream's stream, with an error, the usage and the end as OpenAI clients expect them."""
+    reads, call = options.tool or options.likely is not None, ""
+    async for text in events:
+        if not reads and '"usage":{' not in text:  # quotes in an answer are escaped
+            yield _STREAM_ERROR.sub(r'data: {"error": {"message": \1, "type": "server_error"}}', text)
+            continue
+        for event in text.rstrip().split("\n\n"):
+            piece = json.loads(event.removeprefix("data: "))
+            if "choices" not in piece:
+                yield f"data: {json.dumps({'error': {'message': piece['error'], 'type': 'server_error'}})}\n\n"
+                continue
+            choice = piece["choices"][0]
+            delta = choice.get("delta", {})
+            if options.tool and not (piece.get("usage") and not options.request.ended):
+                call += delta.pop("content", None) or ""
+                if piece.get("usage"):
+                    delta["tool_calls"], choice["finish_reason"] = [_tool_call(piece["id"], call)], "tool_calls"
+            elif options.tool:
+                delta["content"] = call
+            if content := options.logprobs():
+                choice["logprobs"] = {"content": content} if "delta" in choice else legacy(content)
+            if piece.get("usage"):
+                piece["usage"] |= _details(options.request)
+                if with_usage:
+                    usage = {**piece, "choices": []}
+                    del piece["usage"]
+                    yield f"data: {json.dumps(piece)}\n\n"
+                    piece = usage
+            yield f"data: {json.dumps(piece)}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
@@ -257,247 +304,83 @@ def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
     return read(messages, modality)
 
 
-def _settings(build: Callable, default_stops, body: dict, *args, **kwargs):
+class PairManager(GenerateManager):
     """
-    The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another request's
-    answer, ignores the temperature if the model's own settings are greedy, and fails on integer biases and on empty
-    stops.
-    """
-    seed = body.pop("seed", None)
-    if seed is not None and type(seed) is not int:
-        raise ValueError(f"seed={seed!r} must be a whole number.")
-    temperature = None if body.get("temperature") is None else float(body["temperature"])
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
-    stop, biases = body.get("stop") or [], body.get("logit_bias") or {}
-    stops = stop if isinstance(stop, list) else [stop]
-    if not all(isinstance(text, str) for text in stops):
-        raise ValueError(f"stop={stop!r} must be a string or a list of strings.")
-    if not isinstance(biases, dict):
-        raise ValueError(f"logit_bias={biases!r} must be an object of token ids and their biases.")
-    body["stop"] = [text for text in stops if text] or None
-    body["logit_bias"] = None  # upstream ignores it in `/v1/completions`
-    config = build(body, *args, **kwargs)
-    ends, config.stop_strings = config.stop_strings or default_stops, None
-    config._stops = body["stop"] = [ends] if isinstance(ends, str) else ends
-    if biases:
-        config.sequence_bias = {(int(token),): float(bias) for token, bias in biases.items()}
-    config._seed = None if seed is None else seed % 2**32  # numpy's limit; OpenAI's seeds have 64 bits
-    config.do_sample = bool(config.do_sample) if temperature is None else temperature > 0
-    return config
+    Upstream's way to the model: its requests go to a [`Decoder`].
 
-
-class DraftedManager(GenerateManager):
-    """
-    Upstream's inference thread of a model, for requests that decode with a drafter; requests that would wait for it
-    are batched if that is faster. Each request has its own thread, which waits for one or the other.
+    Args:
+        decoder (`Decoder`): Of the pair.
+        say (`Callable[[str], None]`): Called with a line for each finished request.
     """
 
-    def __init__(self, target, draft, say: Callable[[str], None]):
+    def __init__(self, decoder: Decoder, say: Callable[[str], None]):
         super().__init__()
-        self.draft, self.say, self.together = draft, say, Together(target)
+        self.decoder, self.tokenizer, self.say = decoder, decoder.tokenizer, say
 
-    def try_out(self, target) -> None:
-        """Generate a few tokens in the inference thread, so that errors appear before the first request."""
-        ids = torch.tensor([[0, 1]], device=target.device)
-        options = {"max_new_tokens": 4, "do_sample": False, "assistant_model": self.draft}
-        self.alone(target.generate, ids, attention_mask=torch.ones_like(ids), **options)
+    def try_out(self) -> None:
+        """Generate a few tokens, so that errors appear before the first request."""
+        target = self.decoder.target
+        inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
+        settings = copy.deepcopy(target.generation_config)
+        settings.update(max_new_tokens=4, do_sample=False)
+        self.decoder.submit(Request(self.decoder, inputs, settings)).done.result()
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        """As upstream, with the drafted request in place of the model."""
-        request = _Request(self, model, inputs, gen_config, request_id)
-        return super().generate_streaming(request, processor, inputs, gen_config, request_id, response_parser)
+        """As upstream; the streamer's `cancel` ends the request."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+        streamer = DirectStreamer(self.tokenizer._tokenizer, loop, events, response_parser=response_parser)
+        request = self._submit(inputs, gen_config, request_id, streamer)
+        streamer.cancel = request.gone.set
+
+        def failed(done: Future) -> None:
+            if (error := done.exception()) is not None:  # upstream puts its text between quotes
+                event = _StreamError(json.dumps(one_line(error))[1:-1])
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request.done.add_done_callback(failed)
+        return events, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         """As upstream, but a cancelled request stops decoding."""
-        request = _Request(self, model, inputs, gen_config, request_id)
+        from fastapi import HTTPException
+
+        request = self._submit(inputs, gen_config, request_id)
         try:
-            return await super().generate_non_streaming(request, processor, inputs, gen_config, request_id)
+            await asyncio.wrap_future(request.done)
         except asyncio.CancelledError:
             request.gone.set()
             raise
-
-    def alone(self, function: Callable, *args, **kwargs):
-        """Call a function in the inference thread."""
-        return super().submit(function, *args, **kwargs).result()
-
-    def submit(self, fn, *args, **kwargs) -> Future:
-        """As upstream, in a separate thread."""
-        future = Future()
-
-        def run():
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future
-
-    def async_submit(self, fn, *args, **kwargs):
-        """As upstream; the thread may set a result or an error that nothing awaits any more."""
-        future = asyncio.wrap_future(self.submit(fn, *args, **kwargs))
-        future.add_done_callback(asyncio.Future.exception)  # retrieved, or asyncio would print it
-        return asyncio.shield(future)
-
-    def stop(self) -> None:
-        self.together.stop()
-
-
-class _Left(Exception):
-    """Ends a call of `generate`, or a part in a batch: the answer is complete, or continues in a batch."""
-
-
-class _Request:
-    """
-    Takes the model's place in an upstream request: `generate` with the drafter or in a batch, timed and logged.
-
-    Raises:
-        `HTTPException`: 400, the prompt is empty or leaves no room for an answer.
-    """
-
-    def __init__(self, manager: DraftedManager, model, inputs, settings, name: str):
-        from fastapi import HTTPException
-
-        self.manager, self.model, self.name, self.together = manager, model, name, manager.together
-        self.gone, self.arrived, self.start = threading.Event(), time.perf_counter(), None
-        self.seed, self.stops = vars(settings).pop("_seed", None), vars(settings).pop("_stops", None)
-        self.prompt = inputs["input_ids"].shape[-1]
-        if not self.prompt:
-            raise HTTPException(400, "The prompt is empty.")
-        try:
-            settings.max_new_tokens = room_for_answer(model, self.prompt, settings.max_new_tokens)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        self.settings, ends = settings, settings.eos_token_id
-        self.ends = ends if isinstance(ends, list) else [ends]
-        self.kind = None if self.seed is not None else self.together.kind_of(inputs, settings)
-        self.loop = asyncio.get_running_loop()
-        self.lengths: list[int] = []  # tokens of each verification
-        self.ids: list[int] = []  # the prompt, and the part of the answer sent so far
-        self.drafting = self.batched = self.repeats = self.finished = self.stopped = False
-
-    def __getattr__(self, name: str):
-        return getattr(self.model, name)
-
-    def generate(self, streamer=None, **kwargs):
-        """Runs in the request's own thread, which waits for the inference thread or for a batch."""
-        from fastapi import HTTPException
-
-        self.streamer = streamer
-        try:
-            self.completes = CompletesStop(kwargs["tokenizer"].decode, self.stops) if self.stops else None
-            if streamer is not None and self.stops:
-                streamer._enqueue = UpToStop(streamer._enqueue, self.stops)
-            with self.together.request(self.kind is not None, self.seed is not None and self.settings.do_sample):
-                while not self.finished:
-                    if not (self._joins() and self._in_batch(kwargs)):
-                        self.manager.alone(self._drafted, kwargs)
-            if self.stopped or self.ids[-1] in self.ends:
-                self.settings.max_new_tokens = None  # upstream's `finish_reason` of an answer this long is `length`
-            if streamer is not None:
-                streamer.end()
-        except _GenerationCancelled:
-            self._log("; the client disconnected")
+        except ValueError:  # caused by the request
             raise
         except Exception as error:
-            self._log(f"; failed: {one_line(error)}")
-            if streamer is not None:
-                raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
-            if isinstance(error, ValueError):  # caused by the request
-                raise
             raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
-        self._log(", together with others" if self.batched else "")
-        return torch.tensor([self.ids])
+        text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
+        return text, len(request.prompt), request.tokens
 
-    def _joins(self) -> bool:
-        return self.kind is not None and self.together.pays(self.settings.do_sample)
+    def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
+        options = _options.get()
+        options.apply(settings)
+        request = Request(self.decoder, inputs, settings, streamer, options.stops, options.seed, options.processors)
 
-    def _in_batch(self, kwargs: dict) -> bool:
-        """Generate the rest of the answer in a batch; returns whether that was possible."""
-        with self.together.joining(self.settings.do_sample) as joins:
-            if not joins:
-                return False
-            self.start, self.batched = self.start or time.perf_counter(), True
-            if not self.ids:
-                self.put(kwargs["input_ids"])
-            try:
-                self.together.decode(self.kind, list(self.ids), self._rest(), self.loop, self.put)
-            except _Left:  # at a stop string
-                pass
-            except BatchFailed:
-                self.kind = None
-                return False
-        self.finished = True
-        return True
+        def finished(done: Future) -> None:
+            error = done.exception()
+            end = "; the client disconnected" if request.gone.is_set() else ""
+            self.say(f"{name[:8]}: {request.status()}{f'; failed: {one_line(error)}' if error is not None else end}")
 
-    def _drafted(self, kwargs: dict) -> None:
-        """Generate the answer, or the rest of it, with the drafter, until it is done or a batch is faster."""
-        if self._joins():
-            return
-        self.start = self.start or time.perf_counter()
-        if self.seed is not None:
-            set_seed(self.seed)
-        if self.ids:
-            ids, self.repeats = torch.tensor([self.ids], device=self.model.device), True
-            kwargs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": self._rest()}
-        begun, before, self.drafting = time.perf_counter(), len(self.ids) or self.prompt, True
-        try:
-            self.model.generate(**kwargs, streamer=self, assistant_model=self.manager.draft)
-            self.finished = True
-        except _Left:
-            pass
-        finally:
-            self.drafting = False
-        if not self.together.batched:
-            self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
+        request.done.add_done_callback(finished)
+        options.request = self.decoder.submit(request)
+        return request
 
-    def _rest(self):
-        """The settings for the rest of the answer."""
-        rest = copy.copy(self.settings)
-        rest.max_new_tokens = self.settings.max_new_tokens - (len(self.ids) - self.prompt)
-        return rest
+    def submit(self, fn: Callable, *args, **kwargs) -> Future:
+        """As upstream, between requests."""
+        return self.decoder.call(fn, *args, **kwargs)
 
-    def put(self, value: torch.Tensor) -> None:
-        """
-        Streamer of the request: ends it at a stop string, if the client has disconnected, or if a batch is faster.
-        """
-        if self.gone.is_set():
-            raise _GenerationCancelled
-        if self.repeats:  # the prompt of a second call
-            self.repeats = False
-            return
-        tokens = value.flatten().tolist()
-        if self.completes and self.ids:
-            end = next((n for n, token in enumerate(tokens, start=1) if self.completes(token)), None)
-            tokens, self.stopped = tokens[:end], end is not None
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens))
-        if self.drafting and self.lengths:
-            self.lengths[-1] += len(tokens)
-        self.ids += tokens
-        if self.stopped:
-            self.finished = True
-            raise _Left
-        last = len(self.ids) - self.prompt >= self.settings.max_new_tokens or self.ids[-1] in self.ends
-        if self.drafting and self._joins() and (len(self.ids) == self.prompt or not last):
-            raise _Left
+    def async_submit(self, fn: Callable, *args, **kwargs) -> asyncio.Future:
+        """As upstream, between requests."""
+        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
-    def next_round(self) -> None:
-        """The following tokens come from a new verification."""
-        self.lengths.append(0)
-
-    def end(self) -> None:
-        """A call of `generate` has ended, but not necessarily the answer."""
-
-    def _log(self, end: str) -> None:
-        now = time.perf_counter()
-        start = now if self.start is None else self.start
-        tokens, seconds = max(len(self.ids) - self.prompt, 0), max(now - start, 1e-9)
-        tau = f", tau {sum(self.lengths) / len(self.lengths):.2f}" if self.lengths else ""
-        waited = f", after {start - self.arrived:.2f} s in the queue"
-        speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
-        self.manager.say(f"{self.name[:8]}: {self.prompt} + {speed}{tau}{waited}{end}")
+    def stop(self) -> None:
+        self.decoder.stop()
 
 
 class WithKey:
