@@ -18,13 +18,14 @@ import torch
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
+    PreTrainedModel,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.utils import logging
 
-from dflash_hf.attention import with_own_config
+from dflash_hf.private import private
 
 
 logger = logging.get_logger(__name__)
@@ -36,6 +37,22 @@ _FORGOTTEN = 300.0  # seconds after which a method is timed again
 _MOST_BATCHES = 2  # each has its own cache
 _MEMORY = 0.1  # share of the free memory for such a cache
 _CPU_TOKENS = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
+
+
+@contextmanager
+def with_own_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """
+    A model with the same weights, and with a configuration of its own that may be changed.
+
+    Raises:
+        `ValueError`: see [`private`].
+    """
+    own = private(model, (module for module in model.modules() if "config" in vars(module)))
+    copies: dict = {}
+    for module in own.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
+    yield own
 
 
 class BatchFailed(Exception):
