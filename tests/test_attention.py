@@ -1,7 +1,6 @@
-"""Attention of a single query per row by matrix products: in half precision on a CPU, in a private model only."""
+"""Attention of a single query per row by matrix products: in half precision on a CPU."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,11 +10,8 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Genera
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
-from dflash_hf.attention import SINGLE_QUERIES, single_queries, single_query_attention, with_own_config
+from dflash_hf.attention import SINGLE_QUERIES, single_query_attention, use_single_queries
 from dflash_hf.responses import _Slots, decodes_in_slots, responses
-
-
-PROMPT = torch.arange(3, 20)[None]
 
 
 class Module(torch.nn.Module):
@@ -64,43 +60,22 @@ def test_what_only_sdpa_supports_is_left_to_it():
         single_query_attention(Module(), **one, softcap=30.0)
 
 
-def test_the_shared_model_never_changes():
-    """Not meanwhile, in another thread or this one, and not after an error."""
-    target = make_target("llama").bfloat16()
-    config, expected = target.config, target.generate(PROMPT, max_new_tokens=20)
-    found = []
-
-    def generate():
-        found.append(target.generate(PROMPT, max_new_tokens=20))
-
-    with pytest.raises(KeyError), single_queries(target) as own:
-        assert own is not target and own.config._attn_implementation == SINGLE_QUERIES
-        attention = own.model.layers[0].self_attn
-        assert attention.config._attn_implementation == SINGLE_QUERIES
-        assert attention.q_proj.weight is target.model.layers[0].self_attn.q_proj.weight
-        assert {module.config._attn_implementation for module in target.modules() if hasattr(module, "config")} == {
-            "sdpa"
-        }
-        generate()
-        thread = threading.Thread(target=generate)
-        thread.start()
-        thread.join()
-        raise KeyError
-    generate()
-    assert len(found) == 3 and all(torch.equal(one, expected) for one in found)
-    assert all(module.config is config for module in target.modules() if hasattr(module, "config"))
-
-
-def test_where_the_kernel_is_as_fast_the_target_itself_decodes():
-    for target in (make_target("llama"), make_target("llama", attn="eager").bfloat16()):
-        with single_queries(target) as own:
-            assert own is target
+def test_only_half_precision_with_sdpa_is_swapped():
+    for target, name in (
+        (make_target("llama"), "sdpa"),
+        (make_target("llama", attn="eager").bfloat16(), "eager"),
+        (make_target("llama").bfloat16(), SINGLE_QUERIES),
+    ):
+        use_single_queries(target)
+        assert target.config._attn_implementation == name
+        assert target.model.layers[0].self_attn.config._attn_implementation == name
 
 
 def test_a_configuration_that_refuses_flash_attention():
     """Upstream takes any name with `flash` in it for flash attention, which HRM-Text's configuration refuses."""
     assert not is_flash_attention_requested(requested_attention_implementation=SINGLE_QUERIES)
     target = tiny_model("hrm_text").half()
+    use_single_queries(target)
     config = copy.deepcopy(make_target("llama").generation_config)
     assert decodes_in_slots(target, config)
     ((_, text),) = responses(target, [(0, [3, 5, 8])], 4, config)
@@ -114,27 +89,18 @@ def test_a_wrapper_s_text_may_attend_eagerly(family):
     config.text_config = tiny_config(family)
     target = AutoModelForImageTextToText.from_config(config).bfloat16()
     assert target.config._attn_implementation == "sdpa"
-    with single_queries(target) as own:
-        layer = own.model.language_model.layers[0]
-        assert layer.self_attn.config._attn_implementation == (SINGLE_QUERIES if family == "llama" else "eager")
-        assert own.model.vision_tower.config._attn_implementation == "sdpa"
-    assert target.config.text_config._attn_implementation == ("sdpa" if family == "llama" else "eager")
+    use_single_queries(target)
+    layer = target.model.language_model.layers[0]
+    assert layer.self_attn.config._attn_implementation == (SINGLE_QUERIES if family == "llama" else "eager")
+    assert target.model.vision_tower.config._attn_implementation == "sdpa"
     ((_, text),) = responses(target, [(0, [3, 5, 8])], 4, GenerationConfig())
     assert len(text) == 4
-
-
-def test_a_configuration_of_its_own_goes_with_its_model():
-    target = make_target("llama")
-    with with_own_config(target) as own:
-        own.config.is_causal = False
-        assert own.model.layers[1].self_attn.config is own.model.config is own.config
-    assert not hasattr(target.config, "is_causal") and target.model.layers[1].self_attn.config is target.config
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_a_step_computes_the_same(family):
     """In fp32, where rounding does not hide an error; whole buffers, which are not copied; texts grow and shrink."""
-    target, seen = make_target(family), []
+    target, own, seen = make_target(family), make_target(family), []
 
     def spy(module, query, key, value, mask, **options):
         seen.append((key.is_contiguous() and value.is_contiguous(), key.shape[2]))
@@ -142,12 +108,12 @@ def test_a_step_computes_the_same(family):
 
     AttentionInterface.register(SINGLE_QUERIES, spy)
     try:
-        with torch.no_grad(), with_own_config(target) as own:
+        with torch.no_grad():
             own.config._attn_implementation = SINGLE_QUERIES
             ours, theirs = _Slots(own, 3), _Slots(target, 3)
             for length in (40, 200, 201, 90, 60):
                 for slots in (ours, theirs):
-                    slots.read(1, list(range(2, 2 + min(length, 90))))
+                    slots.read(1, list(range(2, 2 + min(length, 90))), {})
                 tokens = {0: (5, 3), 1: (7, length), 2: (9, length // 2)}
                 seen.clear()
                 torch.testing.assert_close(ours.step(tokens), theirs.step(tokens), atol=1e-4, rtol=1e-4)
@@ -163,7 +129,9 @@ def test_texts_in_half_precision():
     target = make_target("llama")
     config = copy.deepcopy(target.generation_config)
     prompts = [[3, 5, 8, 13], [21, 34], [55, 89, 4]]
-    found = dict(responses(copy.deepcopy(target).bfloat16(), enumerate(prompts), 40, config, 2))
+    half = copy.deepcopy(target).bfloat16()
+    use_single_queries(half)
+    found = dict(responses(half, enumerate(prompts), 40, config, 2))
     for number, text in found.items():
         ids = torch.tensor([prompts[number] + text])
         chances = target(ids).logits[0, len(prompts[number]) - 1 : -1].log_softmax(-1)

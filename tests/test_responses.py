@@ -130,6 +130,41 @@ def test_a_common_beginning_is_read_once(family, monkeypatch):
     assert all_of(target, prompts, 24, config, 3) == expected
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_row_that_goes_on_is_read_from_its_end(family, monkeypatch):
+    """Its next prompt is asked for at once, and only what is new of it is read; full batches all the time."""
+    target, config = make_target(family), GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=9)
+    waiting, expected, found, read, steps = [], {}, {}, [], []
+    for number, ids in enumerate(make_prompts(7, 40, seed=5)):
+        waiting.append(((number, 0), ids))
+        for turn in range(3):
+            text = target.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist()
+            expected[number, turn] = text
+            ids = [*ids, *text, 50 + turn, 60]
+
+    class Prompts:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not waiting:
+                raise StopIteration
+            return waiting.pop(0)
+
+    asked, verify, step = dict(waiting), SlotSession.verify, module._Slots.step
+    monkeypatch.setattr(SlotSession, "verify", lambda *of: read.append(of[1].tokens.shape) or verify(*of))
+    monkeypatch.setattr(module._Slots, "step", lambda *of: steps.append((len(of[1]), bool(waiting))) or step(*of))
+    for (number, turn), text in responses(target, Prompts(), 9, config, 4):
+        found[number, turn] = text
+        if turn < 2:
+            asked[number, turn + 1] = [*asked[number, turn], *text, 50 + turn, 60]
+            waiting.insert(0, ((number, turn + 1), asked[number, turn + 1]))
+    assert found == expected
+    sizes = [size for rows, size in read if rows == 1 and size > 1]
+    assert sum(size <= 3 for size in sizes) >= 12  # of 14 next turns: the last token, and two that are new
+    assert all(rows == 4 for rows, more in steps if more)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
 def test_recurrent_targets_decode_batch_by_batch(family):
     target, prompts = make_target(family, attn=None), make_prompts(5, 11)
@@ -196,25 +231,30 @@ def test_a_chance_of_almost_one_takes_a_token_that_can_be(monkeypatch):
 
 def test_the_best_number_of_rows(target, monkeypatch):
     """The largest that still brings something, within the limit and half of the memory."""
+
+    def best(texts):
+        said = []
+        return best_rows(target, GenerationConfig(), 40, texts, said.append), *said
+
     monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
-    assert best_rows(target, 40, limit=500) == (32, pytest.approx(1000))
-    assert best_rows(target, 40, limit=20)[0] == 16
-    assert best_rows(target, 40, (5,)) == (5, pytest.approx(5 / 0.032))
+    assert best(1000) == (32, "32 rows at a time, 1,000 tokens/s")
+    assert best(40)[0] == 16
     disturbed = {64: 0.1}
     monkeypatch.setattr(module, "_seconds", lambda slots, _: disturbed.get(slots.rows, 0.01 + slots.rows * 0.001))
-    assert best_rows(target, 40, limit=500)[0] == 256
+    assert best(1000)[0] == 256
     monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
     slots = module._Slots(target, 8)
     slots.step(dict.fromkeys(range(8), (0, 40)))
     monkeypatch.setattr(module, "free_memory", lambda device: 2 * 2.1 * slots.memory)
-    assert best_rows(target, 40, limit=500)[0] == 16
+    assert best(1000)[0] == 16
+    assert best_rows(target, GenerationConfig(num_beams=2), 40, 1000, print) == 16
 
 
 def test_rows_of_an_offloaded_target():
     """Its first weight is on no device, which ended in `KeyError: 'mps'`."""
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(make_target("llama"), execution_device=torch.device("cpu"))
-    assert best_rows(offloaded, 40, limit=8)[0] == 8
+    assert best_rows(offloaded, GenerationConfig(), 40, 16, print) == 8
 
 
 def test_where_an_answer_was_cut_off():

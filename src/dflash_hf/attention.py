@@ -3,54 +3,26 @@ Attention of a single query per row. PyTorch's kernel for CPUs is made for many 
 products are 1.5 to 6 times as fast for one.
 """
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dflash_hf.private import private
-
 
 SINGLE_QUERIES = "single_queries"  # name of an attention implementation; upstream asks some whether they are "flash"
 _NOT_HERE = ("softcap", "position_bias", "cache")  # upstream's function supports them, or says that it does not
 
 
-@contextmanager
-def with_own_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def use_single_queries(target: PreTrainedModel) -> None:
     """
-    A model with the same weights, and with a configuration of its own that may be changed.
-
-    Raises:
-        `ValueError`: see [`private`].
-    """
-    own = private(model, (module for module in model.modules() if "config" in vars(module)))
-    copies: dict = {}
-    for module in own.modules():
-        if "config" in vars(module):
-            module.config = copy.deepcopy(module.config, copies)
-    yield own
-
-
-@contextmanager
-def single_queries(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """
-    A target for steps of one token per row, with the same weights; the target itself where PyTorch's kernel is as
-    fast: on accelerators, in fp32, or with another attention.
+    Let a target, which nobody else uses, attend by [`single_query_attention`] from now on; nothing changes where
+    PyTorch's kernel is as fast: on accelerators, in fp32, or with another attention.
     """
     text = target.config.get_text_config(decoder=True)  # which may attend in another way than a wrapper's images
     swaps = target._supports_attention_backend and text._attn_implementation == "sdpa"
-    replaced = any("forward" in vars(module) for module in target.modules())
-    if replaced or not swaps or target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
-        yield target
-        return
-    with with_own_config(target) as own:
-        own.config.get_text_config(decoder=True)._attn_implementation = SINGLE_QUERIES
-        yield own
+    if swaps and target.device.type == "cpu" and target.dtype in (torch.bfloat16, torch.float16):
+        text._attn_implementation = SINGLE_QUERIES
 
 
 def single_query_attention(

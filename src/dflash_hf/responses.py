@@ -8,15 +8,13 @@ import inspect
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.utils import logging
 
-from dflash_hf.attention import single_queries
 from dflash_hf.decoding.strategy import support
 from dflash_hf.modeling.accept_dflash import Block, likeliest
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
@@ -24,9 +22,7 @@ from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import empty_cache, input_device, why_hidden
 
 
-logger = logging.get_logger(__name__)
-
-Prompts = Iterable[tuple[int, Sequence[int]]]  # number and ids
+Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and ids
 
 # Generation settings that a full batch supports; with others, `generate` decodes.
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
@@ -77,7 +73,7 @@ class Choice:
         self.top_k, self.top_p = config.top_k or 0, 1.0 if config.top_p is None else config.top_p
         self.suppressed = list(config.suppress_tokens or [])
 
-    def generator(self, number: int) -> random.Random:
+    def generator(self, number) -> random.Random:
         """The generator of a row."""
         return random.Random(f"{self.seed} {number}")
 
@@ -140,16 +136,18 @@ def responses(
     rows: int | None = None,
     seed: int = 0,
     draft: PreTrainedModel | None = None,
-) -> Iterator[tuple[int, list[int]]]:
+) -> Iterator[tuple]:
     """
     Yield responses as they finish, each up to and including its end-of-sequence token.
 
     A target whose cache lives in slots decodes in a batch that is always full, any other batch by batch. Prompts are
-    taken one by one as rows become free; consecutive prompts of similar length save work.
+    taken one by one as rows become free, and asked for again when a row has finished: an iterator that had nothing may
+    go on. Consecutive prompts of similar length save work, and one that continues a row that has just finished is read
+    from where that ends.
 
     Args:
-        target (`PreTrainedModel`): The target.
-        prompts: Number and ids of each prompt.
+        target (`PreTrainedModel`): The target; see also [`~dflash_hf.attention.use_single_queries`].
+        prompts: A number (or another key) and the ids of each prompt.
         max_new_tokens (`int`): Longest response.
         config (`GenerationConfig`): Sampling, end-of-sequence ids.
         rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`best_rows`].
@@ -162,8 +160,7 @@ def responses(
     """
     if draft is None and decodes_in_slots(target, config):
         choice = Choice(config, seed)
-        with single_queries(target) as own:
-            yield from _full_batch(own, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
+        yield from _full_batch(target, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
     else:
         yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or PLAIN_ROWS, seed, draft)
 
@@ -172,7 +169,7 @@ def responses(
 class _Row:
     """A prompt that is being answered."""
 
-    number: int
+    number: object
     ids: Sequence[int]
     generator: random.Random
     text: list[int] = field(default_factory=list)
@@ -183,12 +180,10 @@ class _Row:
         return len(self.ids) + len(self.text) - 1
 
 
-class _All(SlotCache):
-    SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
-
-
-class _Whole(_All):
+class _Whole(SlotCache):
     """Attention gets whole buffers, which matrix products do not copy; few of their slots are unused."""
+
+    SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
 
     def reserve(self, used: int) -> None:
         if not used <= self.capacity <= used * 9 // 8 + 16:
@@ -196,11 +191,7 @@ class _Whole(_All):
         self.view = self.capacity
 
 
-class _Reader(SlotSession):
-    CACHE = _All
-
-
-class _Steps(SlotSession):
+class _Session(SlotSession):
     CACHE = _Whole
 
 
@@ -212,41 +203,45 @@ class _Slots:
         accepted = inspect.signature(target.forward).parameters
         last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        self.session = _Steps(target, empty_cache(target), [0] * rows, offset, {})
+        self.session = _Session(target, empty_cache(target), [0] * rows, offset, {})
+        self.reader = _Session(target, empty_cache(target), [0], offset[:1], last_only)
+        self.last: tuple = ()  # the prompt that the reader holds
         self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
-        self.reader = _Reader(target, empty_cache(target), [0], offset[:1], last_only)
-        self.last: tuple = ()  # the prompt that it holds
 
-    def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
-        """Put a prompt into a place; returns the logits `[1, V]` after it."""
-        states, logits = self._known(tuple(ids))
-        cache, length = self.session.cache, len(ids)
-        if length > cache.capacity:
-            cache.reserve(length)
-        for mine, new in zip(cache.layers, states, strict=True):
-            if new is None:
-                continue
-            keys, values = new  # [1, heads, n, head_dim]
-            if not mine.is_initialized:
-                mine.lazy_initialization(keys, values)
-            mine.keys[place, :, :length] = keys[0]
-            mine.values[place, :, :length] = values[0]
+    def read(self, place: int, ids: Sequence[int], left: dict[int, tuple]) -> torch.Tensor:
+        """Put a prompt into a place; returns the logits `[1, V]` after it. `left`: texts that places still hold."""
+        states, logits = self._known(tuple(ids), left)
+        cache = self.session.cache
+        if len(ids) > cache.capacity:
+            cache.reserve(len(ids))
+        for layer, given in zip(cache.layers, states, strict=True):
+            if given is not None and not layer.is_initialized:
+                layer.lazy_initialization(*given)
+            _write(layer, place, given)
+        left.pop(place, None)
         return logits
 
-    def _known(self, ids: tuple) -> tuple[list, torch.Tensor]:
-        """The [`_states`] of each layer after a prompt, and its logits; some prompts repeat."""
+    def _known(self, ids: tuple, left: dict[int, tuple]) -> tuple[list, torch.Tensor]:
+        """The states of each layer after a prompt, and its logits; some prompts repeat."""
         if ids not in self.known:
             if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
                 self.known.clear()
-            logits = self._logits_after(ids)
-            self.known[ids] = [_states(layer, len(ids)) for layer in self.reader.cache.layers], logits
+            logits = self._logits_after(ids, left)
+            self.known[ids] = [_states(layer, 0, len(ids)) for layer in self.reader.cache.layers], logits
         return self.known[ids]
 
-    def _logits_after(self, ids: tuple) -> torch.Tensor:
-        """Read a prompt alone, without padding, from where it differs from the last one; long ones in pieces."""
-        shared = min(len(os.path.commonprefix([self.last, ids])), len(ids) - 1)
+    def _logits_after(self, ids: tuple, left: dict[int, tuple]) -> torch.Tensor:
+        """Read a prompt alone, from where it differs from the last one or from what a place holds, in pieces."""
+        shared, nearest = _common(ids, self.last), None
+        for place, text in left.items():
+            if _common(ids, text) > shared:
+                shared, nearest = _common(ids, text), place
+        if nearest is not None:
+            self.reader.cache.reserve(shared)
+            for mine, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
+                _write(mine, 0, _states(layer, nearest, shared))
         self.last = ids
-        for start in range(shared, len(ids), _PIECE):
+        for start in range(min(shared, len(ids) - 1), len(ids), _PIECE):
             piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
             self.reader.lengths = [start]
             logits = self.reader.verify(Block(piece))[0][:, -1]
@@ -262,9 +257,9 @@ class _Slots:
     @property
     def memory(self) -> int:
         """Bytes of the slots, which grow with the text, and of the scores."""
-        layers = [one for one in self.session.cache.layers if isinstance(one, SlotLayer) and one.is_initialized]
+        layers = [_states(layer, slice(None), self.session.cache.capacity) for layer in self.session.cache.layers]
         head = self.target.get_output_embeddings().weight.shape[0]
-        return sum(one.keys.nbytes + one.values.nbytes for one in layers) + self.rows * head * 16
+        return sum(one.nbytes for pair in layers if pair for one in pair) + self.rows * head * 16
 
     def keep(self, places: list[int]) -> None:
         """Drop all other places."""
@@ -276,39 +271,56 @@ class _Slots:
                 layer.keys, layer.values = layer.keys[places], layer.values[places]
 
 
-def _states(layer, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A layer's keys and values `[1, heads, length, head_dim]`; `None` if it shares those of another."""
+def _common(one: tuple, other: tuple) -> int:
+    """How many ids two texts have in common at their beginning."""
+    return len(os.path.commonprefix([one, other]))
+
+
+def _states(layer, row: int | slice, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A row's keys and values `[1, heads, length, head_dim]`; `None` if the layer shares those of another."""
     if not isinstance(layer, SlotLayer) or not layer.is_initialized:
         return None
-    return layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()
+    rows = slice(row, row + 1) if isinstance(row, int) else row
+    return layer.keys[rows, :, :length].clone(), layer.values[rows, :, :length].clone()
+
+
+def _write(layer, row: int, states: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    """Put what [`_states`] returns into a row."""
+    if states is not None:
+        length = states[0].shape[2]
+        layer.keys[row, :, :length], layer.values[row, :, :length] = states[0][0], states[1][0]
 
 
 @torch.no_grad()
 def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set[int], rows: int):
-    slots, running = _Slots(target, rows), {}  # rows by place
+    slots, running, left = _Slots(target, rows), {}, {}  # rows by place; what places hold whose rows have just ended
     while True:
-        # 1. Put the next prompts into the free places.
-        free = [place for place in range(slots.rows) if place not in running]
-        for place, (number, ids) in zip(free, islice(prompts, len(free)), strict=False):
+        # 1. Put the next prompts into the free places, each where the text that it continues has just ended.
+        free = set(range(slots.rows)) - running.keys()
+        for number, ids in islice(prompts, len(free)):
+            place = max(free, key=lambda one: (_common(left.get(one, ()), tuple(ids)), one not in left, -one))
+            free.remove(place)
             running[place] = row = _Row(number, ids, choice.generator(number))
-            row.text.append(int(choice(slots.read(place, ids), [row.generator])))
+            row.text.append(int(choice(slots.read(place, ids, left), [row.generator])))
+        left.clear()
         if not running:
             return
-        # 2. No prompts are left: drop free places from time to time.
+        # 2. Finished rows leave their places, which are filled first.
+        for place, row in list(running.items()):
+            if row.text[-1] in stops or len(row.text) >= max_new_tokens:
+                left[place] = (*running.pop(place).ids, *row.text[:-1])
+                yield row.number, row.text
+        if left:
+            continue
+        # 3. No prompts are left: drop free places from time to time.
         if 4 * len(running) <= 3 * slots.rows:
             slots.keep(list(running))
             running = dict(enumerate(running.values()))
-        # 3. Finished rows leave their places.
-        for place, row in list(running.items()):
-            if row.text[-1] in stops or len(row.text) >= max_new_tokens:
-                del running[place]
-                yield row.number, row.text
-        # 4. One more token for each other row.
-        if running:
-            logits = slots.step({place: (row.text[-1], row.slot) for place, row in running.items()})
-            tokens = choice(logits, [row.generator for row in running.values()]).tolist()
-            for row, token in zip(running.values(), tokens, strict=True):
-                row.text.append(token)
+        # 4. One more token for each row.
+        logits = slots.step({place: (row.text[-1], row.slot) for place, row in running.items()})
+        tokens = choice(logits, [row.generator for row in running.values()]).tolist()
+        for row, token in zip(running.values(), tokens, strict=True):
+            row.text.append(token)
 
 
 @torch.no_grad()
@@ -329,7 +341,7 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
         attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in batch])
         processors = [] if choice is None else [_Drawn(choice, [number for number, _ in batch])]
         with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
-            torch.manual_seed((seed * 1_000_003 + batch[0][0]) % 2**63)
+            torch.manual_seed(random.Random(f"{seed} {batch[0][0]}").getrandbits(63))
             output = target.generate(
                 input_ids=input_ids.to(target.device),
                 attention_mask=attention_mask.to(target.device),
@@ -354,34 +366,32 @@ class _Drawn(LogitsProcessor):
 
 
 @torch.no_grad()
-def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: int = 1) -> tuple[int, float]:
+def best_rows(target, config: GenerationConfig, length: int, texts: int, say: Callable[[str], None]) -> int:
     """
-    The number of rows of a full batch with the highest throughput: a step of each size is timed, as far as half of the
-    free memory allows.
+    The number of rows that are fastest decoded together: a step of each size is timed, as far as half of the free
+    memory allows. Where batches are not always full, 16.
 
     Args:
-        target (`PreTrainedModel`): A target that decodes in slots.
+        target (`PreTrainedModel`), config (`GenerationConfig`): The model and its generation settings.
         length (`int`): Tokens of a typical row.
-        sizes (`Sequence[int]`, *optional*): Rows to try. Default: 8 and more.
-        limit (`int`): Maximum number of useful rows.
-
-    Returns:
-        The number of rows, and tokens per second.
+        texts (`int`): Number of texts wanted; at most half of them decode together, since a batch that is never full
+            is slow.
+        say: Called with a line about it.
     """
-    best, room = (1, 0.0), free_memory(input_device(target)) / 2
-    with single_queries(target) as own:
-        for i, rows in enumerate(sizes := sizes or _ROWS):
-            slots = _Slots(own, rows)
-            tokens = dict.fromkeys(range(rows), (0, length))
-            slots.step(tokens)  # allocates the buffers
-            speed = rows / min(_seconds(slots, tokens) for _ in range(3))
-            if speed > 1.05 * best[1]:
-                best = rows, speed
-            elif rows > 2 * best[0]:  # not at the first slower size: the machine may be busy
-                break
-            larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
-            if larger > limit or slots.memory * larger / rows > room:
-                break
+    if not decodes_in_slots(target, config):
+        return PLAIN_ROWS
+    best, speed, room = 1, 0.0, free_memory(input_device(target)) / 2
+    for rows, larger in zip(_ROWS, [*_ROWS[1:], 2**40], strict=True):
+        slots, tokens = _Slots(target, rows), dict.fromkeys(range(rows), (0, length))
+        slots.step(tokens)  # allocates the buffers
+        found = rows / min(_seconds(slots, tokens) for _ in range(3))
+        if found > 1.05 * speed:
+            best, speed = rows, found
+        elif rows > 2 * best:  # not at the first slower size: the machine may be busy
+            break
+        if larger > max(8, texts // 2) or slots.memory * larger / rows > room:
+            break
+    say(f"{best} rows at a time, {speed:,.0f} tokens/s")
     return best
 
 

@@ -136,7 +136,6 @@ def test_ids_with_a_mask_or_labels():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_ids": [5, 6, 7]}, "need a `loss_mask`"),
         ({"input_ids": [5, 6, 7], "loss_mask": [1, 1]}, "3 input_ids but 2 loss_mask"),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}, "the loss_mask supervise none of 3 tokens"),
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "labels supervise none"),
@@ -152,13 +151,16 @@ def test_ids_with_a_mask_or_labels():
         ({"input_ids": 5, "loss_mask": 1}, "`input_ids` is 5; give"),
         ({"input_ids": [5, 6], "loss_mask": [[0], [1]]}, r"`loss_mask` is \[\[0\], \[1\]\]"),
         ({"input_ids": [5, 6], "labels": [[-100], [6]]}, r"`labels` is \[\[-100\], \[6\]\]"),
-        ({"text": "Hi"}, r"only \['text'\]; give `messages`"),
-        ({"prompt": "Hi"}, r"only \['prompt'\]; have the target answer"),
+        ({"messages": [USER, ANSWER], "answered": [0]}, r"`answered` is \[0\]; give places .* are at \[1\]"),
+        ({"messages": [USER, ANSWER], "given": "1"}, "`given` is '1'; give the number of messages"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": [1]}, r"`chat_template_kwargs` is \[1\]; give a map"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": 1}}, "may not set tools"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1], "document_ids": [0]}, "2 input_ids but 1 document_ids"),
     ],
 )
 def test_wrong_rows_are_errors(row, message):
     with pytest.raises(ValueError, match=f"(?i){message}") as error:
-        RowEncoder(vocab_size=50)(row)
+        RowEncoder(make_tokenizer(), vocab_size=50)(row)
     assert not isinstance(error.value, UnusableRow)
 
 
@@ -183,9 +185,10 @@ def test_a_template_that_marks_everything_is_refused():
         ({"messages": [USER, {"role": "robot", "content": "x"}, ANSWER]}, {"strict": True}, "refuses it .Who."),
         ({"messages": [{**USER, "size": 3}, ANSWER]}, {"strict": True}, "render it"),
         ({"input_ids": [], "loss_mask": []}, {}, "`input_ids` are empty"),
-        ({"input_ids": None, "loss_mask": None}, {}, "`input_ids` is null"),
-        ({"input_ids": [5, 6, 7], "labels": None}, {}, "`labels` is null"),
-        ({"prompt": "Hi", "completion": None}, {}, "`completion` is null"),
+        ({"input_ids": None, "loss_mask": None}, {}, "all of its columns are null"),
+        ({"input_ids": [5, 6, 7], "labels": None}, {}, "its `input_ids` need a `loss_mask`"),
+        ({"prompt": "Hi", "completion": None}, {}, r"only \['prompt'\]; have the target answer"),
+        ({"text": "Hi", "messages": None}, {}, r"only \['text'\]; give `messages`"),
         ({"prompt": "", "completion": "Yes."}, {}, "`prompt` is empty"),
         ({"prompt": "Hi", "completion": ""}, {}, "`completion` is empty"),
         ({"messages": "", "prompt": "Hi"}, {}, "`messages` is empty"),

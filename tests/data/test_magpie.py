@@ -155,9 +155,9 @@ def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
     target, tokenizer = pair
     read, original = [], _Slots.read
 
-    def spy(self, place, ids):
+    def spy(self, place, ids, left):
         read.append(tokenizer.decode(ids))
-        return original(self, place, ids)
+        return original(self, place, ids, left)
 
     monkeypatch.setattr(_Slots, "read", spy)
     torch.manual_seed(7)
@@ -226,17 +226,17 @@ def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monke
     expected = rows_of(whole)
     assert [row["row"] for row in expected] == list(range(20))
     assert expected == generate_prompts(*pair, 20, BRIEF)
-    generator, append, interruptions = random.Random(0), ResponseFile.write_rows, []
+    generator, append, interruptions = random.Random(0), ResponseFile.write_row, []
 
-    def tear(self, rows):
+    def tear(self, row):
         before = self.path.stat().st_size
-        append(self, rows)
+        append(self, row)
         if len(interruptions) < 10 and generator.random() < 0.6:
             interruptions.append(generator.randrange(before, self.path.stat().st_size + 1))
             self.file.truncate(interruptions[-1])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ResponseFile, "write_rows", tear)
+    monkeypatch.setattr(ResponseFile, "write_row", tear)
     while write(capsys, folder, torn, 20, "--batch-size", str(generator.randrange(1, 12)))[0] == 130:
         pass
     assert len(interruptions) == 10

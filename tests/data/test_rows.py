@@ -149,20 +149,6 @@ def test_a_slice_of_a_list_of_rows_is_read(tmp_path):
         load_rows(path, "test")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"prompt": "a"}, null]', "Row 1 of .*is None, not a JSON object"),
-        ('[{"prompt": "a"}', "cannot be read as json"),
-        ('{"prompt": "a"}\n{"prompt"\n', "Line 2 of .*is not a JSON object"),
-    ],
-)
-def test_a_damaged_json_file_is_named(text, message, tmp_path):
-    (tmp_path / "rows.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        load_rows(tmp_path / "rows.json")
-
-
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):
     """The file could not be read."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a\\ud800b \\ud83d\\ude00"}\n', encoding="utf-8")
@@ -202,7 +188,7 @@ def test_commands_count_what_they_leave_out(command, target, tmp_path, capsys):
     assert main([str(word) for word in words]) == 0
     printed = capsys.readouterr().out
     assert "rows              22\n" in printed and "rows left out     9\n" in printed
-    for reason in ("its `messages` is null", "a message has a part of type 'image' that is not text"):
+    for reason in ("all of its columns are null", "a message has a part of type 'image' that is not text"):
         assert f"  1: {reason}\n" in printed
 
 
@@ -219,7 +205,7 @@ def test_regenerate_leaves_out_rows_without_a_prompt(served, target, tmp_path, c
             assert main([str(word) for word in (*words, *options)]) == 0
             facts = json.loads(capsys.readouterr().out)
             assert (facts["rows"], facts["finished"], sum(facts["left_out"].values())) == (5, 5, 7)
-            assert facts["left_out"]["its `messages` is null"] == 2
+            assert facts["left_out"]["all of its columns are null"] == 2
     answered = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert sorted(row["row"] for row in answered) == [0, 1, 2, 4, 5]
     if served:
@@ -238,7 +224,10 @@ def test_regenerate_needs_a_prompt(target, tmp_path, capsys):
     words = ["regenerate", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "o.jsonl", "--target", target]
     assert main([str(word) for word in words]) == 1
     error = capsys.readouterr().err
-    assert "None of 2 rows of" in error and "1 because its `messages` is null; 1 because its `messages` is em" in error
+    assert (
+        "None of 2 rows of" in error
+        and "1 because all of its columns are null; 1 because its `messages` is em" in error
+    )
 
 
 def test_floats_of_calls_keep_their_digits(tmp_path):

@@ -94,7 +94,7 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
 def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
     code, said = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
-    assert code == 1 and "Row 1 of the prompts: its `prompt` is null" in said.err
+    assert code == 1 and "Row 1 of the prompts: all of its columns are null" in said.err
 
 
 def test_names_in_commands_are_quoted():

@@ -62,7 +62,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "x"}, r"Row 1 of .*no prompt, only \['text'\]"),
+        ({"text": "x"}, r"Row 1 of .*no column to read, only \['text'\]"),
         ({"prompt": "", "completion": "1"}, "Row 1 of .*The prompt is empty"),
         ({"messages": [ANSWER]}, "Row 1 of .*The prompt is empty"),
         ({"input_ids": [4, 5], "loss_mask": [1, 1]}, "Row 1 of .*The prompt is empty"),

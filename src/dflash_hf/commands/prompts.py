@@ -46,14 +46,16 @@ def run(arguments, echo) -> Outcome:
     from dataclasses import asdict, fields
 
     from transformers import GenerationConfig
+    from transformers.utils import logging
 
+    from dflash_hf.attention import use_single_queries
     from dflash_hf.data.encode import digests_of_tokenizer
-    from dflash_hf.data.magpie import judged_samples, prompt_ids, rows_of_file
+    from dflash_hf.data.magpie import judged_samples, rows_of_file
     from dflash_hf.data.prompt_settings import PromptSettings
     from dflash_hf.data.response_file import ResponseFile
-    from dflash_hf.data.time_left import TimeLeft, rows_at_a_time
     from dflash_hf.data.user_turn import UserTurn
     from dflash_hf.pairs import pack
+    from dflash_hf.responses import best_rows
     from dflash_hf.target import digest_of_target
 
     known = {one.name for one in fields(PromptSettings)}
@@ -62,7 +64,7 @@ def run(arguments, echo) -> Outcome:
     settings = PromptSettings(**given, chat_template_kwargs=template_arguments(arguments.template_args) or {})
     pair = NamedPair(arguments, note)
     tokenizer = pair.tokenizer
-    turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
+    UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
     left_out: Counter[str] = Counter()
     new = 0
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
@@ -76,19 +78,17 @@ def run(arguments, echo) -> Outcome:
         target = pair.target()
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
         pack(arguments.packed, target)
-        length = len(prompt_ids(tokenizer, turn, "")) + settings.max_new_tokens // 2
-        rows, speed = rows_at_a_time(arguments.batch_size, target, GenerationConfig(), length, arguments.count)
-        if speed:
-            echo(f"{rows} rows at a time, {speed:,.0f} tokens/s; an estimate of the time follows after {rows} samples")
-        samples = judged_samples(target, tokenizer, arguments.count, settings, rows, before)
-        with TimeLeft("request", arguments.count, len(before), rows, echo, full=speed is not None) as time_left:
-            for sample in samples:
+        use_single_queries(target)
+        length = 64 + settings.max_new_tokens // 2
+        rows = arguments.batch_size or best_rows(target, GenerationConfig(), length, arguments.count, echo)
+        with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:
+            for sample in judged_samples(target, tokenizer, arguments.count, settings, rows, before):
                 if sample.row:
-                    output.write_rows([sample.row])
+                    output.write_row(sample.row)
                     new += 1
+                    bar.update()
                 else:
                     left_out[sample.reason] += 1
-                time_left.count(bool(sample.row), sample.tokens)
     echo(f"{len(before) + new} requests are in {arguments.output}, {new} of them new")
     for reason, number in left_out.most_common():
         echo(f"  {number} samples left out: {reason}")

@@ -1,7 +1,8 @@
 """
-`dflash regenerate`: the target's own responses, in this process or from a server.
+`dflash regenerate`: the target's own answers, in this process or from a server.
 
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
+    dflash regenerate --target Qwen/Qwen3-0.6B --data chats.jsonl --turns all --thinking 0.5 --output responses.jsonl
     dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000
 """
 
@@ -18,18 +19,26 @@ from dflash_hf.terminal import (
     note,
     output_lines,
     positive,
+    probability,
     template_arguments,
     token_id,
 )
 
 
 AGAIN = "the same command continues with the rows that are missing"
+_HERE = (
+    *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "batch_size"),
+    *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
+)
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: a folder or Hub name, or its name on --server")
     add_data(parser, template="the drafter's")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
+    shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns of the assistant to answer anew: ")
+    help = "share of rows with enable_thinking in the chat template, drawn by --seed; the others are without"
+    parser.add_argument("--thinking", type=probability, metavar="SHARE", help=help)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
@@ -47,134 +56,129 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """Write the rows missing in the output; exit status 1 if some were refused."""
+    from transformers.utils import logging
+
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.data.regenerate import ask_rows
     from dflash_hf.data.response_file import ResponseFile
-    from dflash_hf.data.time_left import TimeLeft
-    from dflash_hf.files import digest_of
 
-    _check(arguments)
+    if arguments.server and (ours := shared.given(arguments, _HERE)):
+        raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
+    shared.check_sampling(arguments)
+    shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
-        kwargs = template_kwargs(template_arguments(arguments.template_args), say=note)
-        pair, server = None, _server(arguments, kwargs)
+        kwargs, pair, tokenizer = template_kwargs(template_arguments(arguments.template_args), say=note), None, None
+        answering = _from_server(arguments, kwargs)
     else:
-        pair, server = NamedPair(arguments, note), None
+        pair = NamedPair(arguments, note)
         check_token_id(arguments.mask_token_id, pair.config)
-        kwargs = pair.template()
-    tokenizer = pair.tokenizer if pair else None
+        kwargs, tokenizer = pair.template(), pair.tokenizer
+        if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
+            raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts, left_out = _asked(arguments, as_chat)
-    count = len(prompts)
+    questions, left_out = _questions(arguments, as_chat)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
-    # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
+    # Everything that answers depend on. Files are identified by content: data by each prompt, the target by weights.
+    names = ("turns", "thinking", "max_new_tokens", "temperature", "top_p", "seed", "raw")
     settings = {
-        **{name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "raw")},
+        **{name: getattr(arguments, name) for name in names},
         "chat_template_kwargs": kwargs,
-        "served": arguments.target if server else None,
-        **({"mask_token_id": arguments.mask_token_id} if server else digests_of_tokenizer(tokenizer)),
+        "served": arguments.target if arguments.server else None,
+        **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
     }
+    total, tokens = len(questions), 0
     with ResponseFile(arguments.output, settings) as output:
         if output.repaired:
             echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
-        for index, before in output.finished.items():
-            if index in prompts and digest_of(prompts[index]) != before:
+        for index, digest in output.finished.items():
+            if index in questions and questions[index].digest != digest:
                 raise ValueError(
                     f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
                     "the data has changed; choose another output."
                 )
-        missing = {index: prompt for index, prompt in prompts.items() if index not in output.finished}
-        echo(f"{count - len(missing)} of {count} rows are finished")
-        if not missing:
-            return Outcome(facts={"rows": count, "finished": count, "refused": 0, "left_out": left_out})
-        if pair is None:
-            rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
-        else:
-            rows, full, batches = _in_process(pair, pair.encoder(kwargs), missing, output, echo)
-        with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
-            for batch in batches:
-                output.write_rows(batch)
-                time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
-    refused = len(set(prompts) - set(output.finished))
-    finished = count - refused  # the file may have more, of an earlier run
-    echo(f"{finished} of {count} rows are in {arguments.output}")
+        missing = [question for index, question in questions.items() if index not in output.finished]
+        echo(f"{total - len(missing)} of {total} rows are finished")
+        if missing:
+            rows = answering(missing) if pair is None else _in_process(pair, kwargs, missing, output, echo)
+            with logging.tqdm(total=total, initial=total - len(missing), unit="row") as bar:
+                for row in rows:
+                    output.write_row(row)
+                    tokens += sum(row.get("loss_mask", ()))
+                    bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:,.0f} tokens/s", refresh=False)
+                    bar.update()
+    refused = len(set(questions) - set(output.finished))
+    if missing:
+        echo(f"{total - refused} of {total} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused; run the same command again to retry them")
-    facts = {"rows": count, "finished": finished, "refused": refused, "left_out": left_out}
+    facts = {"rows": total, "finished": total - refused, "refused": refused, "left_out": left_out}
     return Outcome(1 if refused else 0, facts)
 
 
-def _asked(arguments, as_chat: bool) -> tuple[dict[int, tuple], dict[str, int]]:
+def _questions(arguments, as_chat: bool) -> tuple[dict, dict[str, int]]:
     """
-    Prompt and tools of each row, and the number of rows without a prompt, by reason.
+    The question of each row by its number, and the number of rows without one, by reason.
 
     Raises:
         `ValueError`: a row is invalid, or there is no prompt at all.
     """
-    from dflash_hf.data.messages import UnusableRow, tools_of, with_text
-    from dflash_hf.data.prompts import prompt_of
+    from random import Random
 
-    prompts: dict[int, tuple] = {}
+    from dflash_hf.data.messages import UnusableRow
+    from dflash_hf.data.regenerate import question_of
+
+    questions: dict = {}
     left_out: Counter[str] = Counter()
     index = -1
     for index, row in enumerate(shared.rows_of(arguments)):
         try:
-            prompt = prompt_of(row, as_chat)
-            if not prompt:
-                raise UnusableRow("its prompt is empty")
-            if arguments.server and not isinstance(prompt, str):  # servers join parts in different ways
-                prompt = [with_text(one) for one in prompt]
-            prompts[index] = prompt, tools_of(row)
+            question = question_of(row, index, as_chat, arguments.turns == "all")
+            if arguments.thinking:
+                thinks = Random(f"{arguments.seed} {index} thinking").random() < arguments.thinking
+                kwargs = {**question.template_kwargs, "enable_thinking": thinks}
+                question = question._replace(template_kwargs=kwargs)
+            questions[index] = question
         except UnusableRow as reason:
             left_out[str(reason)] += 1
         except ValueError as error:
             raise ValueError(f"Row {index} of {arguments.data}: {error}") from error
-    if left_out and not prompts:
+    if left_out and not questions:
         reasons = "; ".join(f"{number} because {reason}" for reason, number in left_out.items())
         raise ValueError(f"None of {index + 1} rows of {arguments.data} has a prompt: {reasons}.")
-    return prompts, left_out
+    return questions, left_out
 
 
-def _check(arguments) -> None:
-    """Check that the arguments fit together."""
-    names = (
-        *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "batch_size"),
-        *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
-    )
-    if arguments.server and (ours := shared.given(arguments, names)):
-        raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
-    shared.check_sampling(arguments)
-    shared.check_not_data(arguments.output, arguments.data)
+def _from_server(arguments, kwargs: dict):
+    """A function that has a server answer questions."""
+    from functools import partial
 
+    from dflash_hf.data.chat_client import ChatClient
+    from dflash_hf.data.regenerate import ask_rows
 
-def _server(arguments, kwargs: dict):
-    from dflash_hf.data.chat_client import ChatClient, Server
-
-    options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
+    options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
         options["logit_bias"] = {str(arguments.mask_token_id): -100}
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
-    if kwargs:
-        options["chat_template_kwargs"] = kwargs
-    return ChatClient(Server(arguments.server), arguments.target, options, arguments.retries, arguments.timeout)
+    server = ChatClient(arguments.server, options, kwargs, arguments.retries, arguments.timeout)
+    return partial(ask_rows, server, concurrency=arguments.concurrency)
 
 
-def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
-    """The number of rows that decode together, whether it is fixed, and the responses."""
+def _in_process(pair: NamedPair, kwargs: dict, questions: list, output, echo):
+    """The rows as they are answered."""
     import copy
 
-    from dflash_hf.data.regenerate import generate_rows, usable_ids
-    from dflash_hf.data.time_left import duration, rows_at_a_time
+    from dflash_hf.attention import use_single_queries
+    from dflash_hf.data.regenerate import generate_rows
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import PLAIN_ROWS
+    from dflash_hf.responses import best_rows
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
 
-    arguments, draft, target = pair.arguments, pair.draft(), pair.target()
+    arguments, encoder, draft, target = pair.arguments, pair.encoder(kwargs), pair.draft(), pair.target()
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
@@ -183,7 +187,6 @@ def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
         note(f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}")
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
-    pack(arguments.packed, target, draft)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:
         config.do_sample = arguments.temperature > 0
@@ -196,13 +199,9 @@ def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
         raise ValueError(
             "The target's generation config is greedy, so --top-p has no effect; add --temperature, such as 1."
         )
-    ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens
-    rows, speed = arguments.batch_size or PLAIN_ROWS, None
-    if ids and draft is None:
-        read = sum(map(len, ids.values()))
-        rows, speed = rows_at_a_time(arguments.batch_size, target, config, (read // len(ids)) + longest // 2, len(ids))
-        if speed:
-            time = duration((read + len(ids) * longest) / speed)
-            echo(f"{rows} rows at a time, {speed:,.0f} tokens/s: at most {time}")
-    found = generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
-    return rows, speed is not None, found
+    pack(arguments.packed, target, draft)
+    rows, longest = arguments.batch_size, arguments.max_new_tokens
+    if draft is None:
+        use_single_queries(target)
+        rows = rows or best_rows(target, config, 128 + longest // 2, len(questions), echo)
+    return generate_rows(target, encoder, questions, longest, rows, draft, config, arguments.seed)

@@ -1,161 +1,83 @@
-"""A client of `/v1/chat/completions`: many conversations in parallel, retried when the server is busy."""
+"""Answers of an OpenAI-compatible server, by the `openai` client, which retries when the server is busy."""
 
-import base64
-import contextlib
-import http.client
-import json
 import os
-import random
-import re
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
-from urllib.parse import unquote
+from urllib.parse import urlsplit
+
+from dflash_hf.data.messages import UnusableRow
+from dflash_hf.terminal import needs, one_line
 
 
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # busy, starting or overloaded
-# Scheme, user and password, and the rest: host or IPv6 address, port and path.
-_ADDRESS = re.compile(r"(https?://)(?:([^/?#@]*)@)?((?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d+)?(?:/[^?#@]*)?)")
 _OF_THE_ROW = (400, 413, 422)  # other conversations may be answered
+_HINTS = {401: "set OPENAI_API_KEY", 404: "does it serve this model there?"}
 
 
 class ServerError(OSError):
     """The server cannot be reached, or rejects every request; the message has the remedy."""
 
 
-class RequestRefused(ValueError):
-    """The server rejects this conversation; the message has the reason."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: it would take the key to another host."""
-
-    def redirect_request(self, *_):
-        return None
-
-
-class Server:
+class ChatClient:
     """
-    An OpenAI-compatible server. As a string, it is the address without user and password.
+    A client of a server.
 
     Args:
-        url (`str`): `http://host:port` or `http://user:password@host:port`, with or without `/v1`.
+        url (`str`): `http://host:port` or `http://user:password@host:port`, with or without `/v1`. Without a password,
+            the key is that of `OPENAI_API_KEY`.
+        options (`dict`): Fields of each request, such as `model` and `max_tokens`.
+        template_kwargs (`dict`): Arguments of the chat template.
+        retries (`int`): Attempts after the first.
+        timeout (`float`): Seconds for one answer.
 
     Raises:
+        `ImportError`: `openai` is not installed.
         `ValueError`: the address is invalid.
     """
 
-    def __init__(self, url: str):
-        match = _ADDRESS.fullmatch(url)
-        if match is None:
-            shown = url if re.fullmatch(r"[\w.-]+(:\d+)?", url) else "***"  # anything else may hold a password
+    def __init__(self, url: str, options: dict, template_kwargs: dict, retries: int = 5, timeout: float = 600.0):
+        with needs("--server needs `openai`", "serving"):
+            import openai
+
+        parts = urlsplit(url)
+        shown = parts.netloc.rpartition("@")[2]  # without a password
+        if parts.scheme not in ("http", "https") or not shown or parts.query or parts.fragment:
+            shown = "***" if "@" in url else url
             raise ValueError(f"server={shown!r} must be an address such as http://127.0.0.1:8000, without a query.")
-        scheme, user, place = match.groups(default="")
-        self.address = (scheme + place).rstrip("/").removesuffix("/v1")
-        self._user = unquote(user)
-
-    def __str__(self) -> str:
-        return self.address
-
-    def post(self, body: dict, timeout: float = 600.0):
-        """The response to a request for a completion, with the password or else the key of `OPENAI_API_KEY`."""
-        headers = {"Content-Type": "application/json"}
-        if self._user:
-            headers["Authorization"] = f"Basic {base64.b64encode(self._user.encode()).decode()}"
-        elif key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(f"{self}/v1/chat/completions", json.dumps(body).encode(), headers)
-        return urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout)
-
-
-@dataclass
-class ChatClient:
-    """
-    Asks a server for answers.
-
-    Args:
-        server (`Server`): The server.
-        model (`str`): The name under which it serves the target.
-        options (`dict`): Further fields of each request, such as `max_tokens`.
-        retries (`int`): Attempts after the first; waits 1, 2, 4, ... seconds, at most 30.
-        timeout (`float`): Seconds for one answer.
-    """
-
-    server: Server
-    model: str
-    options: dict
-    retries: int = 5
-    timeout: float = 600.0
-
-    def answer(self, messages: list[dict], tools: list | None = None) -> dict:
-        """
-        Request an answer; returns its first choice, with `message` and `finish_reason`.
-
-        Raises:
-            `RequestRefused`: this conversation is rejected.
-            `ServerError`: every conversation would be.
-        """
-        body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **self.options}
-        for attempt in range(self.retries + 1):
-            try:
-                with self.server.post(body, self.timeout) as response:
-                    choice = json.load(response)["choices"][0]
-                return {**choice, "message": {**choice["message"]}}  # a `TypeError` if it is none
-            except urllib.error.HTTPError as error:
-                detail = detail_of(error)
-                if error.code in _OF_THE_ROW:
-                    raise RequestRefused(f"the server answers {error.code}: {detail}") from error
-                if error.code not in _TRY_AGAIN:
-                    hint = {401: "set OPENAI_API_KEY", 404: f"does it serve the model {self.model!r} there?"}
-                    remedy = hint.get(error.code, "see its log")
-                    if error.code in range(300, 400):
-                        remedy = f"if you trust it, give the address that it redirects to, {error.headers['Location']}"
-                    raise ServerError(f"{self.server} answers {error.code}: {detail}; {remedy}.") from error
-                reason = f"answers {error.code}: {detail}"
-            except (LookupError, TypeError, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
-                raise ServerError(f"{self.server} did not return a chat completion.") from error
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut off
-                reason = f"does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
-            if attempt < self.retries:
-                time.sleep(min(30, 2**attempt) * random.uniform(0.5, 1))
-        raise ServerError(
-            f"{self.server}/v1/chat/completions {reason}, tried {self.retries + 1} times; is the server still running?"
+        self.where, self.tries, self.errors = f"{parts.scheme}://{shown}", retries + 1, openai
+        self.options, self.template_kwargs = options, template_kwargs
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        plain = openai.DefaultHttpxClient(follow_redirects=False)  # the key stays with this server
+        self.client = openai.OpenAI(
+            base_url=base, api_key=key, timeout=timeout, max_retries=retries, http_client=plain
         )
 
+    def answer(self, messages: list[dict], tools: list | None, template_kwargs: dict) -> tuple[dict, str]:
+        """
+        Request an answer; returns the message and why it ended.
 
-def detail_of(error: urllib.error.HTTPError) -> str:
-    """What a server says of an error; nothing if it is cut off."""
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return error.read(1000).decode(errors="replace").strip()[:300]
-    return ""
-
-
-def in_parallel(ask: Callable, items: Iterable[tuple], concurrency: int) -> Iterator[tuple]:
-    """
-    Call `ask(item[1])` for each `item` in threads, `concurrency` at a time.
-
-    Yields:
-        `(item, result)` in the order of completion; the result may be a `RequestRefused`.
-
-    Raises:
-        The first other exception of `ask`; running calls are abandoned.
-    """
-    failed: list[Exception] = []
-
-    def outcome(item: tuple) -> tuple:
-        if failed:  # a server that rejects everything is not asked again
-            raise failed[0]
+        Raises:
+            `UnusableRow`: this conversation is rejected.
+            `ServerError`: every conversation would be.
+        """
+        body, kwargs = {**self.options, "messages": messages}, {**self.template_kwargs, **template_kwargs}
+        if tools:
+            body["tools"] = tools
+        if kwargs:
+            body["extra_body"] = {"chat_template_kwargs": kwargs}
         try:
-            return item, ask(item[1])
-        except RequestRefused as refusal:
-            return item, refusal
-        except Exception as error:
-            failed.append(error)
-            raise
-
-    # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
-    with ThreadPool(concurrency) as pool:
-        yield from pool.imap_unordered(outcome, items)
+            choice = self.client.chat.completions.create(**body).model_dump(exclude_none=True)["choices"][0]
+            return choice["message"] | {}, choice.get("finish_reason") or "stop"
+        except self.errors.APIStatusError as error:
+            status, detail = error.status_code, one_line(error.response.text, 300)
+            if target := error.response.headers.get("location"):
+                detail = f"it redirects to {target}, which is asked if it is given as the address"
+            if status in _OF_THE_ROW:
+                raise UnusableRow(f"the server answers {status}: {detail}") from error
+            hint = _HINTS.get(status, f"tried {self.tries} times; see its log" if status >= 429 else "see its log")
+            raise ServerError(f"{self.where} answers {status}: {detail}; {hint}.") from error
+        except self.errors.APIConnectionError as error:
+            reason = one_line(error.__cause__ or error, 100)
+            raise ServerError(
+                f"{self.where} does not answer ({reason}), tried {self.tries} times; is the server still running?"
+            ) from error
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError, self.errors.APIError) as error:
+            raise ServerError(f"{self.where} did not return a chat completion.") from error

@@ -10,6 +10,7 @@ how earlier turns are rendered (templates that drop old reasoning), every turn b
 import contextlib
 import numbers
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -24,11 +25,13 @@ from dflash_hf.data.messages import (
     tools_of,
     with_arguments,
     with_text,
+    without_columns,
 )
-from dflash_hf.data.time_limit import time_limit
 from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
+
+Example = tuple[list[int], list[int]]  # ids and loss mask
 
 COLUMNS = (
     "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
@@ -42,11 +45,6 @@ _IGNORED_LABEL = -100  # of transformers' losses
 # Arguments of `apply_chat_template` itself, not of templates.
 _OF_CALLS = {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 _OF_CALLS |= {"return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
-TEMPLATE_SECONDS = 20.0  # for one conversation, which takes milliseconds
-_ENDLESS = (
-    f"The chat template has not finished one conversation after {TEMPLATE_SECONDS:.0f} s: its loops do not end; give "
-    "another template with --chat-template."
-)
 
 
 @dataclass
@@ -57,7 +55,8 @@ class RowEncoder:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer; not needed for rows of ids.
         max_length (`int`, *optional*): Maximum number of tokens; the end is cut off.
-        chat_template_kwargs (`dict`): Arguments of the chat template, e.g. `{"enable_thinking": False}`.
+        chat_template_kwargs (`dict`): Arguments of the chat template, e.g. `{"enable_thinking": False}`. A row's own
+            `chat_template_kwargs` have precedence.
         mask_token_id (`int`, *optional*): The drafter's mask token. Rows that contain it are left out: it would mean
             both itself and an unknown token.
         vocab_size (`int`, *optional*): Number of rows of the target's embedding; larger ids are an error.
@@ -72,11 +71,7 @@ class RowEncoder:
     positions: int | None = None
 
     def __post_init__(self):
-        if taken := self.chat_template_kwargs.keys() & _OF_CALLS:
-            raise ValueError(
-                f"chat_template_kwargs may not set {', '.join(sorted(taken))}: that is an argument of "
-                "`apply_chat_template`, not of the template; leave it out."
-            )
+        _check_template_kwargs(self.chat_template_kwargs)
 
     def __getstate__(self) -> dict:
         """Without what was found out: `datasets` knows an encoder again by its state."""
@@ -84,9 +79,10 @@ class RowEncoder:
 
     def __call__(self, row: Mapping) -> list[dict]:
         """
-        The examples of a row: one, or one for each assistant turn, see above. All assistant turns of `messages` are
-        supervised, except among the first `given` messages. If the row has `response_ids`, the exact ids of the
-        target's answer, only these are supervised.
+        The examples of a row: one, or one for each assistant turn, see above. Learned are all assistant turns of
+        `messages`, except among the first `given` messages; or those at the places in `answered`. If the row has
+        `response_ids`, the exact ids of the target's answer, only these are learned. `document_ids` divide
+        `input_ids` into examples.
 
         Returns:
             `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length.
@@ -98,25 +94,20 @@ class RowEncoder:
         columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
         if columns is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
-            remedy = answer if "prompt" in row else f"give {COLUMNS}"
-            raise ValueError(f"There is no column to train on, only {sorted(row)}; {remedy}.")
+            raise without_columns(row, f"give {COLUMNS}" if row.get("prompt") is None else answer)
         if columns == ("input_ids",):
-            ids = numbers_in(row, "input_ids")
-            examples = [(ids, _mask_of_ids(row, ids))]
+            examples = _examples_of_ids(row)
         elif columns == ("prompt", "completion"):
             examples = self._completed(row)
         elif row.get("response_ids") is not None:
-            tools = tools_of(row)
+            tools, kwargs = tools_of(row), template_kwargs_of(row)
             messages = self.as_read(messages_in(row, *columns), tools)
-            prompt, answer = self.render(messages, tools, add_generation_prompt=True), numbers_in(row, "response_ids")
+            prompt = self.render(messages, tools, add_generation_prompt=True, **kwargs)
+            answer = numbers_in(row, "response_ids")
             examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
         else:
-            given = 0 if row.get("given") is None else row["given"]
-            if not isinstance(given, numbers.Real) or given % 1 != 0:
-                raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
-            examples = self._conversation(messages_in(row, *columns), int(given), tools_of(row))
-            if row.get("finish_reason") == "length":
-                self._without_end(*examples[-1])
+            messages = messages_in(row, *columns)
+            examples = self._conversation(row, messages, _learned(row, messages))
         return [self._checked(ids, mask) for ids, mask in examples]
 
     def _checked(self, ids: list[int], mask: list[int]) -> dict:
@@ -146,7 +137,7 @@ class RowEncoder:
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
         return {"input_ids": ids, "loss_mask": mask}
 
-    def _completed(self, row: Mapping) -> list[tuple[list[int], list[int]]]:
+    def _completed(self, row: Mapping) -> list[Example]:
         """A row of `prompt` and `completion`."""
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -162,60 +153,106 @@ class RowEncoder:
         if not isinstance(completion, str):
             turns = messages_in(row, "completion")
         given = messages_in(row, "prompt")
-        return self._conversation([*given, *turns], len(given), tools_of(row))
+        messages = [*given, *turns]
+        return self._conversation(row, messages, [i for i in _answers(messages) if i >= len(given)])
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of text that continues: with one token that begins it, and without one that ends it."""
         if self._begin is None:
             return self.tokenizer(text)["input_ids"]
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._ids(text)
         return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
 
     @cached_property
     def _begin(self) -> list[int] | None:
         """The ids that the tokenizer puts before a text; `None` if it encodes the text itself in another way, too."""
-        bare, whole = (self.tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (False, True))
+        bare, whole = self._ids(_PROBE), self.tokenizer(_PROBE)["input_ids"]
         places = range(len(whole) - len(bare) + 1)
         return next((whole[:place] for place in places if whole[place : place + len(bare)] == bare), None)
 
-    def _conversation(self, messages: Sequence[Mapping], given: int, tools) -> list[tuple[list[int], list[int]]]:
-        """No token of the first `given` messages is supervised."""
-        last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
-        messages = messages[: last + 1]
-        if last < given:
-            raise UnusableRow("it has no assistant message")
-        messages = self.as_read(messages, tools)
-        if _GENERATION.search(self.template(tools)):
-            encoded = self.render(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-            ids, mask = encoded["input_ids"], list(encoded["assistant_masks"])
-            if given:
-                start = len(self.render(messages[:given], tools, add_generation_prompt=True))
-                mask[:start] = [0] * min(start, len(mask))
-            return [(ids, self._without_inserted(ids, mask, messages[given:]))]
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        turns = []  # ids of the conversation up to a turn's end, where the turn begins, where it ends
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < given:
-                continue
-            if i == 0:
-                raise UnusableRow("it begins with an assistant message")
-            start = self.render(messages[:i], tools, add_generation_prompt=True)
-            ids = self.render(messages[: i + 1], tools)
+    def _conversation(self, row: Mapping, messages: Sequence[Mapping], learned: list[int]) -> list[Example]:
+        """A conversation in which only the messages at some places are learned."""
+        if not learned:
+            raise UnusableRow("it has no assistant message")
+        tools, kwargs = tools_of(row), template_kwargs_of(row)
+        messages = self.as_read(messages[: learned[-1] + 1], tools)
+        turns = None
+        if _GENERATION.search(self.template(tools)):
+            turns = self._marked_turns(messages, learned, tools, kwargs)
+        turns = turns or self._rendered_turns(messages, learned, tools, kwargs)
+        reasons = row.get("finish_reason")
+        reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
+        for turn, reason in zip(turns, reasons, strict=False):
+            turn.cut = reason == "length" and turn.ids[turn.end - 1] in self.tokenizer.added_tokens_decoder
+        whole = turns[-1].ids
+        if not all(whole[: len(turn.ids)] == turn.ids for turn in turns):
+            return [(one.ids[: one.end], _mask(one.end, [one])) for one in turns]
+        return [(whole, _mask(len(whole), turns))]
+
+    def _marked_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn] | None":
+        """The turns that the template marks; `None` if they are not those of the messages and not all are learned."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self.render(messages, tools, **options, **kwargs)
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
+        answers = _answers(messages)
+        if len(runs) == len(answers):
+            turns = [(messages[i], run) for i, run in zip(answers, runs) if i in learned]
+        elif answers == learned and runs:
+            turns = [({"content": " ".join(_text_of(messages[i]) for i in answers)}, run) for run in runs]
+        else:
+            return None
+        return [
+            _Turn(ids, run[0] + self._inserted(ids[run[0] : run[-1] + 1], message), run[-1] + 1)
+            for message, run in turns
+        ]
+
+    def _rendered_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn]":
+        """Turns as what the template adds to the prompt of each."""
+        if learned[0] == 0:
+            raise UnusableRow("it begins with an assistant message")
+        texts = []
+        for i in learned:
+            texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
+            texts.append(self.render(messages[: i + 1], tools, tokenize=False, **kwargs))
+        encoded, turns = self._ids_of_beginnings(texts), []
+        for i, start, ids in zip(learned, encoded[::2], encoded[1::2], strict=True):
             if ids[: len(start)] != start:
                 raise UnusableRow(
                     "the ids up to the generation prompt do not begin those with the assistant's turn; give the chat "
                     "template {% generation %} blocks"
                 )
-            begin = len(start) + self._inserted(ids[len(start) :], message)
-            turns.append((ids, begin, self._end(ids, begin)))
+            begin = len(start) + self._inserted(ids[len(start) : len(start) + 64], messages[i])
+            turns.append(_Turn(ids, begin, self._end(ids, begin)))
+        return turns
 
-        whole = turns[-1][0]
-        if all(whole[: len(ids)] == ids for ids, _, _ in turns):
-            mask = [0] * len(whole)
-            for _, begin, end in turns:
-                mask[begin:end] = [1] * (end - begin)
-            return [(whole, mask)]
-        return [(ids[:end], [0] * begin + [1] * (end - begin)) for ids, begin, end in turns]
+    def _ids_of_beginnings(self, texts: Sequence[str]) -> list[list[int]]:
+        """
+        The ids of texts, most of which begin the last one, which is tokenized once. A text's ids begin those of the
+        last one if its end lies between two tokens and what follows its last added token, at which tokenizers split
+        texts, has the same ids alone.
+        """
+        if not self.tokenizer.is_fast:
+            return [self._ids(text) for text in texts]
+        whole, added = texts[-1], self.tokenizer.added_tokens_decoder
+        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        alone: dict[str, list[int]] = {}
+        found = []
+        for text in texts:
+            count = bisect_left(starts, len(text)) if whole.startswith(text) else 0
+            first = next((place for place in range(count - 1, 0, -1) if ids[place] in added), 0)
+            rest = text[starts[first] :] if first else text
+            if rest not in alone and text != whole:
+                alone[rest] = self._ids(rest)
+            if text == whole or first and alone[rest] == ids[first:count]:
+                found.append(ids[:count])
+            else:
+                found.append(self._ids(text) if first else alone[rest])
+        return found
 
     def template(self, tools=None) -> str:
         """
@@ -280,24 +317,11 @@ class RowEncoder:
 
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
         try:
-            with time_limit(TEMPLATE_SECONDS, _ENDLESS):
-                return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
+            return self.tokenizer.apply_chat_template(messages, **options, **{**self.chat_template_kwargs, **kwargs})
         except TemplateError as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # in the template's expressions
             raise UnusableRow(f"the chat template cannot render it ({one_line(error, 100)})") from error
-
-    def _without_inserted(self, ids: list[int], mask: list[int], messages: Sequence[Mapping]) -> list[int]:
-        """The mask without the empty thoughts that the template inserts before a turn."""
-        turns = [one for one in messages if one["role"] == "assistant"]
-        runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
-        everything = {"content": " ".join(map(_text_of, turns))}
-        mask = list(mask)
-        for i, run in enumerate(runs):
-            message = turns[i] if len(runs) == len(turns) else everything
-            for place in run[: self._inserted(ids[run[0] : run[-1] + 1], message)]:
-                mask[place] = 0
-        return mask
 
     def _inserted(self, ids: list[int], message: Mapping) -> int:
         """Length of an empty thought at the start of a turn that is not part of the message itself."""
@@ -315,11 +339,23 @@ class RowEncoder:
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
 
-    def _without_end(self, ids: list[int], mask: list[int]) -> None:
-        """The answer was cut off, so the end of its turn belongs to the template."""
-        last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else 0
-        if ids[last] in self.tokenizer.added_tokens_decoder:
-            mask[last] = 0
+
+@dataclass
+class _Turn:
+    """An assistant turn: the ids of a conversation at least up to it, and where it begins and ends."""
+
+    ids: list[int]
+    begin: int
+    end: int
+    cut: bool = False  # the answer is unfinished, so that the last token is the template's
+
+
+def _mask(length: int, turns: list[_Turn]) -> list[int]:
+    mask = [0] * length
+    for turn in turns:
+        end = turn.end - turn.cut
+        mask[turn.begin : end] = [1] * (end - turn.begin)
+    return mask
 
 
 def decoded(tokenizer, ids: list[int]) -> str:
@@ -349,6 +385,28 @@ def given_ids(row: Mapping) -> list[int]:
     return ids[: mask.index(True)] if True in mask else ids
 
 
+def template_kwargs_of(row: Mapping) -> dict:
+    """
+    A row's own arguments of the chat template: a mapping or its JSON text.
+
+    Raises:
+        `ValueError`: `chat_template_kwargs` is neither, or sets what is not the template's.
+    """
+    kwargs = as_value(row.get("chat_template_kwargs") or {})
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"`chat_template_kwargs` is {one_line(repr(kwargs), 60)}; give a mapping.")
+    _check_template_kwargs(kwargs)
+    return dict(kwargs)
+
+
+def _check_template_kwargs(kwargs: Mapping) -> None:
+    if taken := kwargs.keys() & _OF_CALLS:
+        raise ValueError(
+            f"chat_template_kwargs may not set {', '.join(sorted(taken))}: that is an argument of "
+            "`apply_chat_template`, not of the template; leave it out."
+        )
+
+
 def digests_of_tokenizer(tokenizer) -> dict[str, str]:
     """Digests of a tokenizer's chat `template` and vocabulary (`tokenizer`); without a tokenizer, of empty ones."""
     template = "" if tokenizer is None else str(tokenizer.chat_template or "")
@@ -356,11 +414,29 @@ def digests_of_tokenizer(tokenizer) -> dict[str, str]:
     return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
-def _mask_of_ids(row: Mapping, ids: list[int]) -> list[int]:
-    """The loss mask of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
-    columns = column_of(row, ("loss_mask",), ("labels",))
+def _answers(messages: Sequence[Mapping]) -> list[int]:
+    return [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+
+
+def _learned(row: Mapping, messages: Sequence[Mapping]) -> list[int]:
+    """The places of the messages that are learned: see [`RowEncoder.__call__`]."""
+    answers = _answers(messages)
+    if row.get("answered") is not None:
+        places = row["answered"]
+        if not isinstance(places, list) or not set(places) <= set(answers):
+            raise ValueError(f"`answered` is {places!r}; give places of assistant messages, which are at {answers}.")
+        return sorted(places)
+    given = 0 if row.get("given") is None else row["given"]
+    if not isinstance(given, numbers.Real) or given % 1 != 0:
+        raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
+    return [i for i in answers if i >= given]
+
+
+def _examples_of_ids(row: Mapping) -> list[Example]:
+    """The examples of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
+    ids, columns = numbers_in(row, "input_ids"), column_of(row, ("loss_mask",), ("labels",))
     if columns is None:
-        raise ValueError("`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
+        raise UnusableRow("its `input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
     (name,) = columns
     if not ids:
         raise UnusableRow("its `input_ids` are empty")
@@ -377,7 +453,13 @@ def _mask_of_ids(row: Mapping, ids: list[int]) -> list[int]:
                 f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must not be shifted, "
                 "as in transformers."
             )
-    return mask
+    if row.get("document_ids") is None:
+        return [(ids, mask)]
+    documents = numbers_in(row, "document_ids")
+    if len(documents) != len(ids):
+        raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
+    found = [list(run) for _, run in groupby(range(len(ids)), key=documents.__getitem__)]
+    return [([ids[i] for i in run], [mask[i] for i in run]) for run in found]
 
 
 def _text_of(message: Mapping) -> str:

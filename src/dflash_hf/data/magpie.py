@@ -30,8 +30,7 @@ class Sample(NamedTuple):
     """Text that the target wrote as the user: a `row`, or a `reason` to leave it out."""
 
     row: dict | None
-    reason: str | None
-    tokens: int
+    reason: str | None = None
 
 
 def generate_prompts(
@@ -74,10 +73,10 @@ def judged_samples(
         reason = reason or flaw(text, settings.min_chars, settings.max_chars)
         reason = reason or (None if seen.add(text) else "like another")
         if reason:
-            yield Sample(None, reason, len(response))
+            yield Sample(None, reason)
             idle, left_out = idle + 1, left_out + Counter([reason])
         else:
-            yield Sample({"row": have, **_row(kind, text, settings, number)}, None, len(response))
+            yield Sample({"row": have, **_row(kind, text, settings, number)})
             have, idle = have + 1, 0
             left_out.clear()
         if have == count:

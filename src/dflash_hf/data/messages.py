@@ -23,21 +23,14 @@ class UnusableRow(ValueError):
 
 
 def column_of(row: Mapping, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """
-    The first of the choices, columns that are read together, without a null; `None` if there are the columns of none.
+    """The first of the choices, columns that are read together, without a null; `None` if there is none."""
+    return next((names for names in choices if all(row.get(name) is not None for name in names)), None)
 
-    Raises:
-        `UnusableRow`: a column of each is null; names one of the choice with the most values.
-    """
-    present = [names for names in choices if all(name in row for name in names)]
-    for names in present:
-        if all(row[name] is not None for name in names):
-            return names
-    if present:
-        nearest = max(present, key=lambda names: sum(row[name] is not None for name in names))
-        null = next(name for name in nearest if row[name] is None)
-        raise UnusableRow(f"its `{null}` is null")
-    return None
+
+def without_columns(row: Mapping, remedy: str) -> UnusableRow:
+    """The reason for leaving out a row without any column that is read; columns of other rows are null in it."""
+    given = sorted(name for name, value in row.items() if value is not None)
+    return UnusableRow(f"it has no column to read, only {given}; {remedy}" if given else "all of its columns are null")
 
 
 def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
@@ -175,10 +168,3 @@ def as_value(text):
 def as_text(value) -> str:
     """JSON text, as servers write the arguments of a call."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def without_none(value):
-    """A value from a table without keys that are `None`: tables have every key in every mapping."""
-    if isinstance(value, Mapping):
-        return {key: without_none(one) for key, one in value.items() if one is not None}
-    return [without_none(one) for one in value] if isinstance(value, list) else value

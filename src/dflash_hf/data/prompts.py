@@ -4,8 +4,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, given_ids
-from dflash_hf.data.messages import UnusableRow, as_text, column_of, messages_in, tools_of, with_arguments
+from dflash_hf.data.encode import RowEncoder, given_ids, template_kwargs_of
+from dflash_hf.data.messages import (
+    UnusableRow,
+    as_text,
+    column_of,
+    messages_in,
+    tools_of,
+    with_arguments,
+    without_columns,
+)
 from dflash_hf.data.response_file import SETTINGS
 from dflash_hf.files import read_json
 
@@ -20,25 +28,29 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
     hold.
 
     Raises:
-        `UnusableRow`: the column is null, or its messages cannot be read.
-        `ValueError`: the row has no such column, or something else in it.
+        `UnusableRow`: the row has no such column, or its messages cannot be read.
+        `ValueError`: there is something else in it.
     """
     columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
     if columns is None:
-        remedy = "give `messages`, `conversations` or `prompt`"
-        raise ValueError(f"There is no prompt, only {sorted(row)}; {remedy}.")
+        raise without_columns(row, "give `messages`, `conversations` or `prompt`")
     (name,) = columns
     if name == "prompt" and isinstance(row[name], str):
         return [{"role": "user", "content": row[name]}] if as_chat and row[name] else row[name]
-    messages = [dict(with_arguments(one, as_text)) for one in messages_in(row, name)]
+    messages = whole_conversation(row, name)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     return messages
 
 
-def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None) -> list[int]:
+def whole_conversation(row: Mapping, name: str) -> list[dict]:
+    """The messages in a column, with the arguments of tool calls as JSON text."""
+    return [dict(with_arguments(one, as_text)) for one in messages_in(row, name)]
+
+
+def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None, **template_kwargs) -> list[int]:
     """
-    The ids of a prompt of [`prompt_of`]; empty for an empty prompt.
+    The ids of a prompt of [`prompt_of`] under the arguments of the chat template; empty for an empty prompt.
 
     Raises:
         `UnusableRow`: the template rejects it, or it leaves no room for an answer.
@@ -47,7 +59,7 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
         ids = encoder.text_ids(prompt)
     else:
         messages = encoder.as_read(prompt, tools)
-        ids = encoder.render(messages, tools, add_generation_prompt=True) if messages else []
+        ids = encoder.render(messages, tools, add_generation_prompt=True, **template_kwargs) if messages else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
     return ids
@@ -71,7 +83,7 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     else:
         # With a `completion`, a text prompt is plain text: training reads such rows in the same way.
         as_chat = not raw and row.get("completion") is None and bool(encoder.tokenizer.chat_template)
-        ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row))
+        ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row), **template_kwargs_of(row))
     if not ids:
         raise ValueError("The prompt is empty.")
     return ids

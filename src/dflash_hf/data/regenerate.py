@@ -1,14 +1,18 @@
-"""The target's own responses to the prompts of a dataset, generated in this process or by a server."""
+"""The target's own answers to the prompts of a dataset, generated in this process or by a server."""
 
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
+from typing import NamedTuple
 
 from transformers.utils import logging
 
-from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
-from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.messages import UnusableRow
-from dflash_hf.data.prompts import Prompt, ids_of_prompt
+from dflash_hf.data.chat_client import ChatClient, ServerError
+from dflash_hf.data.encode import RowEncoder, template_kwargs_of
+from dflash_hf.data.messages import UnusableRow, column_of, tools_of, with_text
+from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
+from dflash_hf.files import digest_of
 from dflash_hf.responses import eos_ids, responses
 from dflash_hf.target import without_token
 
@@ -16,89 +20,220 @@ from dflash_hf.target import without_token
 logger = logging.get_logger(__name__)
 
 
-def response_row(index: int, prompt: Prompt, tools: list | None, answer: dict, finish_reason: str) -> dict:
+class Question(NamedTuple):
     """
-    An output row, as [`~dflash_hf.data.encode.RowEncoder`] reads it.
+    What the target answers of a row.
 
     Args:
-        prompt, tools: See [`~dflash_hf.data.prompts.prompt_of`].
-        answer (`dict`): The assistant's message.
+        index (`int`): Number of the row.
+        ahead (`list`): What it reads before each of its answers: one text, or each time messages.
+        tools (`list`, *optional*): The tools of the row.
+        template_kwargs (`dict`): The row's own arguments of the chat template.
     """
-    if isinstance(prompt, str):
-        row = {"prompt": prompt, "completion": answer["content"]}
+
+    index: int
+    ahead: list[Prompt]
+    tools: list | None = None
+    template_kwargs: dict = {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that the target reads except its own answers."""
+        prompt = self.ahead[0] if len(self.ahead) == 1 else self.ahead
+        return digest_of([prompt, self.tools, *([self.template_kwargs] if self.template_kwargs else [])])
+
+
+class Answer(NamedTuple):
+    """The target's message, why it ended, and in this process the ids of its prompt and its own."""
+
+    message: dict
+    reason: str
+    prompt_ids: Sequence[int] = ()
+    ids: Sequence[int] = ()
+
+
+def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False) -> Question:
+    """
+    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one.
+
+    Raises:
+        `UnusableRow`, `ValueError`: see [`~dflash_hf.data.prompts.prompt_of`].
+    """
+    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
+    several = every_turn and columns is not None and not isinstance(row[columns[0]], str)
+    ahead = turns_of(whole_conversation(row, *columns)) if several else [prompt_of(row, as_chat)]
+    if not any(ahead):
+        raise UnusableRow("its prompt is empty")
+    return Question(index, ahead, tools_of(row), template_kwargs_of(row))
+
+
+def turns_of(messages: Sequence[dict]) -> list[Prompt]:
+    """
+    What stands before each answer of the target: messages of others, calls of tools whose results follow, and what
+    the assistant says before anybody else. Several of its messages in a row become one answer.
+    """
+    turns: list[Prompt] = []
+    kept: list[dict] = []
+    for place, message in enumerate(messages):
+        called = message.get("tool_calls") and [one["role"] for one in messages[place + 1 : place + 2]] == ["tool"]
+        asked = turns or any(one["role"] not in ("system", "developer", "assistant") for one in kept)
+        if message["role"] != "assistant" or called or not asked:
+            kept.append(message)
+        elif kept:
+            turns.append(kept)
+            kept = []
+    return [*turns, kept] if kept else turns
+
+
+def conversation(question: Question, answers: Sequence[Answer]) -> Prompt:
+    """A text, or the messages up to the target's next answer."""
+    if isinstance(question.ahead[0], str):
+        return question.ahead[0]
+    messages: list[dict] = []
+    for turn, part in enumerate(question.ahead[: len(answers) + 1]):
+        messages += part
+        if turn < len(answers):
+            messages.append(answers[turn].message)
+    return messages
+
+
+def row_of(question: Question, answers: Sequence[Answer]) -> dict:
+    """
+    An output row, as [`~dflash_hf.data.encode.RowEncoder`] reads it. In this process it also has the exact ids, so
+    that nothing is tokenized again: `document_ids` divide them where a prompt does not begin with the turn before.
+    """
+    row: dict = {"row": question.index, "question": question.digest}
+    if isinstance(question.ahead[0], str):
+        row |= {"prompt": question.ahead[0], "completion": answers[0].message["content"]}
     else:
-        row = {"messages": [*prompt, answer], "given": len(prompt)}  # earlier answers are not this target's
-    if tools:
-        row["tools"] = json.dumps(tools, ensure_ascii=False)  # as text: a table would merge different schemas
-    return {"row": index, **row, "finish_reason": finish_reason}
+        done = question._replace(ahead=question.ahead[: len(answers)])
+        places = [len(conversation(done, answers[:turn])) for turn in range(len(answers))]
+        row |= {"messages": conversation(done, answers), "answered": places}  # other answers are not this target's
+    if question.tools:
+        row["tools"] = json.dumps(question.tools, ensure_ascii=False)  # as text: a table would merge other schemas
+    if question.template_kwargs:
+        row["chat_template_kwargs"] = question.template_kwargs
+    reasons = [answer.reason for answer in answers]
+    row["finish_reason"] = reasons[0] if len(question.ahead) == 1 else reasons
+    if not answers[0].ids:
+        return row
+    examples: list[tuple[list[int], list[int]]] = []
+    for answer in answers:
+        ids, mask = examples.pop() if examples and _begins(answer.prompt_ids, examples[-1][0]) else ([], [])
+        more = answer.prompt_ids[len(ids) :]
+        examples.append(([*ids, *more, *answer.ids], [*mask, *[0] * len(more), *[1] * len(answer.ids)]))
+    row["input_ids"] = [one for ids, _ in examples for one in ids]
+    row["loss_mask"] = [one for _, mask in examples for one in mask]
+    if len(examples) > 1:
+        row["document_ids"] = [number for number, (ids, _) in enumerate(examples) for _ in ids]
+    return row
+
+
+def _begins(ids: Sequence[int], beginning: list[int]) -> bool:
+    return list(ids[: len(beginning)]) == beginning
+
+
+class _Waiting:
+    """An iterator over prompts that may go on after it had none."""
+
+    def __init__(self):
+        self.prompts: deque = deque()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.prompts:
+            raise StopIteration
+        return self.prompts.popleft()
 
 
 def generate_rows(
     target,
     encoder: RowEncoder,
-    prompts: dict[int, tuple[Prompt, list | None]],
-    ids: dict[int, list[int]],
+    questions: Sequence[Question],
     max_new_tokens: int,
     batch_size: int | None = None,
     draft=None,
     generation_config=None,
     seed: int = 0,
-) -> Iterator[list[dict]]:
+) -> Iterator[dict]:
     """
-    Yield responses of a target in this process as they finish, long prompts first, so that memory runs out early or
-    never.
-
-    The rows also have `input_ids` and `loss_mask`: the exact tokens, so that nothing is tokenized again.
+    Yield the rows that a target in this process has answered, as they finish; long prompts first, so that memory runs
+    out early or never. A conversation goes on with its next turn as soon as it has an answer, so that batches stay
+    full; it ends early where the template refuses what follows.
 
     Args:
         target (`PreTrainedModel`): The target.
         encoder (`RowEncoder`): Its tokenizer, and the mask token, which is suppressed.
-        prompts (`dict`): Prompt and tools by row number.
-        ids (`dict`): Prompt ids by row number.
-        max_new_tokens (`int`): Maximum length of a response.
+        questions (`Sequence[Question]`): What it answers.
+        max_new_tokens (`int`): Maximum length of an answer.
         batch_size (`int`, *optional*): Rows that decode together.
         draft (`DFlashDraftModel`, *optional*): Makes decoding faster; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
-        seed (`int`): Seed of sampling, from which each row gets its own.
+        seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    order = sorted(ids.items(), key=lambda one: -len(one[1]))
-    for index, response in responses(target, order, max_new_tokens, config, batch_size, seed, draft):
-        stopped = response[-1] in eos_ids(config)
-        text = encoder.tokenizer.decode(response[: len(response) - stopped])
-        answer = {"role": "assistant", "content": text}
-        row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
-        row["input_ids"] = [*ids[index], *response]
-        row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
-        yield [row]
+    waiting, running = _Waiting(), {}
 
-
-def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None]]) -> dict[int, list[int]]:
-    """The ids of prompts, without empty prompts and prompts that the template rejects."""
-    ids = {}
-    for index, (prompt, tools) in prompts.items():
+    def ask(question: Question, answers: list[Answer]) -> bool:
+        if len(answers) == len(question.ahead):
+            return False
         try:
-            ids[index] = ids_of_prompt(encoder, prompt, tools)
-            if not ids[index]:
-                del ids[index]
+            said = conversation(question, answers)
+            ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
+            if not ids:
                 raise UnusableRow("its prompt is empty")
         except UnusableRow as reason:
-            logger.warning_once(f"A row is left out: {reason}")
-    return ids
+            logger.warning_once(f"A row {'ends early' if answers else 'is left out'}: {reason}")
+            return False
+        key = f"{question.index}.{len(answers)}" if answers else question.index
+        running[key] = question, answers, ids
+        waiting.prompts.appendleft((key, ids))
+        return True
+
+    for question in questions:
+        ask(question, [])
+    waiting.prompts = deque(sorted(waiting.prompts, key=lambda one: -len(one[1])))
+    for key, ids in responses(target, waiting, max_new_tokens, config, batch_size, seed, draft):
+        question, answers, prompt = running.pop(key)
+        stopped = ids[-1] in eos_ids(config)
+        text = encoder.tokenizer.decode(ids[: len(ids) - stopped])
+        message = {"role": "assistant", "content": text}
+        answers.append(Answer(message, "stop" if stopped else "length", prompt, ids))
+        if not ask(question, answers):
+            yield row_of(question, answers)
 
 
-def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
-    """Responses of a server, one by one; an empty list for a rejected conversation."""
-    answers = in_parallel(lambda question: server.answer(*question), prompts.items(), concurrency)
-    for (index, question), choice in answers:
-        if isinstance(choice, RequestRefused):
-            logger.warning_once(f"A row is left out: {choice}")
-            yield []
-            continue
-        message = choice["message"]
-        answer = {"role": "assistant", "content": message.get("content") or ""}
-        if thought := message.get("reasoning_content") or message.get("reasoning"):
-            answer["reasoning_content"] = thought
-        if message.get("tool_calls"):
-            answer["tool_calls"] = message["tool_calls"]
-        yield [response_row(index, *question, answer, choice.get("finish_reason") or "stop")]
+def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int) -> Iterator[dict]:
+    """
+    The rows that a server has answered, as they finish. A conversation ends early where the server refuses what
+    follows, or where the answer calls a tool: nobody runs it.
+    """
+
+    failed: list[ServerError] = []
+
+    def answered(question: Question) -> dict | None:
+        answers: list[Answer] = []
+        if failed:  # a server that rejects everything is not asked again
+            raise failed[0]
+        try:
+            while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
+                messages = [with_text(one) for one in conversation(question, answers)]  # servers join parts otherwise
+                message, reason = server.answer(messages, question.tools, question.template_kwargs)
+                answer = {"role": "assistant", "content": message.get("content") or ""}
+                if thought := message.get("reasoning_content") or message.get("reasoning"):
+                    answer["reasoning_content"] = thought
+                if message.get("tool_calls"):
+                    answer["tool_calls"] = message["tool_calls"]
+                answers.append(Answer(answer, reason))
+        except UnusableRow as reason:
+            logger.warning_once(f"A row {'ends early' if answers else 'is left out'}: {reason}")
+        except ServerError as error:
+            failed.append(error)
+            raise
+        return row_of(question, answers) if answers else None
+
+    # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
+    with ThreadPool(concurrency) as pool:
+        yield from filter(None, pool.imap_unordered(answered, questions))

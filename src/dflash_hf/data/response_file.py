@@ -1,7 +1,7 @@
-"""JSON Lines files that grow by whole lines and survive a kill at any moment; the responses in one."""
+"""A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dflash_hf.data.messages import tools_of
@@ -11,54 +11,10 @@ from dflash_hf.files import differences, digest_of, lock, read_json, write_json
 SETTINGS = ".settings.json"  # added to the file's name
 
 
-class LineFile:
+class ResponseFile:
     """
-    A JSON Lines file with one writer. A line is there whole or not at all: [`repair`] cuts off what a kill has left.
-
-    Args:
-        path (`Path`): The file; created if it does not exist.
-
-    Raises:
-        `ValueError`: another process writes it.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("ab+")
-        try:
-            lock(self.file, path)
-        except BaseException:
-            self.file.close()
-            raise
-
-    def lines(self) -> Iterator[bytes]:
-        """The lines that are whole."""
-        self.file.seek(0)
-        return (line for line in self.file if line.endswith(b"\n"))
-
-    def repair(self) -> int:
-        """Cut off a line that was never finished; returns its bytes."""
-        whole = sum(map(len, self.lines()))
-        half = self.file.seek(0, 2) - whole
-        self.file.truncate(whole)
-        return half
-
-    def write_rows(self, rows: list[dict]) -> None:
-        """Add rows; once this returns, they outlive the process."""
-        # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
-        lines = [json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows]
-        self.file.write(b"".join(lines))
-        self.file.flush()
-
-    def close(self) -> None:
-        """Let others write."""
-        self.file.close()
-
-
-class ResponseFile(LineFile):
-    """
-    Responses by row number. Opening the file repairs a half-written last line and reads the finished rows.
+    Responses by row number, with one writer. A line is there whole or not at all: opening the file cuts off what a
+    kill has left and reads the finished rows.
 
     `NAME.settings.json`, next to it, has the settings of the responses; other settings are rejected.
 
@@ -76,27 +32,31 @@ class ResponseFile(LineFile):
     """
 
     def __init__(self, path: Path, settings: dict, check: Callable[[Path], object] | None = None):
-        super().__init__(path)
+        self.path, self.notes = path, Path(f"{path}{SETTINGS}")
         self.finished: dict[int, str] = {}
-        self.notes = Path(f"{path}{SETTINGS}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab+")
         try:
-            self.settings = read_json(self.notes) if path.stat().st_size and self.notes.exists() else {}
-            self._read()
-            if path.stat().st_size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
+            lock(self.file, path)
+            size = path.stat().st_size
+            self.settings = read_json(self.notes) if size and self.notes.exists() else {}
+            whole = self._read()
+            if size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
                 raise ValueError(f"{path} is no file of responses; choose another output.")
             if check is not None:
                 check(path)
             self.settle(settings)  # only next to a valid response file
-            self.repaired = self.repair()
+            self.repaired = size - whole
+            self.file.truncate(whole)
         except BaseException:
-            self.close()
+            self.file.close()
             raise
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.close()
+        self.file.close()
 
     def settle(self, settings: dict) -> None:
         """
@@ -113,26 +73,35 @@ class ResponseFile(LineFile):
         self.settings |= settings
         write_json(self.notes, self.settings)
 
-    def _read(self) -> None:
-        for number, line in enumerate(self.lines(), start=1):
+    def _read(self) -> int:
+        """Note the finished rows; returns the bytes of whole lines."""
+        self.file.seek(0)
+        whole = 0
+        for number, line in enumerate(self.file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
             try:
                 row = json.loads(line)
                 if row["row"] in self.finished:
                     raise ValueError(f"row {row['row']} is in an earlier line")
-                self.finished[row["row"]] = digest_of(question_in(row))
+                self.finished[row["row"]] = _question_in(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
                     "choose another output."
                 ) from error
+        return whole
 
-    def write_rows(self, rows: list[dict]) -> None:
-        """Add responses."""
-        super().write_rows(rows)
-        for row in rows:
-            self.finished[row["row"]] = digest_of(question_in(row))
+    def write_row(self, row: dict) -> None:
+        """Add a response; once this returns, it outlives the process."""
+        # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
+        self.file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self.file.flush()
+        self.finished[row["row"]] = _question_in(row)
 
 
-def question_in(row: Mapping) -> list:
-    """The prompt and tools that a response belongs to."""
-    return [row["prompt"] if "prompt" in row else row["messages"][:-1], tools_of(row)]
+def _question_in(row: Mapping) -> str:
+    """The digest of what a response answers; rows before 0.2 have none."""
+    prompt = row["prompt"] if "prompt" in row else row["messages"][:-1]
+    return row.get("question") or digest_of([prompt, tools_of(row)])
