@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -19,8 +21,9 @@ from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes, render
-from dflash_hf.hub.drafter import Drafter, Finding
+from dflash_hf.hub.drafter import Drafter, Finding, is_as_saved
 from dflash_hf.hub.launch import launch_command
+from dflash_hf.hub.limits import LIMITS
 from dflash_hf.names import ENGINES
 
 
@@ -114,6 +117,8 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
         for i, kind in enumerate(draft.config.layer_types)
     ]
     assert Drafter(config).layers_as_read() == {"vllm": ours, "sglang": ours}
+    # Which is known without torch, unless the rotary table has to be computed.
+    assert is_as_saved(tmp_path, config) is (variant != "yarn")
 
 
 MARKOV, DOMINO = {"markov_rank": 6}, {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
@@ -305,6 +310,67 @@ def test_what_deserves_a_look_is_a_warning(mistake, folder):
     findings = check(folder)
     assert not errors(findings), render(findings)
     assert [finding.key for finding in findings] == [key]
+
+
+SHOWN_ELSEWHERE = {  # keys of rows that need other files, other weights, or another reader
+    *("causal_head", "mask_embedding.pt", "tie_word_embeddings", "draft_vocab_size", "{found}", "dflash_hf_version"),
+    *("selector_rank", "selector_top_k", "markov_rank", "markov_head_type", "gru_hidden_dim", "pure_draft_prefix_len"),
+    *("projector_type", "conv_kernel_size", "conv_group_size", "sliding_window_non_causal", "sliding_window"),
+    *("quantization_config", "hidden_size", "num_target_layers", "mask_token_id"),
+}
+MORE = {
+    "markov": ({"markov_rank": 4}, {}),
+    "mixed": ({}, VARIANTS["mixed"]),
+    "muse": ({}, {"architectures": ["MuseGlimmerAssistantModel"]}),
+    "selector": ({}, {"architectures": ["DFlash2DraftModel"]}),
+    "values": ({"v_head_dim": 4, "rope_is_neox_style": False}, {}),
+    "types": ({}, {"layer_types": REMOVE}),
+    "causal": ({"causal": True}, {"is_causal": False}),
+    "foreign": ({}, {"auto_map": {"AutoModel": "evil/code--modeling.Model"}}),
+    "gemma": ({}, {"vocab_size": 262144}),
+    "short": ({}, {"max_position_embeddings": 8}),
+    "layer past the target": ({"target_layer_ids": [9]}, {}),
+}
+
+
+def test_every_limit_is_shown(folder, target):
+    """A row that no line of these tables makes speak may say anything."""
+    whole, spoken = json.loads((folder / "config.json").read_text()), set()
+    served = [limit for limit in LIMITS if {*limit.engines} & {*ENGINES}]
+    edits = [line[0] for line in (*MISTAKES.values(), *WARNINGS.values())]
+    for nested, top in [*edits, *MORE.values()]:
+        config = copy.deepcopy(whole)
+        for table, edits in ((config, top), (config["dflash_config"], nested)):
+            for key, value in edits.items():
+                table.pop(key, None) if value is REMOVE else table.update({key: value})
+        drafter = Drafter(config, folder, target.config.to_dict())
+        spoken |= {limit.says for limit in served if any(limit.find(drafter))}
+    assert not [limit.says for limit in served if limit.says not in spoken and limit.key not in SHOWN_ELSEWHERE]
+
+
+def test_check_on_headers_needs_no_torch(folder):
+    """It took 7.5 s, of which torch and the model's code were all but 0.2."""
+    code = "import sys; from dflash_hf.cli import main; status = main(['check', sys.argv[1], '--target', sys.argv[2]])"
+    code += "; print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "target.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_target_layers"]}))
+    words = [sys.executable, "-c", code, str(folder), str(folder / "target.json")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False False"
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [(None, True), ("0.1.0", True), ("0.1.1", False), ("0.2.0.dev1", False), ("1", False), ("x", True)],
+)
+def test_older_code_beside_the_weights_is_named(version, old, folder):
+    edit(folder, dflash_hf_version=version)
+    assert check(folder) == []  # byte for byte this package's
+    (folder / "modeling_dflash.py").write_text("class DFlashDraftModel: ...")
+    found = [(one.severity, one.engines, one.key) for one in check(folder)]
+    assert found == [("warning", ("transformers",), "dflash_hf_version")] * old
+    edit(folder, auto_map={"AutoConfig": "configuration_dflash.C", "AutoModel": "modeling_dflash.Theirs"})
+    assert check(folder) == []
 
 
 def test_dflash2_and_the_engines(target, tmp_path):
@@ -500,6 +566,8 @@ def test_no_configuration_breaks_the_check(folder, target):
         (folder / "config.json").write_text(json.dumps(config))
         for finding in check(folder, target=target.config):
             assert finding.message and finding.severity in ("error", "warning")
+        if is_as_saved(folder, json.loads((folder / "config.json").read_text())):
+            DFlashDraftModel.from_pretrained(folder, device_map="meta")
     for key in ("dflash_config", "rope_parameters"):
         for value in values:
             (folder / "config.json").write_text(json.dumps({**whole, key: value}))
