@@ -29,8 +29,8 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf and `doctor.py`, and which others each may import; all may import the ground floor. Of the
-# other files only `cli` imports a wing.
+# The folders of src/dflash_hf and `doctor.py`, and which others each may import; all may import the ground floor. Of
+# the other files only `cli` imports a wing.
 GROUND = {"decoding", "layouts"}
 WINGS: dict[str, set[str]] = {
     "decoding": set(),

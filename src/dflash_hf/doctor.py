@@ -22,12 +22,12 @@ from torch import nn
 from dflash_hf.data.encode import RowEncoder, digests_of_tokenizer, given_ids
 from dflash_hf.data.messages import UnusableRow, text_of, tools_of
 from dflash_hf.data.prompts import ids_of_prompt, prompt_of
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.measure import in_blocks
 from dflash_hf.files import digest_of
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import text_depth
 from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, generate_one

@@ -52,7 +52,7 @@ print("RESULT " + json.dumps(result))
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
-    """Committed tokens and rounds of each head's calls, all of them equal to the target's own in text and generator."""
+    """Committed tokens and rounds of each head; its texts and generator states are the target's own."""
     folder, target = tmp_path_factory.mktemp("core"), make_target()
     target.save_pretrained(folder / "target")
     makers = {**{name: make for name, make in EVERY.items() if "recurrent" not in name}, "dflash 2": make_draft2}

@@ -6,7 +6,7 @@ from support.pairs import make_draft, make_target
 
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
-from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
+from dflash_hf.training.blocks import block_groups, block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 
 
 LENGTH = 20
@@ -68,6 +68,19 @@ def test_anchors_stay_inside_a_document():
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
     anchors, valid = sample_anchors(torch.ones(1, 8), 8, document_ids=documents)
     assert anchors[valid].tolist() == [1, 4]  # one with a predecessor and a successor in each of the first two
+
+
+def test_anchors_are_counted_for_each_document():
+    """A packed row had as many as an example: three to four times fewer for each."""
+    documents = torch.tensor([[0] * 10 + [1] * 4 + [2] * 10, [0] * 20 + [-1] * 4])
+    loss_mask = (documents >= 0).int()
+    anchors, valid = sample_anchors(loss_mask, 3, seeds=torch.tensor([5, 6]), document_ids=documents)
+    assert anchors.shape == (2, 8) and valid.sum(1).tolist() == [3 + 2 + 3, 3]
+    assert documents[0, anchors[0]].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]  # the second has two places
+    alone, _ = sample_anchors(loss_mask[1:], 3, seeds=torch.tensor([6]), document_ids=documents[1:])
+    assert anchors[1][valid[1]].tolist() == alone[0].tolist()
+    tight, of_tight = sample_anchors(loss_mask, 1, seeds=torch.tensor([5, 6]), document_ids=documents)
+    assert documents[0, tight[0][of_tight[0]]].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_anchors", [1, 7, 40])
@@ -193,6 +206,14 @@ def test_mask_equals_the_oracle(case, window, causal):
     assert torch.equal(mask, expected)
     assert mask.any(-1).all()
     assert torch.equal(flex_visible(*rule, *expected.shape[2:]), expected)
+    whole = torch.zeros_like(expected)  # the groups, put together
+    start = 0
+    for context, seen in block_groups(*rule, queries=2 * BLOCK).groups:
+        end = start + seen.shape[2]
+        whole[:, :, start:end, :context] = seen[..., :context]
+        whole[:, :, start:end, 14 + start : 14 + end] = seen[..., context:]
+        start = end
+    assert torch.equal(whole, expected)
 
 
 def flex_visible(anchors, attention_mask, block_size, window, causal, documents, queries, keys):

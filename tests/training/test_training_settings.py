@@ -10,8 +10,12 @@ from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
+from dflash_hf.data.examples import pack
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_fit, target_features
+from dflash_hf.training import objective
+from dflash_hf.training.blocks import BlockGroups, block_groups, block_mask
 
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -136,11 +140,47 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
         batch = trainer.data_collator(rows)
         trainer.objective.draw_anchors(batch, step=0)
         kinds = {type(mask) for mask in trainer.objective.attention_masks(batch).values()}
-        assert kinds == {BlockMask if attention == "flex" else torch.Tensor}
+        assert kinds == {BlockMask if attention == "flex" else BlockGroups}
         figures.append(trainer.evaluate())
     for key in ("eval_loss", "eval_accuracy", "eval_simulated_tau"):
         assert math.isfinite(figures[0][key])
         assert figures[0][key] == pytest.approx(figures[1][key], rel=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_groups_have_the_gradients_of_the_dense_mask(packed, attention, tmp_path, monkeypatch):
+    """Also where the activations of the layers are recomputed."""
+    target, results = make_target(), []
+    for kind in ("dense", "groups", "recomputed"):
+        draft = make_draft(target, block_size=BLOCK, attn_implementation=attention, **LAYERS)
+        trainer = make_trainer(tmp_path, target, uneven_rows(), draft, num_anchors=9)
+        if kind == "recomputed":
+            getattr(draft, f"{CHECKPOINTING}_enable")()
+
+        def mask(anchors, *shape, kind=kind):
+            if kind == "dense":
+                return additive(block_mask(anchors, *shape), torch.float32)
+            return block_groups(anchors, *shape, queries=2 * BLOCK)
+
+        monkeypatch.setattr(objective, "block_groups", mask)
+        batch = trainer.data_collator(list(pack(uneven_rows(), 64)) if packed else uneven_rows())
+        trainer.objective.draw_anchors(batch, step=0)
+        loss = trainer.compute_loss(trainer.model.train(), batch)
+        loss.backward()
+        results.append([loss.detach(), *(one.grad for one in draft.parameters())])
+    for other in results[1:]:
+        for one, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_drafter_keeps_its_own_attention(tmp_path):
+    """A drafter whose attention has a name of this process could not be read in another."""
+    trainer = make_trainer(tmp_path, make_target(), counting_rows(4), eval_rows=counting_rows(2))
+    before = trainer.draft.config._attn_implementation
+    trainer.evaluate()
+    trainer.train()
+    assert trainer.draft.config._attn_implementation == before
 
 
 def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):

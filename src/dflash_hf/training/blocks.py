@@ -26,6 +26,14 @@ class Blocks:
     before: torch.LongTensor  # [N, A, T]      index of the token before, whose state predicts it, in the batch [N*S]
 
 
+@dataclass
+class BlockGroups:
+    """The mask of [`block_mask`], cut into groups of neighbouring blocks; `G` queries of a group, `C` context keys."""
+
+    length: int  # S
+    groups: list[tuple[int, torch.BoolTensor]]  # C, and [N, 1, G, C + G]  which of these context and own keys are seen
+
+
 def example_seeds(input_ids: torch.Tensor, attention_mask: torch.Tensor, seed: int, step: int) -> torch.LongTensor:
     """
     One seed per sequence, from its tokens, `seed` and `step` only: an example draws the same anchors however the batch
@@ -56,13 +64,14 @@ def sample_anchors(
 
     Args:
         loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens of responses.
-        num_anchors (`int`): Number of anchors `A`; constant, so that shapes are static and ranks stay in step.
+        num_anchors (`int`): Number of anchors `A`; in packed sequences, of each document.
         generator (`torch.Generator`): Draws the seeds if `seeds` is not given.
         seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed only.
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences; context, anchor and next token share one.
 
     Returns:
-        `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there.
+        `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there. With packed
+        sequences `A` is as large as the sequence with most anchors needs.
     """
     length = loss_mask.shape[1]
     device = loss_mask.device
@@ -78,7 +87,11 @@ def sample_anchors(
     # The A largest of independent uniform keys are a uniform sample without replacement.
     place = torch.arange(1, length + 1, device=device) * _GOLDEN
     keys = _mix(seeds[:, None] + place) & 0x7FFFFFFFFFFFFFFF  # [N, S], non-negative
-    keys, picked = keys.masked_fill(~eligible, -1).topk(min(num_anchors, length), dim=1)  # [N, min(A, S)]
+    keys = keys.masked_fill(~eligible, -1)
+    if document_ids is not None:
+        eligible &= _rank_in_document(keys, document_ids) < num_anchors
+        keys, num_anchors = keys.masked_fill(~eligible, -1), max(int(eligible.sum(1).max()), 1)
+    keys, picked = keys.topk(min(num_anchors, length), dim=1)  # [N, min(A, S)]
     picked = picked.masked_fill(keys < 0, length).sort(dim=1).values
     picked = torch.nn.functional.pad(picked, (0, num_anchors - picked.shape[1]), value=length)  # [N, A]
     valid = picked < length
@@ -186,6 +199,22 @@ def block_mask(
     return visible(row[:, None, None, None], None, query[:, None], key)  # [N, 1, A*B, S + A*B]
 
 
+def block_groups(
+    anchors, attention_mask, block_size: int, window=None, causal=False, document_ids=None, queries: int = 512
+) -> BlockGroups:
+    """The mask of [`block_mask`], with the same arguments, for groups of about `queries` queries."""
+    visible, rows, _, total, _ = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    length, device = attention_mask.shape[1], anchors.device
+    row, groups = torch.arange(rows, device=device)[:, None, None, None], []
+    size = max(queries // block_size, 1) * block_size
+    for start in range(0, total, size):
+        query = torch.arange(start, min(start + size, total), device=device)
+        context = int(anchors[:, start // block_size : (start + size) // block_size].max())  # keys before any anchor
+        key = torch.cat([torch.arange(context, device=device), length + query])
+        groups.append((context, visible(row, None, query[:, None], key)))
+    return BlockGroups(length, groups)
+
+
 def flex_mask(anchors, attention_mask, block_size: int, window=None, causal=False, document_ids=None) -> BlockMask:
     """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
     on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
@@ -216,6 +245,16 @@ def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: 
         return context | own_block
 
     return visible, rows, None, queries, length + queries
+
+
+def _rank_in_document(keys: torch.LongTensor, document_ids: torch.LongTensor) -> torch.LongTensor:
+    """How many keys of the same document are larger, `[N, S]`."""
+    by_key = keys.argsort(dim=1, descending=True)
+    order = by_key.gather(1, document_ids.gather(1, by_key).argsort(dim=1, stable=True))  # by document, then by key
+    of_order = document_ids.gather(1, order)
+    place = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
+    begins = torch.nn.functional.pad(of_order[:, 1:] != of_order[:, :-1], (1, 0), value=True)
+    return torch.empty_like(order).scatter_(1, order, place - (place * begins).cummax(1).values)
 
 
 def _mix(z: torch.LongTensor) -> torch.LongTensor:

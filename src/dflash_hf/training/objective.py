@@ -8,8 +8,10 @@ import torch
 
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.target import TargetOutput, target_labels, target_logits
+from dflash_hf.training.attention import attend_in_groups
 from dflash_hf.training.blocks import (
     Blocks,
+    block_groups,
     block_mask,
     build_blocks,
     by_token,
@@ -103,6 +105,7 @@ class Objective:
 
         # 3. One pass of the drafter over [context | blocks].
         dtype = self.draft.dtype
+        attend_in_groups(config)
         hidden = model(
             noise_embeds=noise.to(dtype),
             context_hidden_states=output.features.to(dtype),
@@ -143,12 +146,17 @@ class Objective:
         )
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:
-        """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
+        """
+        The mask of each layer type: a `BlockMask` for flex attention, else groups of blocks; for sinks, which are a
+        column of the mask, additive `[N, 1, A*B, S + A*B]`.
+        """
 
         def mask(window: int | None, is_causal: bool):
             shape = (self.config.block_size, window, is_causal, batch.get("document_ids"))
             if self.uses_flex:
                 return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
+            if not self.config.attention_sink_bias:
+                return block_groups(batch["anchors"], batch["attention_mask"], *shape)
             return additive(block_mask(batch["anchors"], batch["attention_mask"], *shape), self.draft.dtype)
 
         return self.config.by_layer_type(mask)

@@ -18,6 +18,7 @@ from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import add_adapter, is_adapted
+from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of, last_checkpoint
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
@@ -243,6 +244,7 @@ class DFlashTrainer(AtomicTrainer):
         self.target.eval()  # it may have been trained in between
         with self.meter.paused():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        restore(self.draft.config)
         for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
@@ -300,7 +302,10 @@ class DFlashTrainer(AtomicTrainer):
             )
         self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
         self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
-        return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        try:
+            return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        finally:
+            restore(self.draft.config)
 
     def create_model_card(
         self,
