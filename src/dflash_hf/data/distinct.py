@@ -1,7 +1,8 @@
 """Filters for texts: near-duplicates, and cheap signs of bad quality."""
 
 import re
-from collections import defaultdict
+from array import array
+from hashlib import blake2b
 
 
 _NEAR = 7  # tenths
@@ -10,29 +11,40 @@ _NEAR = 7  # tenths
 class DistinctTexts:
     """
     Texts without near-duplicates: the Jaccard similarity of their word 3-grams (shared over all), without case and
-    punctuation, is below 0.7. Texts of fewer than three words are compared as a whole.
+    punctuation, is below 0.7. Texts of fewer than three words are compared as a whole. Of each 3-gram, 8 bytes of its
+    hash are kept.
     """
 
     def __init__(self):
-        self._grams: list[frozenset] = []
-        self._by_gram: dict[tuple, list[int]] = defaultdict(list)
+        self._grams: list[array] = []
+        self._by_gram: dict[int, int | array] = {}  # numbers of texts; most 3-grams are in one
 
     def add(self, text: str) -> bool:
         """Add a text unless a similar one is there; returns whether it was added."""
         words = re.findall(r"\w+", text.casefold())
-        grams = frozenset(zip(words, words[1:], words[2:], strict=False)) or frozenset([tuple(words)])
+        found = {" ".join(gram) for gram in zip(words, words[1:], words[2:], strict=False)} or {" ".join(words)}
+        grams = {int.from_bytes(blake2b(gram.encode(), digest_size=8).digest(), "big") for gram in found}
         # Two sets that share enough share at least one of these: the rest alone would be too few.
         enough = -(-_NEAR * len(grams) // 10)
-        rarest = sorted(grams, key=lambda gram: (len(self._by_gram.get(gram, ())), gram))[: len(grams) - enough + 1]
-        for number in {number for gram in rarest for number in self._by_gram.get(gram, ())}:
+        rarest = sorted(grams, key=lambda gram: (len(self._texts_with(gram)), gram))[: len(grams) - enough + 1]
+        for number in {number for gram in rarest for number in self._texts_with(gram)}:
             other = self._grams[number]
-            common = len(grams & other)
+            common = len(grams.intersection(other))
             if 10 * common >= _NEAR * (len(grams) + len(other) - common):
                 return False
+        number = len(self._grams)
         for gram in grams:
-            self._by_gram[gram].append(len(self._grams))
-        self._grams.append(grams)
+            known = self._by_gram.setdefault(gram, number)
+            if isinstance(known, array):
+                known.append(number)
+            elif known != number:
+                self._by_gram[gram] = array("I", [known, number])
+        self._grams.append(array("Q", grams))
         return True
+
+    def _texts_with(self, gram: int) -> "tuple | array":
+        numbers = self._by_gram.get(gram, ())
+        return (numbers,) if isinstance(numbers, int) else numbers
 
 
 def flaw(text: str, min_chars: int, max_chars: int) -> str | None:
