@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def private(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
@@ -28,3 +29,18 @@ def private(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
         return copies[module]
 
     return copied(model)
+
+
+def with_own_config(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    A model with the same weights, and with a configuration of its own that may be changed.
+
+    Raises:
+        `ValueError`: see [`private`].
+    """
+    own = private(model, (module for module in model.modules() if "config" in vars(module)))
+    copies: dict = {}
+    for module in own.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
+    return own

@@ -248,9 +248,9 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("zeros.jsonl", (), f"Row 0 of {tmp_path}/zeros.jsonl: The loss_mask supervise none of 3 tokens"),
         ("nested.jsonl", (), "nested.jsonl: `input_ids` is [[3, 4], [5]]; give a flat list with one integer for each"),
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
-        ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON: Expecting"),
+        ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not a JSON object"),
         ("good.jsonl", ("--template-args", "{a:"), """; write it in quotes, such as '{"enable_thinking": false}'"""),
-        ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] must be a JSON object"),
+        ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] is not a JSON object"),
         ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
         (
             "good.jsonl",

@@ -443,7 +443,9 @@ OLD = {"modeling_dflash.py": b"class DFlashDraftModel: ...", "plan_dflash.py": b
 def test_code_only_replaces_the_code_alone(folder, hub, capsys):
     """A file beside the weights cannot be mended: transformers 5.24 broke every drafter published before it."""
     publish(folder, REPO, facts=FACTS)
-    hub.files[REPO].update(OLD)
+    config = json.loads(hub.files[REPO]["config.json"])
+    del config["dflash_hf_version"]  # as 0.1 wrote it
+    hub.files[REPO].update({**OLD, "config.json": json.dumps(config, indent=2).encode()})
     before = dict(hub.files[REPO])
     assert main(["check", REPO]) == 0 and "transformers 5.24 fails" in capsys.readouterr().out
     assert main(["publish", "--code-only", REPO, "--dry-run"]) == 0 and hub.pulls == []

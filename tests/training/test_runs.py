@@ -206,7 +206,7 @@ def test_errors_are_told_in_one_line(folder, data, tmp_path, capsys):
     output, good = tmp_path / "drafter", f"data={data}"
     for overrides, options, message in (
         ([good], {"config": tmp_path / "absent.yaml"}, "absent.yaml: there is no such file"),
-        ([good], {"config": tmp_path / "lora.yaml"}, "no such file; `dflash recipes copy lora.yaml` writes it"),
+        ([good], {"config": tmp_path / "lora.yaml"}, "there is no such file; the bundled recipe is "),
         ([good], {"config": tmp_path}, "is a folder; name a file"),
         ([good, f"output_dir={data}"], {}, "is a file; name a folder"),
         ([good], {"config": tmp_path / "list.yaml"}, "list.yaml must hold keys and values"),
@@ -300,7 +300,7 @@ def test_finished_drafter_is_published_once(folder, data, tmp_path, capsys, monk
     ) as error:
         _publish(recipe, DFlashTrainingArguments(**{**training, "push_to_hub": False}), print)
     # It left out the options: the card lacked its target, and a private drafter would have become public.
-    again = cli.build_parser("publish")[0].parse_args(shlex.split(re.search("`dflash (.*)`", str(error.value))[1]))
+    again = cli.parse(shlex.split(re.search("`dflash (.*)`", str(error.value))[1]))
     assert (again.folder, again.repo, again.private) == (str(output), "me/drafter", True)
     assert (again.base_model, again.datasets) == ("some/target", ["me/answers"])
 

@@ -73,7 +73,7 @@ def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
     draft = make_draft(target, draft_vocab_size=4)
     rows = [{"input_ids": [9, 9, 9, 5, 7, 7, 3], "loss_mask": [0, 0, 0, 1, 1, 1, 1]}]  # the prompt does not count
     counts = survey(rows).counts
-    assert counts.sum() == 4 and counts[7] == 2 and counts[9] == 0
+    assert counts.tolist() == [0, 0, 0, 1, 0, 1, 0, 2]
     assert take_vocabulary(draft, target, counts) == 1.0
     assert draft.target_ids(torch.arange(4)).tolist() == [0, 3, 5, 7]  # 0 fills up: it is the lowest
     assert torch.equal(draft.lm_head.weight, target.get_output_embeddings().weight[[0, 3, 5, 7]])

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 
 import torch
 from transformers import (
@@ -23,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dflash_hf.attention import with_own_config
 from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.private import with_own_config
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.request import Over, Request
 
@@ -60,7 +59,7 @@ class Decoder:
         self.conversations = Conversations(target)
         self.managers: dict[tuple, object] = {}  # of batches, by what their requests share; the latest last
         self.failures = 0 if hasattr(target, "init_continuous_batching") else _FAILURES
-        self.numbers, self.opened = itertools.count(), ExitStack()
+        self.numbers = itertools.count()
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, request: Request) -> Request:
@@ -100,7 +99,6 @@ class Decoder:
         """End the threads of all batches."""
         for manager in self.managers.values():
             manager.stop(block=True, timeout=2)
-        self.opened.close()
 
     # In the thread.
 
@@ -210,7 +208,7 @@ class Decoder:
             if len(self.managers) == _MOST_BATCHES:
                 self.managers.pop(next(iter(self.managers))).stop(block=True, timeout=2)
             # Its own configuration: upstream changes the attention that drafted requests use, too.
-            twin = self.opened.enter_context(with_own_config(self.target))
+            twin = with_own_config(self.target)
             manager = twin.init_continuous_batching(
                 generation_config=copy.deepcopy(settings),
                 continuous_batching_config=ContinuousBatchingConfig(
