@@ -295,7 +295,7 @@ def test_the_package_imports_absolutely(path):
 
 
 def test_the_wings_have_an_order():
-    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS)
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS) - {"doctor"}
     graphlib.TopologicalSorter(WINGS).prepare()  # raises where there is a circle
 
 
