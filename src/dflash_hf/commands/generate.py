@@ -46,9 +46,8 @@ def run(arguments, echo) -> Outcome:
 
     tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
     target, draft = pair.ready()
-    settings = None if draft is None else draft.decoding_config
-    if arguments.show_drafts and settings.tree_nodes is None and not settings.compile:
-        settings.block_size = draft.config.block_tokens  # in every round, even where nothing would be faster
+    if arguments.show_drafts and draft.decoding_config.tree_nodes is None and not draft.decoding_config.compile:
+        draft.decoding_config.block_size = draft.config.block_tokens  # each round drafts, even at a loss
     packed = ", packed" if pair.packed else ""
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 
