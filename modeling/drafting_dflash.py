@@ -95,10 +95,11 @@ class Drafter:
         seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
         before = None if continued is None else _contexts.get(continued, {}).pop(self.draft, None)
         if before is not None and padding == [0] and self._holds(before, past, ring):
-            self.cache, self.unread, seen = before.cache, before.unread, torch.full_like(seen, before.first)
+            self.cache, self.unread, self.first = before.cache, before.unread, before.first
+            seen = torch.full_like(seen, before.first)
         else:
+            self.first = max(past - padding[0], 0)
             self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
-        self.first = int(seen[0])
         self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
         self.lengths = (columns - pads - seen)[:, 0].tolist()
         if self.unread:

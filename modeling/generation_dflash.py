@@ -316,10 +316,12 @@ def prefilled(call: Call, strategy: Strategy):
         drafter.open(padding, columns, offset, cache if past else None)
         last = columns + call.rules.max_new - 2  # the last token of the text is never read
         session = strategy.session(cache, padding, offset, extra_arguments(call), tap, last, strategy.largest)
+        kept = None
         try:
             text.begin(logits)
             del logits
             yield drafter, session, text
+            kept = session.source if keep_cache else None  # whose context the next call continues
         finally:
             if keep_cache:  # even after an interruption
                 if text.half is not None:
@@ -328,7 +330,7 @@ def prefilled(call: Call, strategy: Strategy):
             if call.rules.noise is not None:
                 call.rules.noise.close(text.longest)
             session.clear()
-            drafter.close(session.source if keep_cache else None)
+            drafter.close(kept)
 
 
 def extra_arguments(call: Call) -> dict:

@@ -131,7 +131,8 @@ class Decoder:
             ids = torch.tensor([text], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             settings.max_new_tokens -= len(request.tokens)
-        options = {"assistant_model": self.draft if request.drafts else None, "return_dict_in_generate": True}
+        settings.return_dict_in_generate = True
+        options: dict = {"assistant_model": self.draft if request.drafts else None}
         keeps = not set(inputs) - _TEXT_ONLY and (settings.num_beams or 1) == 1 and not settings.cache_implementation
         try:
             request.begin()
