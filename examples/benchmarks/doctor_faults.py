@@ -25,7 +25,9 @@ from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
-from dflash_hf.doctor import Case, Writer, diagnose
+from dflash_hf.doctor.diagnosis import diagnose
+from dflash_hf.doctor.experiments import Case
+from dflash_hf.doctor.texts import Writer
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
 from dflash_hf.pairs import Loading, load_draft, load_target

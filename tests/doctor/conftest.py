@@ -3,7 +3,7 @@
 import pytest
 from support.chat_pair import chat_tokenizer, train_chat_draft, train_chat_target
 
-from dflash_hf.doctor import Writer
+from dflash_hf.doctor.texts import Writer
 
 
 @pytest.fixture(scope="session")

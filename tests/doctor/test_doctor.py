@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.chat_pair import chat_tokenizer, requests
 from support.tiny_chat import END
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.doctor import Case
+from dflash_hf.doctor.experiments import Case, _with_tokenizer_of, dtypes
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_names_in_a_remedy_are_no_commands(tmp_path):
     for command in (
         case.remedy_in_config("c.block_size = 8"),
         case.train_again(),
-        case.tokenizer_of(names["draft"]),
+        _with_tokenizer_of(*names.values()),
     ):
         words = command.replace("python -c", "true").replace("hf download", "true").replace("dflash ", "true ")
         subprocess.run(words, shell=True, check=True)
@@ -97,5 +99,6 @@ def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
 
 def test_names_in_commands_are_quoted():
     """A folder with a space made a remedy that could not be pasted."""
-    case = Case(None, None, None, [], None, names={"target": "my target", "draft": "my draft"})
-    assert case.again("eval", "--raw") == "dflash eval --target 'my target' --draft 'my draft' --raw"
+    draft, names = SimpleNamespace(dtype=torch.bfloat16), {"target": "my target", "draft": "my draft"}
+    (experiment,) = dtypes(Case(None, draft, None, [], None, names=names))
+    assert experiment.remedy == "dflash generate --target 'my target' --draft 'my draft' --dtype float32"

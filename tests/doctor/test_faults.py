@@ -6,7 +6,8 @@ from support.faults import FAULTS, causal, ids_one_down, ids_one_up, other_targe
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.doctor import Case, diagnose
+from dflash_hf.doctor.diagnosis import diagnose
+from dflash_hf.doctor.experiments import Case
 
 
 @pytest.fixture

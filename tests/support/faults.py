@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.doctor import changed_draft
+from dflash_hf.doctor.measure import changed_draft
 from dflash_hf.training.objective import Objective
 from support.chat_pair import train_chat_draft
 
@@ -122,26 +122,6 @@ def quantised(case, levels: float = 2.5, **_):
     other_target(case, rounded)
 
 
-def quantised_drafter(case, **_):
-    """Its codes are unpacked in another order: random weights, and a configuration that says how it is quantised."""
-    untrained(case)
-    case.draft.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-
-
-def sliding_target(case, **_):
-    """A target whose window was not used when its features were computed for training."""
-
-    def slide(target):
-        target.config.layer_types = ["sliding_attention"] * target.config.num_hidden_layers
-        target.config.sliding_window = 4
-        target.model.has_sliding_layers = True
-        for layer in target.model.layers:
-            layer.attention_type = "sliding_attention"
-
-    other_target(case, slide)
-    case.base = None
-
-
 FAULTS = {
     thinking: "thinking",
     ids_one_up: "layers_down",
@@ -155,6 +135,4 @@ FAULTS = {
     replaced_head: "head",
     other_tokenizer: "tokenizer",
     quantised: "base",
-    quantised_drafter: "quantised",
-    sliding_target: "target_window",
 }

@@ -31,7 +31,9 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
     from dflash_hf.configs import check_names
-    from dflash_hf.doctor import Case, Writer, diagnose
+    from dflash_hf.doctor.diagnosis import diagnose
+    from dflash_hf.doctor.experiments import Case
+    from dflash_hf.doctor.texts import Writer
     from dflash_hf.evaluation.sets import rows_of, rows_of_every_kind
     from dflash_hf.pairs import Loading, load_target
     from dflash_hf.target import freeze
