@@ -8,9 +8,9 @@ from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.examples import check_examples
 from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
 from dflash_hf.data.sources import load_rows
+from dflash_hf.training.rows import survey
 
 
 datasets = pytest.importorskip("datasets")
@@ -108,7 +108,7 @@ def test_counts_are_of_what_is_left(tmp_path):
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
     examples = [example for row in ROWS[:20] for example in encoder(row)]
     assert list(dataset) == examples
-    check_examples(dataset)
+    survey(dataset)
     assert (report.rows, report.examples) == (21, 20)
     assert report.tokens == sum(len(one["input_ids"]) for one in examples)
     assert report.supervised == sum(sum(one["loss_mask"]) for one in examples)

@@ -11,11 +11,12 @@ from support.rows import counting_rows, uneven_rows
 from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
-from dflash_hf.data.examples import DFlashCollator, check_examples, make_example
+from dflash_hf.data.examples import DFlashCollator, make_example
 from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
 from dflash_hf.target import generate_responses
 from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.losses import slot_weights
+from dflash_hf.training.rows import survey
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -391,7 +392,7 @@ def test_an_example_without_a_response_is_refused():
 def test_rows_that_cannot_be_trained_on_are_named(row, message, tmp_path):
     rows = [make_example([1], [2, 3]), row]
     with pytest.raises(ValueError, match=message):
-        check_examples(rows)
+        survey(rows)
     target = make_target()
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, target, rows)

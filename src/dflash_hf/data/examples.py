@@ -31,22 +31,6 @@ def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_len
     return {"input_ids": input_ids, "loss_mask": loss_mask}
 
 
-def check_examples(dataset) -> None:
-    """
-    Read a dataset once and reject rows that cannot be trained on: training on nothing would fail silently.
-
-    Args:
-        dataset (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
-
-    Raises:
-        `ValueError`: there are no rows, or [`check_example`] rejects one.
-    """
-    if len(dataset) == 0:
-        raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
-    for index in range(len(dataset)):
-        check_example(dataset[index], f"Row {index}")
-
-
 def check_example(example: dict, name: str) -> None:
     """
     Raises:
