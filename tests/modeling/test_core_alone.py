@@ -69,6 +69,12 @@ def rounds(tmp_path_factory):
         [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    for name in makers:  # read wrongly, a drafter would be written otherwise
+        saved, again = (
+            {path.relative_to(one): path.read_bytes() for path in one.rglob("*") if path.is_file()}
+            for one in (folder / name, folder / f"{name} again")
+        )
+        assert again == saved, name
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
 
 
