@@ -44,7 +44,7 @@ WINGS: dict[str, set[str]] = {
     "serving": {"data", "evaluation"},
     "commands": {"data", "evaluation", "hub", "training", "doctor", "demo", "serving"},
 }
-MAX_LINES = 80
+MAX_LINES = 60
 # Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.
 OPTIONAL = ("datasets", "peft", "matplotlib")
 # Names on the package index that differ from the name to import.
