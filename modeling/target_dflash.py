@@ -140,6 +140,7 @@ def attach(hooks) -> None:
                 for held in (module._forward_hooks, module._forward_pre_hooks):  # of a copy made during a call
                     for key in [key for key, one in held.items() if one is hook]:
                         del held[key]
+                        module._forward_pre_hooks_with_kwargs.pop(key, None)
                 if hook is _output:
                     uses[1] = module.register_forward_hook(hook)
                 else:
