@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-from dflash_hf.decoding.copies import Copies
+from dflash_hf.decoding.copies import Copies, together
 from dflash_hf.decoding.costs import NOTHING, Costs, Work, adapters_of, table_of
 from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.recurrent import ReplaySession
@@ -113,6 +113,7 @@ class Fastest(Fixed):
 
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     MARGIN = 0.1  # tokens that a copy must gain
+    COPYING = 2  # rows of a call that copies: with more of them, the slowest one rarely gains
 
     def __init__(self, call: Call):
         super().__init__(call)
@@ -122,7 +123,7 @@ class Fastest(Fixed):
         self.costs = Costs(table_of(call.target, call.draft), rows, call.columns, clock(call.target.device))
         self.throughput = copy.deepcopy(self._throughputs.get(self._key, Throughput()))
         self.slowest, self.here = SlowestRow(rows), Correction()
-        self.copies: Copies | None = None  # of a single row
+        self.copies: list[Copies] = []  # of each row, if they are few
         self.plan: Plan | None = None
         self.rounds: list[tuple[int, float, float]] = []  # size, tokens committed per row, cost of each round
 
@@ -147,20 +148,23 @@ class Fastest(Fixed):
         costs = self.costs.curve(text.longest, self.widest)
         if not self.rounds:
             self.throughput.begin(costs[min(2, self.widest)])
-            if len(text.alive) == 1:
+            if len(text.alive) <= self.COPYING:
                 vocab_size = self.call.target.config.get_text_config(decoder=True).vocab_size
-                self.copies = Copies(text.sequences[0].tolist(), vocab_size, self.throughput.of_copies)
+                rows = text.sequences.tolist()
+                self.copies = [Copies(row, vocab_size, self.throughput.of_copies) for row in rows]
         resting = self.throughput.resting > 0
         # 1. Every fourth round costs a token of the target alone, until that is known.
         measured = len(self.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
         # 2. A copy, if it is faster than drafting.
-        if self.copies is not None and not measured:
-            tokens, gained = self.copies.next(min(self.room(text) - 1, self.widest))
+        if self.copies and not measured:
+            most = min(self.room(text) - 1, self.widest)
+            tokens, gained = together([one.next(most * alive) for one, alive in zip(self.copies, text.alive)])
             cost = self.costs.curve(text.longest, self.widest, drafted=False)
-            size = worth(gained, cost, self.throughput.speed, lambda size: self.MARGIN if size == 0 else 0.0)
+            speed = sum(text.alive) * self.throughput.speed
+            size = worth(gained, cost, speed, lambda size: self.MARGIN if size == 0 else 0.0)
             if size:
                 self.plan = Plan(*now, (size, False), cost[size])
-                return Block(torch.cat([text.last[:, None], text.last.new_tensor([tokens[:size]])], dim=1))
+                return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))
         # 3. Nothing, while drafting does not pay.
         if measured or resting or self.room(text) == 1:
             self.throughput.resting -= resting and not measured
@@ -189,8 +193,9 @@ class Fastest(Fixed):
         # A batch is done when its slowest row is.
         tokens = min(plan.left - (0 if text.done else text.left), max(counts))
         self.rounds.append((plan.work[0], tokens, plan.cost))
-        if self.copies is not None:
-            self.copies.extend(text.sequences[0, -counts[0] :].tolist())
+        for row, copies in enumerate(self.copies):
+            end = self.call.rules.prompt_length + text.lengths[row]
+            copies.extend(text.buffer[row, end - counts[row] : end].tolist())
         if plan.tree is None:
             return
         expected = min(1 + self.here.ratio * plan.expected, plan.left)
