@@ -18,7 +18,7 @@ _LAZY = {
     "DFlashDraftConfig": ".drafter",
     "DFlashDraftModel": ".drafter",
     "DFlashCandidateGenerator": ".modeling.drafting_dflash",
-    "DFlashDecodingConfig": ".modeling.configuration_dflash",
+    "DFlashDecodingConfig": ".decoding.settings",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",

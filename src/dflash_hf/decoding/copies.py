@@ -34,7 +34,9 @@ class Copies:
     def extend(self, tokens: list[int]) -> None:
         """Read the tokens that were committed."""
         if self.count + len(tokens) > len(self.tokens):
-            self.tokens = torch.cat([self.tokens, self.tokens.new_empty(len(self.tokens) + len(tokens))])
+            with torch.inference_mode(False):  # calls go on outside of it
+                room = torch.empty(len(self.tokens) + len(tokens), dtype=torch.long)
+                self.tokens = torch.cat([self.tokens, room])
         for token in tokens:
             if self.source is not None:
                 agrees = int(self.tokens[self.source]) == token
