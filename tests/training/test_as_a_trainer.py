@@ -11,12 +11,10 @@ from accelerate.state import GradientState
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, CHECKPOINTING
-from transformers import HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import IntervalStrategy
 
-from dflash_hf.evaluation.report import REPORT_FILE
-from dflash_hf.training.callbacks import DecodingCallback
 from dflash_hf.training.features import FeatureManifest, StoredFeatures, parts_of, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -172,48 +170,6 @@ def test_every_metric_is_there_from_the_first_evaluation(tmp_path):
     assert {f"eval_{name}_{slot}" for name in ("accuracy", "acceptance") for slot in slots} <= metrics.keys()
 
 
-def test_a_report_of_other_weights_is_never_kept(tmp_path):
-    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4))
-    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
-    trainer.evaluate()
-    first = trainer.eval_report
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    assert first is not None and trainer.eval_report is None
-    trainer.save_model()
-    assert not (tmp_path / REPORT_FILE).exists()
-    trainer.evaluate()
-    assert trainer.eval_report is not None and trainer.eval_report is not first
-
-
-def test_a_step_too_small_to_see_ends_a_report(tmp_path):
-    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4), optim="sgd", learning_rate=1e-7)
-    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
-    trainer.evaluate()
-    assert trainer.eval_report is not None
-    trainer.train()
-    assert trainer.eval_report is None
-
-
-class Averaged(TrainerCallback):
-    """Other weights after the last evaluation, as an average of them would be."""
-
-    def on_train_end(self, args, state, control, model, **kwargs):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-
-
-def test_weights_swapped_at_the_end_have_no_report(tmp_path):
-    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4), eval_strategy="steps", eval_steps=1, max_steps=1)
-    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
-    trainer.add_callback(Averaged())
-    trainer.train()
-    trainer.save_model()
-    assert not (tmp_path / REPORT_FILE).exists()
-
-
 def test_a_trainer_can_be_pickled(tmp_path):
     """As upstream's, before training; its objective held a local function."""
     GradientState._reset_state()  # an earlier training in this process left its data loaders there
@@ -273,13 +229,6 @@ def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):
     make_trainer(tmp_path, target=target, draft=draft, max_steps=2, **reentrant).train()
     after = dict(draft.named_parameters())
     assert [name for name, one in before.items() if torch.equal(one, after[name])] == []
-
-
-def test_decoding_needs_a_whole_target(tmp_path):
-    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4))
-    trainer.target.model.layers.to("meta")
-    with pytest.raises(ValueError, match="whose layers were dropped"):
-        DecodingCallback(trainer)
 
 
 def test_stored_rows_are_checked_and_not_packed(tmp_path):

@@ -52,7 +52,6 @@ class RecipeArguments:
     target_dtype: str = key("auto, float32, bfloat16 or float16.", "auto")
     trust_remote_code: bool = key("Run the target's own code.", False)
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
-    base_model: str | None = key("Hub name of the target, for the model card, if `target` is a folder.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
     num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
     block_size: int | None = key("Block size of a new drafter, including the anchor; default: 8 on a CPU, else 16.")
@@ -87,7 +86,6 @@ class RecipeArguments:
     features: list[str] | str | None = key("Folder or folders of stored features, instead of `data`.")
     eval_features: list[str] | str | None = key("Stored features to evaluate on.")
     decode_prompts: int = key("Prompts to decode at each evaluation, to measure tau; 0: none.", 0)
-    decode_steps: int | None = key("Also decode every N steps.")
     decode_max_new_tokens: int = key("Maximum number of tokens of their answers.", 128)
     store_rows: int = key(
         "First store the features of N rows of `data` in output_dir, train on them, and remove them; -1: of all rows "

@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dflash_hf.pairs import Loading, draft_config_of, load_target
 from dflash_hf.terminal import note
 from dflash_hf.training.adapters import merged
 from dflash_hf.training.callbacks import DecodingCallback
-from dflash_hf.training.checkpoints import check_resumable, last_checkpoint
+from dflash_hf.training.checkpoints import checkpoint_of, last_checkpoint
 from dflash_hf.training.features import drop_layers, rows_to_store, store_rows, stored, stored_tokens
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace, StepCount
@@ -31,7 +31,7 @@ from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.trainer_card import kept_report, save_facts
+from dflash_hf.training.trainer_card import save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -73,10 +73,10 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     Returns:
         `DFlashTrainer`: After training.
     """
-    # 1. The arguments. Only the finished drafter is published, once, with its card.
+    # 1. The arguments.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    options = {**training, "output_dir": str(folder), "push_to_hub": False, "resume_from_checkpoint": None}
+    options = {**training, "output_dir": str(folder), "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
@@ -127,8 +127,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
-        with kept_report(folder) if first else nullcontext():
-            _save(run, trainer)
+        _save(run, trainer)
     if first:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
@@ -168,10 +167,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         raise ValueError(
             f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."
         )
-    last = last_checkpoint(folder)
-    checkpoint = last if resume == "auto" else Path(resume) if resume else None
-    if checkpoint is not None:
-        check_resumable(checkpoint)
+    checkpoint, last = checkpoint_of(resume, folder), last_checkpoint(folder)
     used = "a finished drafter" if any(folder.glob("*.safetensors")) else last and last.name
     elsewhere = checkpoint is None or checkpoint.resolve().parent != folder.resolve()
     if used and elsewhere and not overwrite:
@@ -231,8 +227,7 @@ def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
     for one in callbacks:
         trainer.add_callback(one)
     if recipe.decode_prompts:
-        tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
-        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
+        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, recipe.decode_max_new_tokens))
     return trainer
 
 
@@ -247,9 +242,10 @@ def _save(run: Run, trainer: DFlashTrainer) -> None:
     trainer.save_model(str(folder / "adapter"))
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model))
-        _halved(whole, trainer.args).save_pretrained(folder)
+        with without_stale_report(folder):
+            _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
-        save_facts(trainer, folder)
+        save_facts(trainer, folder, trainer.trained_steps)
 
 
 def _halved(draft, args):

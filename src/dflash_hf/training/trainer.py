@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,19 @@ from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.hub.card import CardFacts, origin, render_card
 from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import add_adapter, is_adapted
 from dflash_hf.training.attention import restore
-from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of, last_checkpoint
+from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import survey
-from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
+from dflash_hf.training.trainer_card import PushesCode, save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
 
@@ -33,13 +33,8 @@ from dflash_hf.weights import is_finite
 logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
-# Arguments of upstream's Trainer that this one would ignore, and why.
-_REFUSED = {
-    "compute_loss_func": "loss_type and draft_config choose the loss",
-    "compute_metrics": "a drafter's metrics are computed without gathering its logits",
-    "preprocess_logits_for_metrics": "a drafter's metrics are computed without gathering its logits",
-    "model_init": "pass the drafter as `model`, and build a trainer for each trial of a search",
-}
+# Arguments of upstream's Trainer that this one would ignore.
+_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
 
 
 class NotFiniteError(DetailedError):
@@ -70,8 +65,6 @@ class DFlashTrainer(AtomicTrainer):
 
     Attributes:
         draft (`DFlashDraftModel`): The drafter itself, without adapter and training wrappers.
-        eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
-            weights; dropped when they change.
         objective_class (`type`): The class of its loss, [`~dflash_hf.training.objective.Objective`] or a subclass.
 
     Raises:
@@ -128,23 +121,14 @@ class DFlashTrainer(AtomicTrainer):
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
         self.objective = self.objective_class(self.draft, target, args, self.reader())
-        self.meter, self.figures = Meter(args.device), WeightsHaveFigures(self)
+        self.meter = Meter(args.device)
         self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.add_callback(self.figures)
+        self.add_callback(PushesCode())
         self.add_callback(StepCount())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEnded())
-
-    @property
-    def eval_report(self) -> EvalReport | None:
-        """The last report, if the drafter still has the weights that it was measured with."""
-        return self.figures.report
-
-    @eval_report.setter
-    def eval_report(self, report: EvalReport | None) -> None:
-        self.figures.report = report
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -286,13 +270,23 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
         if not is_finite(self.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        super().save_model(output_dir, _internal_call)
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with without_stale_report(folder) if self.args.should_save else nullcontext():
+            super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
+            save_facts(self, folder, self.state.global_step if _internal_call else self.trained_steps)
+
+    @property
+    def trained_steps(self) -> int:
+        """Steps of the weights after training: of the best ones, if they were loaded at the end."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        return self.state.global_step if best is None else best
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a whole checkpoint of this drafter; `True` is the last whole checkpoint."""
-        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
+        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            check_same_drafter(checkpoint, self.draft.config)
         self.latest = None if checkpoint is None else checkpoint.resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -308,27 +302,18 @@ class DFlashTrainer(AtomicTrainer):
             restore(self.draft.config)
 
     def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
+        self, model_name=None, license=None, tags=None, finetuned_from=None, dataset=None, dataset_tags=None, **unused
     ) -> None:
         """
         Write the drafter's card, rendered from facts, as README.md of the output folder; `push_to_hub` calls this.
 
         Args:
+            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
             license (`str`): The Hub's short name, e.g. `"mit"`.
             tags (`str` or `list[str]`): Added to the card's own tags.
-            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
             finetuned_from (`str`): Repository of the target. Default: the repository it was loaded from.
             dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
-            language, tasks, dataset_args: Not part of a drafter's card.
+            unused: Upstream's other arguments, which are not part of a drafter's card.
 
         Raises:
             `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
@@ -336,14 +321,16 @@ class DFlashTrainer(AtomicTrainer):
         if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes an adapter's card
             return
         folder = Path(self.args.output_dir)
-        datasets = dataset_tags if dataset is None else dataset
-        datasets = [datasets] if isinstance(datasets, str) else datasets
+        datasets = _listed(dataset_tags if dataset is None else dataset)
         facts = CardFacts.from_folder(folder, base_model=finetuned_from, license=license, datasets=datasets)
         repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
         card = render_card(folder, facts, repo)
-        wanted = [tags] if isinstance(tags, str) else tags or []
-        card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
+        card.data.tags += [tag for tag in _listed(tags) if tag not in card.data.tags]
         (folder / "README.md").write_text(str(card), encoding="utf-8")
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 def read_target(target, layer_ids: list[int], args, batch: dict[str, torch.Tensor]) -> TargetOutput:
@@ -359,8 +346,12 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
     Raises:
         `ValueError`: one of `kwargs`, upstream's, would be ignored, or two contradict each other.
     """
-    for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value is not None}:
-        raise ValueError(f"{name} does not apply to DFlashTrainer: {_REFUSED[name]}.")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} does not apply to DFlashTrainer, which is given the drafter as `model` and has its own loss "
+                "(loss_type) and metrics; leave it out."
+            )
     limit = f"max_minutes={args.max_minutes}"
     if args.max_minutes is not None and (kwargs.get("optimizers") or (None, None))[1] is not None:
         raise ValueError(
