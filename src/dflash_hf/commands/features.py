@@ -57,5 +57,5 @@ def run(arguments, echo) -> Outcome:
     manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
     files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
     echo(f"{manifest.examples} examples in {files} are in {output}")
-    facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
+    facts = {"examples": manifest.examples, "tokens": report.tokens, "shards": len(manifest.shards)}
     return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(output)})

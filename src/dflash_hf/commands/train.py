@@ -8,8 +8,8 @@
 
 settings to change first:
     per_device_train_batch_size  rows per step; 1 if memory is short
-    num_train_epochs             passes over the data (default: 6)
-    learning_rate                (default: 6e-4)
+    max_minutes                  the length of the run (default: 3,000 steps on a CPU, else 6 passes over the data)
+    learning_rate                (default: 1e-3 on a CPU, else 6e-4)
     bf16                         true on a GPU that supports it
 """
 

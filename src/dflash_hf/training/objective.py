@@ -66,7 +66,7 @@ class Objective:
 
     def draw_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
-        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
+        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
         batch["anchors"], batch["valid"] = sample_anchors(
             batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")

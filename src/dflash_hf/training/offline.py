@@ -72,17 +72,9 @@ def check_features(dataset, draft_config, target) -> None:
             f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter reads "
             f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
         )
-    if manifest.width != len(manifest.layer_ids) * draft_config.target_hidden_size:
-        raise ValueError(f"{folder} holds features of width={manifest.width}, which do not fit this drafter's target.")
     for part, digest in digest_of_target(target).items():
         if manifest.weights[part] != digest:
             raise ValueError(
                 f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
                 f"{type(target).__name__} has {digest}: load that target, or store the features again."
             )
-    arguments = (draft_config.dflash_config or {}).get("chat_template_kwargs")
-    if arguments is not None and arguments != manifest.chat_template_kwargs:
-        raise ValueError(
-            f"{folder} was stored with chat_template_kwargs={manifest.chat_template_kwargs}, not {arguments}; store "
-            "the features again, or train with these."
-        )

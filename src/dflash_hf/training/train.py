@@ -1,7 +1,9 @@
 """A recipe, from its data to a saved drafter."""
 
 import gc
+import math
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +22,10 @@ from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs import Loading, draft_config_of, load_target
 from dflash_hf.terminal import note
-from dflash_hf.training.adapters import merged
+from dflash_hf.training.adapters import add_adapter, merged
 from dflash_hf.training.callbacks import DecodingCallback
 from dflash_hf.training.checkpoints import checkpoint_of, last_checkpoint
-from dflash_hf.training.features import drop_layers, rows_to_store, store_rows, stored, stored_tokens
+from dflash_hf.training.features import drop_layers, store_rows, stored, stored_tokens
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace, StepCount
 from dflash_hf.training.processes import in_first_process
@@ -116,10 +118,10 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
             names = (recipe.features, recipe.eval_features)
             rows, eval_rows = (stored(one, run.layer_ids, args.reads_states) if one else None for one in names)
         elif recipe.store_rows:
-            seconds = None if args.max_minutes is None else 60 * args.max_minutes
             with args.main_process_first(desc="features"):
-                parts = {"train": rows_to_store(rows, run, seconds, folder / STORED / "train"), "eval": eval_rows}
-                rows, eval_rows = (store_rows(part, folder / STORED / name, run) for name, part in parts.items())
+                rows = store_rows(_drawn(rows, run), folder / STORED / "train", run, _enough(run, folder))
+                eval_rows = store_rows(eval_rows, folder / STORED / "eval", run)
+            say(f"features          of {len(rows):,} rows are stored")
         # 5. Training.
         trainer = _trainer(run, rows, eval_rows, [*callbacks, StepCount(say)])
         if resume:
@@ -218,11 +220,30 @@ def _encoded(recipe: RecipeArguments, encoder: RowEncoder, say) -> tuple:
     return rows, eval_rows
 
 
+def _drawn(rows, run: Run):
+    """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
+    count, args = run.recipe.store_rows, run.args
+    if count == -1 and args.max_steps > 0:
+        count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
+    return rows.select(order[: count if count > 0 else None].tolist())
+
+
+def _enough(run: Run, folder: Path) -> Callable[[], bool] | None:
+    """Whether storing features, as many as a run can, has taken a third of its time or half of the free disk."""
+    if run.recipe.store_rows != -1:
+        return None
+    start, free = Pace.clock(), shutil.disk_usage(folder).free
+    seconds = 20 * run.args.max_minutes if run.args.max_minutes else math.inf
+    return lambda: Pace.clock() - start > seconds or shutil.disk_usage(folder).free < free / 2
+
+
 def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
     """The trainer of a run, which reads the target's features from disk or computes them."""
     recipe = run.recipe
     kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
-    trainer = kind(run.draft, run.target, run.args, rows, eval_rows, peft_config=recipe.peft_config)
+    model = add_adapter(run.draft, recipe.peft_config) if recipe.peft_config else run.draft
+    trainer = kind(model, run.target, run.args, rows, eval_rows)
     trainer.remove_callback(StepCount)
     for one in callbacks:
         trainer.add_callback(one)
@@ -234,7 +255,7 @@ def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
 def _save(run: Run, trainer: DFlashTrainer) -> None:
     """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
     folder = Path(run.args.output_dir)
-    if run.recipe.peft_config is None:
+    if not run.recipe.peft_config:
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             _halved(trainer.draft, trainer.args)
         trainer.save_model(str(folder))

@@ -17,7 +17,7 @@ from dflash_hf.hub.card import CardFacts, origin, render_card
 from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
 from dflash_hf.terminal import DetailedError
-from dflash_hf.training.adapters import add_adapter, is_adapted
+from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.heads import needs_teacher
@@ -53,14 +53,13 @@ class DFlashTrainer(AtomicTrainer):
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
-        model (`DFlashDraftModel` or `str`): The drafter, or its folder or name on the Hub.
+        model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
+            `peft.get_peft_model(draft, ...)` an adapter on it is trained.
         target (`PreTrainedModel` or `str`): Its target, or the target's folder or name; needs a head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
             [`~dflash_hf.data.examples.make_example`].
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
-        peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
-            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` merges both into a plain drafter.
         kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
     Attributes:
@@ -82,7 +81,6 @@ class DFlashTrainer(AtomicTrainer):
         train_dataset=None,
         eval_dataset=None,
         data_collator=None,
-        peft_config=None,
         **kwargs,
     ):
         if args is None:
@@ -99,10 +97,10 @@ class DFlashTrainer(AtomicTrainer):
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator_class(0 if pad_token_id is None else pad_token_id)
-        prepare_draft(model, args, peft_config)
         self.draft = model.get_base_model() if is_adapted(model) else model
+        prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(
-            model=model if peft_config is None else add_adapter(model, peft_config),
+            model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -370,57 +368,46 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
         )
 
 
-def prepare_draft(model, args, peft_config) -> None:
+def prepare_draft(draft, args, adapted: bool) -> None:
     """
     Choose which parameters of a drafter are trained, in which dtype.
 
     Raises:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
-    config = model.config
-    model.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
-    if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
-        logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
-        model.float()
+    config, head = draft.config, draft.config.head
+    draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
+    if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
+        logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
+        draft.float()
     if needs_teacher(config) and not args.has_teacher:
         logger.warning(
-            f"Part of the {config.head.name} learns from the target's distribution only and is not trained "
+            f"Part of the {head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark, kl or tv."
         )
-    choose_parameters(model, args.head_only, peft_config)
-    if config.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
-        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
-        args.ddp_find_unused_parameters = False
-    if config.has_own_head:
-        model.lm_head.requires_grad_(False)  # rows of the target's
-
-
-def choose_parameters(model, head_only: bool, peft_config) -> None:
-    """
-    Freeze all but the drafter's head if it is trained alone.
-
-    Raises:
-        `ValueError`: there is no head, or it would be trained alone without `head_only`.
-    """
-    head = model.config.head
     with torch.device("meta"):
-        modules = head.modules(model.config)
-    if head_only:
-        if not modules or peft_config is not None:
+        modules = head.modules(config)
+    if args.head_only:
+        if not modules or adapted:
             raise ValueError(
                 "head_only=True trains the head of a drafter, and no adapter: set the fields of a head, such as "
                 "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
                 "16}), and leave out peft_config."
             )
-        model.requires_grad_(False)
+        draft.requires_grad_(False)
         for name in modules:
-            getattr(model, name).requires_grad_(True)
-    elif modules and peft_config is None:
-        trained = {name.split(".")[0] for name, one in model.named_parameters() if one.requires_grad}
+            getattr(draft, name).requires_grad_(True)
+    elif modules and adapted:
+        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
+    elif modules:
+        trained = {name.split(".")[0] for name, one in draft.named_parameters() if one.requires_grad}
         if trained and trained <= modules.keys():
             raise ValueError(
                 "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
                 "`model.requires_grad_(True)`, or set head_only=True again."
             )
-    elif modules:
-        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
+    if config.has_head and not adapted and args.ddp_find_unused_parameters is None:
+        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
+        args.ddp_find_unused_parameters = False
+    if config.has_own_head:
+        draft.lm_head.requires_grad_(False)  # rows of the target's
