@@ -17,8 +17,8 @@ from dflash_hf.target import digest_of_target, target_features
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored_tokens
 from dflash_hf.training.features import stored as stored_features
-from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.rows import survey
+from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -44,7 +44,7 @@ def stored(target, tmp_path):
 
 def make_offline_trainer(folder, target, dataset, draft=None, **overrides):
     arguments = make_trainer(folder, target, counting_rows(2), **overrides).args
-    return DFlashOfflineTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
+    return DFlashTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
 
 
 def test_layers_that_the_target_does_not_have(target, tmp_path):
@@ -69,15 +69,15 @@ def test_a_row_is_what_the_target_makes_of_it(target, stored):
         dataset[6]
 
 
-@pytest.mark.parametrize("loss_type, label_source", [("ce", "data"), ("dpace", "target"), ("kl", "data")])
-def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label_source, tmp_path):
+@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
+def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
     rows = [*uneven_rows(), *counting_rows(2)]
     losses, tau = [], []
     for offline in (False, True):
         target = make_target()
-        loss = {"max_steps": 3, "loss_type": loss_type, "label_source": label_source}
+        loss = {"max_steps": 3, "loss_type": loss_type}
         if offline:
-            states = (loss_type, label_source) != ("ce", "data")
+            states = loss_type == "kl"
             store(target, rows, tmp_path / "train", states=states)
             store(target, rows[:3], tmp_path / "eval", states=states)
             drop_layers(target, torch.device("cpu"))
@@ -86,7 +86,7 @@ def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label
             arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), **loss})
             draft = make_draft(make_target(), block_size=BLOCK)
             data = (StoredFeatures(tmp_path / name, states=states) for name in ("train", "eval"))
-            trainer = DFlashOfflineTrainer(draft, target, arguments, *data)
+            trainer = DFlashTrainer(draft, target, arguments, *data)
         else:
             trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:3], **loss)
         trainer.train()
@@ -100,11 +100,10 @@ def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label
 def test_states_stored_in_bf16_are_read_by_a_head_in_fp32(target, tmp_path):
     """`dflash features` stores bf16 unless told otherwise; a target in fp32 then could not be a teacher."""
     store(target, counting_rows(4), tmp_path / "features", dtype="bfloat16", states=True)
-    for options in ({"loss_type": "dpace_kl"}, {"label_source": "target"}):
-        dataset = StoredFeatures(tmp_path / "features", states=True)
-        trainer = make_offline_trainer(tmp_path / "run", target, dataset, **options)
-        trainer.train()
-        assert history(trainer, "loss")
+    dataset = StoredFeatures(tmp_path / "features", states=True)
+    trainer = make_offline_trainer(tmp_path / "run", target, dataset, loss_type="dpace_kl")
+    trainer.train()
+    assert history(trainer, "loss")
 
 
 def trainer_fields(folder):
@@ -213,13 +212,10 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
     ):
         with pytest.raises(ValueError, match=message):
             make_offline_trainer(tmp_path, other, dataset, draft)
-    for overrides in ({"label_source": "target"}, {"loss_type": "kl"}):
-        with pytest.raises(ValueError, match="needs the target's final states; pass `StoredFeatures"):
-            make_offline_trainer(tmp_path, target, dataset, **overrides)
+    with pytest.raises(ValueError, match="needs the target's final states: pass `StoredFeatures"):
+        make_offline_trainer(tmp_path, target, dataset, loss_type="kl")
     with pytest.raises(ValueError, match="was stored without the final states, .* `dflash features --states`"):
         StoredFeatures(stored, states=True)
-    with pytest.raises(ValueError, match="The dataset is a list; pass `StoredFeatures"):
-        make_offline_trainer(tmp_path, target, counting_rows(2))
 
 
 def test_some_layers_of_some_folders(target, stored, tmp_path):

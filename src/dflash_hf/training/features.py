@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
-from dflash_hf.target import check_logits, digest_of_target, target_forward
+from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
 from dflash_hf.training.rows import lengths_of, survey
 
 
@@ -298,7 +299,8 @@ class StoredRow:
 
 class StoredFeatures(torch.utils.data.Dataset):
     """
-    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]` and `stored`, a [`StoredRow`] that reads
+    Stored features as a dataset for `DFlashTrainer`, which needs only the target's embedding and head then (see
+    [`drop_layers`]): rows `input_ids` `[S]`, `loss_mask` `[S]` and `stored`, a [`StoredRow`] that reads
     the features when they are needed.
 
     Args:
@@ -316,8 +318,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         if states and not manifest.states:
             raise ValueError(
                 f"{folder} was stored without the final states, from which the target's distribution is computed: "
-                "store the features again with `dflash features --states`, or train with label_source=data and "
-                "loss_type=ce or dpace."
+                "store the features again with `dflash features --states`, or train with loss_type=ce or dpace."
             )
         self.layer_ids = manifest.layer_ids if layer_ids is None else list(layer_ids)
         if not set(self.layer_ids) <= set(manifest.layer_ids):
@@ -371,12 +372,47 @@ def store_rows(rows, folder: Path, run, enough: Callable[[], bool] | None = None
     """Features of a run's dataset, if there is one: the first process stores them, the others follow."""
     if rows is None:
         return None
-    target, states = run.target, run.args.reads_states
+    target, states = run.target, run.args.has_teacher
     if run.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, run.recipe.target, run.layer_ids, run.encoder, dtype, states)
         store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough)
     return StoredFeatures(folder, run.layer_ids, states)
+
+
+def stored_output(batch: dict) -> TargetOutput:
+    """The target's output for a batch of stored rows, read from disk."""
+    device = batch["input_ids"].device
+    features = pad_sequence([row.features() for row in batch["stored"]], batch_first=True)  # [N, S, L*H]
+    states = [row.last_hidden_state() for row in batch["stored"]]
+    of_all = None if states[0] is None else pad_sequence(states, batch_first=True).to(device)  # [N, S, H]
+    return TargetOutput(features.to(device), of_all)
+
+
+def check_features(dataset: StoredFeatures, draft_config, target, states: bool) -> None:
+    """
+    Check that stored features fit a drafter, its target, and a loss that needs the final states.
+
+    Raises:
+        `ValueError`: names the mismatch and the remedy.
+    """
+    manifest, folder = dataset.manifest, dataset.folder
+    if dataset.layer_ids != draft_config.target_layer_ids:
+        raise ValueError(
+            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter reads "
+            f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
+        )
+    for part, digest in digest_of_target(target).items():
+        if manifest.weights[part] != digest:
+            raise ValueError(
+                f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
+                f"{type(target).__name__} has {digest}: load that target, or store the features again."
+            )
+    if states and not dataset.states:
+        raise ValueError(
+            "This loss_type needs the target's final states: pass `StoredFeatures(folder, states=True)`, or use ce or "
+            "dpace."
+        )
 
 
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.target import TargetOutput, target_labels, target_logits
+from dflash_hf.target import TargetOutput, target_logits
 from dflash_hf.training.attention import attend_in_groups
 from dflash_hf.training.blocks import (
     Blocks,
@@ -92,13 +92,10 @@ class Objective:
         args, config = self.args, self.config
 
         # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
-        output, label_ids = self.read(batch), batch["input_ids"]
-        if args.label_source == "target":
-            states, chunk_size = output.last_hidden_state, args.loss_chunk_size
-            label_ids = target_labels(self.target, states, label_ids, batch["loss_mask"], chunk_size)
+        output = self.read(batch)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
-        blocks = self.build_blocks(batch, label_ids)
+        blocks = self.build_blocks(batch)
         noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
         if self.draft.layers[0].gradient_checkpointing and model.training:
             noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
@@ -115,7 +112,7 @@ class Objective:
         hidden = by_token(hidden, config.block_size, config.sample_from_anchor)  # [N, A, T, H]
 
         # 4. Token losses through the target's head, chunk by chunk.
-        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
+        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(blocks.labels.device)[blocks.labels]
         before, teacher = batch["input_ids"].flatten()[blocks.before], None  # [N, A, T]
         if args.has_teacher:
             teacher = Teacher(output.last_hidden_state.flatten(0, 1), blocks.before, self.teacher_head, args.loss_kind)

@@ -26,7 +26,6 @@ from dflash_hf.training.adapters import add_adapter, merged
 from dflash_hf.training.callbacks import DecodingCallback
 from dflash_hf.training.checkpoints import checkpoint_of, last_checkpoint
 from dflash_hf.training.features import drop_layers, store_rows, stored, stored_tokens
-from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace, StepCount
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
@@ -116,7 +115,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         if recipe.features:
             drop_layers(target, args.device)
             names = (recipe.features, recipe.eval_features)
-            rows, eval_rows = (stored(one, run.layer_ids, args.reads_states) if one else None for one in names)
+            rows, eval_rows = (stored(one, run.layer_ids, args.has_teacher) if one else None for one in names)
         elif recipe.store_rows:
             with args.main_process_first(desc="features"):
                 rows = store_rows(_drawn(rows, run), folder / STORED / "train", run, _enough(run, folder))
@@ -239,11 +238,10 @@ def _enough(run: Run, folder: Path) -> Callable[[], bool] | None:
 
 
 def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
-    """The trainer of a run, which reads the target's features from disk or computes them."""
+    """The trainer of a run."""
     recipe = run.recipe
-    kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
     model = add_adapter(run.draft, recipe.peft_config) if recipe.peft_config else run.draft
-    trainer = kind(model, run.target, run.args, rows, eval_rows)
+    trainer = DFlashTrainer(model, run.target, run.args, rows, eval_rows)
     trainer.remove_callback(StepCount)
     for one in callbacks:
         trainer.add_callback(one)

@@ -20,6 +20,7 @@ from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
 from dflash_hf.training.objective import Objective
@@ -58,7 +59,8 @@ class DFlashTrainer(AtomicTrainer):
         target (`PreTrainedModel` or `str`): Its target, or the target's folder or name; needs a head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
-            [`~dflash_hf.data.examples.make_example`].
+            [`~dflash_hf.data.examples.make_example`]; or [`~dflash_hf.training.features.StoredFeatures`], several of
+            them as a `ConcatDataset`.
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
         kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
@@ -71,7 +73,7 @@ class DFlashTrainer(AtomicTrainer):
             not apply to drafters.
     """
 
-    objective_class, collator_class = Objective, DFlashCollator
+    objective_class = Objective
 
     def __init__(
         self,
@@ -93,10 +95,10 @@ class DFlashTrainer(AtomicTrainer):
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:
-                self.check_dataset(dataset, args, model.config, target)
+                check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = self.collator_class(0 if pad_token_id is None else pad_token_id)
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
         prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(
@@ -141,14 +143,10 @@ class DFlashTrainer(AtomicTrainer):
         self.add_callback(self.pace)
         return self.lr_scheduler
 
-    def check_dataset(self, dataset, args, draft_config, target) -> None:
-        """Reject rows that cannot be trained on, see [`~dflash_hf.training.rows.survey`]."""
-        if has_rows(dataset):
-            survey(dataset)
-
     def reader(self) -> Callable[[dict], TargetOutput]:
-        """What reads the target's output for a batch: a forward of the target, as far as needed."""
-        if self.args.has_teacher:
+        """What reads the target's output for a batch: a forward of the target, as far as needed, or the disk."""
+        whole = not any(parameter.is_meta for parameter in self.target.parameters())
+        if self.args.has_teacher and whole:  # stored states were checked when they were stored
             check_logits(self.target)
         return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args)
 
@@ -331,10 +329,26 @@ def _listed(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else value or []
 
 
-def read_target(target, layer_ids: list[int], args, batch: dict[str, torch.Tensor]) -> TargetOutput:
+def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> TargetOutput:
     """The target's output for a batch, as far as its features and the loss need it."""
+    if "stored" in batch:
+        return stored_output(batch)
     masks = packed_masks(target, layer_ids, batch)
-    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.reads_states)
+    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.has_teacher)
+
+
+def check_dataset(dataset, args, draft_config, target) -> None:
+    """
+    Raises:
+        `ValueError`: rows cannot be trained on, or stored features, whose rows were checked when they were stored,
+            are those of something else.
+    """
+    parts = parts_of(dataset)
+    if all(isinstance(part, StoredFeatures) for part in parts):
+        for part in parts:
+            check_features(part, draft_config, target, args.has_teacher)
+    elif has_rows(dataset):
+        survey(dataset)
 
 
 def check_arguments(args, target, train_dataset, kwargs: dict) -> None:

@@ -9,7 +9,6 @@ from transformers.integrations import get_available_reporting_integrations
 
 _CHOICES = {
     "loss_type": ("ce", "dpace", "kl", "dpace_kl", "tv", "dpace_tv", "dspark"),
-    "label_source": ("data", "target"),
     "block_attention": ("auto", "flex", "dense"),
 }
 # Arguments of transformers that must stay off, and what they would do.
@@ -49,8 +48,6 @@ class DFlashTrainingArguments(TrainingArguments):
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
             `warmup_steps` is a share of it, below 1.
-        label_source (`str`): `"data"`: the tokens of the examples, correct if the target wrote them. `"target"`: the
-            target's argmax after each prefix, for text from other sources.
         block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
             skips tiles that no block sees; CUDA only. `"auto"`: flex if supported.
 
@@ -62,7 +59,7 @@ class DFlashTrainingArguments(TrainingArguments):
     # The arguments that a model card lists if they are set.
     on_card = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_minutes", "num_anchors"),
-        *("loss_type", "loss_decay_gamma", "head_only", "label_source"),
+        *("loss_type", "loss_decay_gamma", "head_only"),
     )
 
     learning_rate: float = key("Initial learning rate of AdamW.", 6e-4)
@@ -78,7 +75,6 @@ class DFlashTrainingArguments(TrainingArguments):
     loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
     head_only: bool = key("Train the drafter's head alone.", False)
     loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
-    label_source: str = key("Labels: tokens of the 'data', or the argmax of the 'target'.", "data")
     block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
 
     @property
@@ -96,11 +92,6 @@ class DFlashTrainingArguments(TrainingArguments):
         """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
         kind = self.loss_type.rpartition("_")[2]
         return "ce" if kind == "dpace" else kind
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the target's final hidden states are needed in addition to its features."""
-        return self.has_teacher or self.label_source == "target"
 
     def __post_init__(self):
         super().__post_init__()
