@@ -115,10 +115,15 @@ class AtomicTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # everything else is there before the state
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        before = [set(group) for group in getattr(self.optimizer, "param_groups", [])]
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
-        except ValueError as error:
+            for keys, group in zip(before, getattr(self.optimizer, "param_groups", []), strict=False):
+                if lost := keys - group.keys():
+                    raise ValueError(f"without {sorted(lost)}")
+        except (ValueError, KeyError) as error:
             raise ValueError(
-                f"{checkpoint} holds the optimizer of other parameters ({error}): resume with its head_only and "
-                f"peft_config, or start a new run from its weights, with draft={checkpoint} and another output_dir."
+                f"{checkpoint} holds the optimizer of other parameters, or another one ({error}): resume with its "
+                "head_only, peft_config, muon and optim, or start a new run from its weights, with "
+                f"draft={checkpoint} and another output_dir."
             ) from error

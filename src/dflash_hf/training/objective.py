@@ -54,8 +54,8 @@ class Objective:
         self.draft, self.target, self.args, self.read = draft, target, args, read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
-        self.slot_weights = None  # D-PACE computes its own
-        if not args.uses_dpace:
+        self.slot_weights = None  # others depend on what is drafted
+        if args.weighting == "decay":
             tokens = draft.config.block_size + draft.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
@@ -119,7 +119,7 @@ class Objective:
         losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
 
         # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
-        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]

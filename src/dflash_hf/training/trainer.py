@@ -23,6 +23,7 @@ from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, ch
 from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
+from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import survey
@@ -115,6 +116,8 @@ class DFlashTrainer(AtomicTrainer):
                 "head_only=True would train nothing under FSDP, which only reduces gradients of the drafter's "
                 "forward; use DDP (examples/accelerate/ddp.yaml)."
             )
+        if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.target = freeze(target)
@@ -129,6 +132,12 @@ class DFlashTrainer(AtomicTrainer):
         self.add_callback(StepCount())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEnded())
+
+    def create_optimizer(self, *args):
+        """As upstream, or with `muon` Muon and AdamW."""
+        if self.args.muon and self.optimizer is None:
+            self.optimizer = muon_of(self.draft, self.args)
+        return super().create_optimizer(*args)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""

@@ -8,7 +8,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "kl", "dpace_kl", "tv", "dpace_tv", "dspark"),
+    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "tv", "dpace_tv", "dspark"),
     "block_attention": ("auto", "flex", "dense"),
 }
 # Arguments of transformers that must stay off, and what they would do.
@@ -37,12 +37,15 @@ class DFlashTrainingArguments(TrainingArguments):
     Args:
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
-            (arXiv 2605.18810). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
+            (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
+            2607.01893). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
             of either; `"tv"`, `"dpace_tv"`: total variation, the rejection rate of sampling (arXiv 2602.23881).
             `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
+        muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
+            [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
         loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
@@ -59,7 +62,7 @@ class DFlashTrainingArguments(TrainingArguments):
     # The arguments that a model card lists if they are set.
     on_card = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_minutes", "num_anchors"),
-        *("loss_type", "loss_decay_gamma", "head_only"),
+        *("loss_type", "loss_decay_gamma", "muon", "head_only"),
     )
 
     learning_rate: float = key("Initial learning rate of AdamW.", 6e-4)
@@ -70,17 +73,19 @@ class DFlashTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
     max_minutes: float | None = key("Minutes to train; the learning rate decays over time.")
     num_anchors: int = key("Blocks sampled from each sequence at each step.", 512)
-    loss_type: str = key("The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce")
+    loss_type: str = key(f"The loss: {', '.join(_CHOICES['loss_type'])}.", "ce")
     dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5)
     loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
+    muon: bool = key("Train the layers' matrices with Muon, the rest with AdamW.", False)
     head_only: bool = key("Train the drafter's head alone.", False)
     loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
     block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
 
     @property
-    def uses_dpace(self) -> bool:
-        """Whether D-PACE weighs the slots instead of decay."""
-        return self.loss_type.startswith("dpace")
+    def weighting(self) -> str:
+        """What weighs the slots: `"dpace"`, `"auf"`, or else `"decay"`."""
+        name = self.loss_type.partition("_")[0]
+        return name if name in ("dpace", "auf") else "decay"
 
     @property
     def has_teacher(self) -> bool:
@@ -91,7 +96,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def loss_kind(self) -> str:
         """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
         kind = self.loss_type.rpartition("_")[2]
-        return "ce" if kind == "dpace" else kind
+        return "ce" if kind == self.weighting else kind
 
     def __post_init__(self):
         super().__post_init__()
