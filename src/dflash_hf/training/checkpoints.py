@@ -123,7 +123,7 @@ class AtomicTrainer(Trainer):
                     raise ValueError(f"without {sorted(lost)}")
         except (ValueError, KeyError) as error:
             raise ValueError(
-                f"{checkpoint} holds the optimizer of other parameters, or another one ({error}): resume with its "
+                f"{checkpoint} holds the optimizer of other parameters or another one ({error}): resume with its "
                 "head_only, peft_config, muon and optim, or start a new run from its weights, with "
                 f"draft={checkpoint} and another output_dir."
             ) from error
