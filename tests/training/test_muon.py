@@ -52,7 +52,7 @@ def test_muon_and_adamw_do_not_share_a_checkpoint(tmp_path):
     fields = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer(tmp_path, make_target(), counting_rows(8), **fields).train()
     muon = make_trainer(tmp_path, make_target(), counting_rows(8), **fields, muon=True)
-    with pytest.raises(ValueError, match="holds the optimizer of other parameters, or another one .*muon and optim"):
+    with pytest.raises(ValueError, match="holds the optimizer of other parameters or another one .*muon and optim"):
         muon.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     make_trainer(tmp_path, make_target(), counting_rows(8), **fields, muon=True).train()
     with pytest.raises(ValueError, match="or another one"):
