@@ -29,7 +29,6 @@ _LAZY = {
     "generate_prompts": ".data.magpie",
     "PromptSettings": ".data.prompt_settings",
     "DFlashTrainer": ".training.trainer",
-    "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",
     "DecodingCallback": ".training.callbacks",
     "DFlashTrainingArguments": ".training.training_args",
