@@ -268,7 +268,7 @@ def test_an_error_of_ours_is_no_400(folder):
 
     from dflash_hf.serving.decoder import Decoder
     from dflash_hf.serving.options import Options
-    from dflash_hf.serving.server import Asked, PairManager, _asked
+    from dflash_hf.serving.server import Exchange
 
     class Model:
         config, device, generation_config = LlamaConfig(max_position_embeddings=64), "cpu", GenerationConfig()
@@ -279,8 +279,8 @@ def test_an_error_of_ours_is_no_400(folder):
         def _get_logits_processor(self, settings):
             return []
 
-    async def asked(manager, stream: bool):
-        _asked.set(Asked(Options(), []))
+    async def asked(stream: bool):
+        manager = Exchange(decoder, lines.append, Options())
         inputs, settings = {"input_ids": torch.ones(1, 3, dtype=torch.long)}, GenerationConfig(max_new_tokens=4)
         if not stream:
             return await manager.generate_non_streaming(None, None, inputs, settings, "")
@@ -289,13 +289,13 @@ def test_an_error_of_ours_is_no_400(folder):
 
     lines: list[str] = []
     errors = [TypeError("of ours"), *2 * [ValueError('a "quoted" word\nin two lines')]]
-    manager = PairManager(Decoder(Model(), AutoTokenizer.from_pretrained(folder)), lines.append)
-    error = asyncio.run(asked(manager, True))
+    decoder = Decoder(Model(), AutoTokenizer.from_pretrained(folder))
+    error = asyncio.run(asked(True))
     assert json.loads(f'{{"error": "{error.msg}"}}') == {"error": 'a "quoted" word in two lines'}
     with pytest.raises(ValueError, match="quoted"):
-        asyncio.run(asked(manager, False))
+        asyncio.run(asked(False))
     with pytest.raises(HTTPException) as raised:  # and no 400: the request is right
-        asyncio.run(asked(manager, False))
+        asyncio.run(asked(False))
     assert raised.value.status_code == 500 and raised.value.detail == "TypeError: of ours"
 
 

@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextvars import ContextVar
 
 import torch
 from transformers.cli.serve import Serve
@@ -45,30 +44,98 @@ _CALL = {
 }
 
 
-class Asked:
+class Exchange(GenerateManager):
     """
-    What is asked for by the body that is being handled.
+    One request over HTTP: what upstream's handler takes for its way to the model, and sends pieces of streams through.
 
     Args:
-        options (`Options`): Its options.
-        processors (`list[LogitsProcessor]`): Made from these.
-        logprobs (`LogProbs`, *optional*): The one of them that records log-probabilities.
+        decoder (`Decoder`): Who answers.
+        say (`Callable[[str], None]`): Called with a line when the request is finished.
+        options (`Options`): What is asked for.
+        processors (`list[LogitsProcessor]`): Of this answer.
 
     Attributes:
-        request (`Request`): Made by [`PairManager`].
+        request (`Request`): What the decoder was asked.
     """
 
     request: Request
+    _compile = False
 
-    def __init__(self, options: Options, processors: list, logprobs: LogProbs | None = None):
-        self.options, self.logprobs = options, logprobs
-        self.processors = [*processors, logprobs] if logprobs is not None else processors
+    def __init__(self, decoder: Decoder, say: Callable[[str], None], options: Options, processors=()):
+        self.decoder, self.say, self.options = decoder, say, options
+        self.logprobs = None if options.likely is None else LogProbs(decoder.tokenizer, options.likely)
+        self.processors = [*processors, *([] if self.logprobs is None else [self.logprobs])]
+
+    # As the state of a handler.
+
+    def use_continuous_batching(self, model, modality) -> bool:
+        """Upstream's is not used, but see [`Decoder`]."""
+        return False
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> "Exchange":
+        """Upstream has one for each model."""
+        return self
+
+    # As the manager of its model.
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        """As upstream; the streamer's `cancel` ends the request."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+        streamer = DirectStreamer(self.decoder.tokenizer._tokenizer, loop, events, response_parser=response_parser)
+
+        def failed(done: Future) -> None:
+            if (error := done.exception()) is not None:  # upstream puts its text between quotes
+                event = _StreamError(json.dumps(one_line(error))[1:-1])
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request = self._submit(inputs, gen_config, request_id, streamer)
+        streamer.cancel = request.gone.set
+        request.done.add_done_callback(failed)
+        return events, streamer
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        """As upstream, but a cancelled request stops decoding."""
+        from fastapi import HTTPException
+
+        request = self._submit(inputs, gen_config, request_id)
+        try:
+            await asyncio.wrap_future(request.done)
+        except asyncio.CancelledError:
+            request.gone.set()
+            raise
+        except ValueError:  # caused by the request
+            raise
+        except Exception as error:
+            raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
+        text = self.decoder.tokenizer.decode(request.tokens, skip_special_tokens=True)
+        return text, len(request.prompt), request.tokens
+
+    def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
+        options = self.options
+        if options.logit_bias:
+            settings.sequence_bias = {(token,): bias for token, bias in options.logit_bias.items()}
+        # Upstream ignores a temperature if the model's own settings are greedy.
+        settings.do_sample = bool(options.temperature if options.temperature is not None else settings.do_sample)
+        seed = None if options.seed is None else options.seed % 2**32  # numpy's limit; OpenAI's have 64 bits
+        request = Request(self.decoder, inputs, settings, streamer, options.stops, seed, self.processors)
+        if streamer is not None and request.stops:
+            streamer._enqueue = UpToStop(streamer._enqueue, request.stops)
+
+        def finished(done: Future) -> None:
+            error = done.exception()
+            end = "; the client disconnected" if request.gone.is_set() else ""
+            self.say(f"{name[:8]}: {request.status()}{f'; failed: {one_line(error)}' if error is not None else end}")
+
+        request.done.add_done_callback(finished)
+        self.request = self.decoder.submit(request)
+        return request
+
+    # Its answer.
 
     def complete(self, answer: dict) -> dict:
         """An answer of upstream, or a piece of its stream, with log-probabilities and its usage."""
         choice, request = answer["choices"][0], self.request
-        is_chat = "text" not in choice
-        if content := self.logprobs and self.logprobs.since(is_chat):
+        if content := self.logprobs and self.logprobs.since("text" not in choice):
             choice["logprobs"] = content
         if "usage" in answer:
             rejected = request.drafted - request.accepted
@@ -81,6 +148,13 @@ class Asked:
                 choice["finish_reason"] = "length"
         return answer
 
+    def whole(self, answer: dict) -> dict:
+        """An answer that is not streamed, without the stop string."""
+        choice = self.complete(answer)["choices"][0]
+        of, name = (choice["message"], "content") if "message" in choice else (choice, "text")
+        of[name] = without_stop(of.get(name) or "", self.request.stops)
+        return answer
+
     def sse(self, piece) -> str:
         """A piece of a stream as an event. If asked for, the usage is an event of its own."""
         answer = self.complete(piece.model_dump(exclude_none=True))
@@ -88,9 +162,6 @@ class Asked:
         if "usage" in answer and (self.options.stream_options or {}).get("include_usage"):
             answers = [{**answer, "usage": None}, {**answer, "choices": []}]
         return "".join(f"data: {json.dumps(one)}\n\n" for one in answers)
-
-
-_asked: ContextVar[Asked] = ContextVar("asked")
 
 
 class DraftedServe(Serve):
@@ -137,24 +208,16 @@ class DraftedServe(Serve):
         """Complete what `Serve` has built, and run it in this thread, which receives signals."""
         models = self._model_manager
         loaded = models.loaded_models.pop(models.process_model_name(self.target))
-        models.loaded_models[self.name] = loaded  # answers name the model as it is found here
-        models.process_model_name = self._pinned
-        models.force_model = self.name  # requests are compared with it
-        pack(self.packed, loaded.model, self.draft)
-        self.tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
-        self.takes_tools = "tools" in str(getattr(loaded.processor, "chat_template", None))
-        self.grammars = Grammars(loaded.model, self.tokenizer)
-        decoder = Decoder(loaded.model, self.tokenizer, self.draft)
-        self._generation_state._generate_managers[self.name] = PairManager(decoder, self.say)
+        models.loaded_models[self.name], models.process_model_name = loaded, self._pinned
+        self.model, self.processor = loaded.model, loaded.processor
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        pack(self.packed, self.model, self.draft)
+        self.grammars, decoder = Grammars(self.model, tokenizer), Decoder(self.model, tokenizer, self.draft)
+        self.decoder = decoder
+        self.calls = _reads_calls(self.processor, self.model.generation_config)
         _try_out(decoder)
-        calls = _reads_calls(loaded.processor, loaded.model.generation_config)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler._resolve_model = functools.partial(self._resolved, handler._resolve_model, calls)
-            handler.get_processor_inputs_from_messages = functools.partial(
-                _inputs, handler.get_processor_inputs_from_messages
-            )
-            handler.handle_request = functools.partial(self._answer, handler.handle_request)
-            handler.chunk_to_sse = lambda piece: _asked.get().sse(piece)
+            handler.handle_request = functools.partial(self._answer, copy.copy(handler))
         self._complete(self.server.config.app)
 
         def end(*_) -> None:  # until uvicorn handles signals; it raises them again when it is done
@@ -192,15 +255,10 @@ class DraftedServe(Serve):
             raise HTTPException(404, f"The model {name!r} does not exist; this server serves {self.name!r}.")
         return name
 
-    def _resolved(self, resolve: Callable, calls, body: dict) -> tuple:
-        """As upstream, with the processor that reads calls if the answer is one."""
-        name, model, processor = resolve(body)
-        return name, model, calls if _asked.get().options.is_call else processor
-
-    async def _answer(self, handle: Callable, body: dict, request_id: str):
+    async def _answer(self, handler, body: dict, request_id: str):
         """
-        As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets,
-        and with the options that it ignores.
+        As upstream's handler, but with an error message for invalid requests, which upstream drops silently or
+        misinterprets, and with the options that it ignores.
         """
         from fastapi import HTTPException
         from fastapi.responses import JSONResponse, StreamingResponse
@@ -208,14 +266,17 @@ class DraftedServe(Serve):
         self._pinned(body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
         try:
             options = Options.of(body)
-            if body.get("tools") and not self.takes_tools:
+            if body.get("tools") and "tools" not in str(getattr(self.processor, "chat_template", None)):
                 raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
             schema = options.schema_of_answer()
             grammars = [] if schema is None else [await asyncio.to_thread(self.grammars.processor, schema)]
-            logprobs = None if options.likely is None else LogProbs(self.tokenizer, options.likely)
+            exchange = Exchange(self.decoder, self.say, options, grammars)
+            own, processor = copy.copy(handler), self.calls if options.is_call else self.processor
+            own._resolve_model = lambda body: (self.name, self.model, processor)
+            own.get_processor_inputs_from_messages = functools.partial(_inputs, own.get_processor_inputs_from_messages)
+            own.generation_state, own.chunk_to_sse = exchange, exchange.sse
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
-            _asked.set(asked := Asked(options, grammars, logprobs))
-            answer = await handle(body, request_id)
+            answer = await own.handle_request(body, request_id)
         except HTTPException:
             raise
         except Exception as error:
@@ -227,11 +288,7 @@ class DraftedServe(Serve):
         if isinstance(answer, StreamingResponse):
             answer.body_iterator = _events(answer.body_iterator)
             return answer
-        answer = asked.complete(json.loads(answer.body))
-        choice = answer["choices"][0]
-        of, name = (choice["message"], "content") if "message" in choice else (choice, "text")
-        of[name] = without_stop(of.get(name) or "", asked.request.stops)
-        return JSONResponse(answer)
+        return JSONResponse(exchange.whole(json.loads(answer.body)))
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -303,72 +360,6 @@ def _error(status: int, message: str, headers=None):
 
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
-
-
-class PairManager(GenerateManager):
-    """
-    Upstream's way to the model: its requests go to a [`Decoder`].
-
-    Args:
-        decoder (`Decoder`): Of the pair.
-        say (`Callable[[str], None]`): Called with a line for each finished request.
-    """
-
-    def __init__(self, decoder: Decoder, say: Callable[[str], None]):
-        self.decoder, self.say = decoder, say  # without upstream's thread
-
-    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        """As upstream; the streamer's `cancel` ends the request."""
-        loop, events = asyncio.get_running_loop(), asyncio.Queue()
-        streamer = DirectStreamer(self.decoder.tokenizer._tokenizer, loop, events, response_parser=response_parser)
-        request = self._submit(inputs, gen_config, request_id, streamer)
-        streamer.cancel = request.gone.set
-
-        def failed(done: Future) -> None:
-            if (error := done.exception()) is not None:  # upstream puts its text between quotes
-                event = _StreamError(json.dumps(one_line(error))[1:-1])
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request.done.add_done_callback(failed)
-        return events, streamer
-
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """As upstream, but a cancelled request stops decoding."""
-        from fastapi import HTTPException
-
-        request = self._submit(inputs, gen_config, request_id)
-        try:
-            await asyncio.wrap_future(request.done)
-        except asyncio.CancelledError:
-            request.gone.set()
-            raise
-        except ValueError:  # caused by the request
-            raise
-        except Exception as error:
-            raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
-        text = self.decoder.tokenizer.decode(request.tokens, skip_special_tokens=True)
-        return text, len(request.prompt), request.tokens
-
-    def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
-        asked = _asked.get()
-        options = asked.options
-        if options.logit_bias:
-            settings.sequence_bias = {(token,): bias for token, bias in options.logit_bias.items()}
-        # Upstream ignores a temperature if the model's own settings are greedy.
-        settings.do_sample = bool(options.temperature if options.temperature is not None else settings.do_sample)
-        seed = None if options.seed is None else options.seed % 2**32  # numpy's limit; OpenAI's have 64 bits
-        request = Request(self.decoder, inputs, settings, streamer, options.stops, seed, asked.processors)
-        if streamer is not None and request.stops:
-            streamer._enqueue = UpToStop(streamer._enqueue, request.stops)
-
-        def finished(done: Future) -> None:
-            error = done.exception()
-            end = "; the client disconnected" if request.gone.is_set() else ""
-            self.say(f"{name[:8]}: {request.status()}{f'; failed: {one_line(error)}' if error is not None else end}")
-
-        request.done.add_done_callback(finished)
-        asked.request = self.decoder.submit(request)
-        return request
 
 
 def with_key(app, key: str):
