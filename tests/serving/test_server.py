@@ -136,6 +136,7 @@ NO_PART = "content has a part of type '{}', which the model cannot read"
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "is not supported: text"),
         ({"response_format": "json"}, "response_format='json' is not supported: Input should be a valid dict"),
         ({"tool_choice": "required"}, "tool_choice='required' names none of the tools"),
+        ({"tool_choice": {"function": "f"}}, "tool_choice=.* names none of the tools"),
         ({"messages": []}, "empty conversation"),
         ({"messages": [{"content": "Say 1"}]}, "KeyError: 'role'"),
         ({"messages": "Say 1"}, "messages='Say 1' is not supported: Input should be a valid list"),

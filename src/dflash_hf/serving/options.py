@@ -5,7 +5,7 @@ import json
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import LogitsProcessor
@@ -103,12 +103,14 @@ class Options:
             `ValueError`: the format is not supported, or the tool is unknown.
         """
         if self.is_call:
-            tools = [tool.get("function", tool) for tool in self.tools or []]
-            choice: Any = self.tool_choice
-            name = None if choice == "required" else choice.get("function", choice).get("name")
-            calls = [_call_of(tool) for tool in tools if choice == "required" or tool.get("name") == name]
-            if not calls:
-                raise ValueError(f"tool_choice={choice!r} names none of the tools.")
+            tools = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in self.tools or []]
+            match self.tool_choice:
+                case {"function": {"name": name}} | {"name": name}:
+                    tools = [tool for tool in tools if tool.get("name") == name]
+                case dict():
+                    tools = []
+            if not (calls := [_call_of(tool) for tool in tools if tool.get("name")]):
+                raise ValueError(f"tool_choice={self.tool_choice!r} names none of the tools.")
             return calls[0] if len(calls) == 1 else {"anyOf": calls}
         match self.response_format or (self.text or {}).get("format") or {"type": "text"}:
             case {"type": "text"}:

@@ -157,6 +157,8 @@ class Exchange(GenerateManager):
 
     def sse(self, piece) -> str:
         """A piece of a stream as an event. If asked for, the usage is an event of its own."""
+        if self.logprobs is None and piece.usage is None:
+            return f"data: {piece.model_dump_json(exclude_none=True)}\n\n"
         answer = self.complete(piece.model_dump(exclude_none=True))
         answers = [answer]
         if "usage" in answer and (self.options.stream_options or {}).get("include_usage"):
