@@ -35,7 +35,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--min-chars", type=count, default=16, help="drop shorter requests (default: %(default)s)")
     parser.add_argument("--max-chars", type=positive, default=1000, help="drop longer requests (default: %(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
+    parser.add_argument("--batch-size", type=positive, help="rows at a time (default: by memory, at most 256)")
     add_template(parser, "none")
     add_packed(add_loading(parser, draft=False))
 
@@ -55,7 +55,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.user_turn import UserTurn
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import best_rows
+    from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target
 
     known = {one.name for one in fields(PromptSettings)}
@@ -80,7 +80,7 @@ def run(arguments, echo) -> Outcome:
         pack(arguments.packed, target)
         use_single_queries(target)
         length = 64 + settings.max_new_tokens // 2
-        rows = arguments.batch_size or best_rows(target, GenerationConfig(), length, arguments.count, echo)
+        rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:
             for sample in judged_samples(target, tokenizer, arguments.count, settings, rows, before):
                 if sample.row:
