@@ -95,6 +95,19 @@ def test_a_finished_row_is_replaced_at_once(target, monkeypatch):
     assert not running and len(taken) == 40
 
 
+def test_repeated_prompts_are_read_once(target, monkeypatch):
+    read, verify = [], SlotSession.verify
+    config = GenerationConfig(eos_token_id=STOPS)
+    expected = all_of(target, make_prompts(2), 30, config, 2)
+
+    monkeypatch.setattr(SlotSession, "verify", lambda *of: read.append(of[1].tokens.shape) or verify(*of))
+    found = all_of(target, make_prompts(2) * 10, 30, config, 3)
+    assert found == expected * 10
+    assert [shape for shape in read if shape[0] == 1 and shape[1] > 1] == [(1, len(p)) for p in make_prompts(2)]
+    monkeypatch.setattr(module, "_REMEMBERED", 0)
+    assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_a_common_beginning_is_read_once(family, monkeypatch):
     """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""

@@ -39,7 +39,7 @@ WORKS = {
     "demo --draft {w}/draft --prompts 1 --max-new-tokens 4 --dtype float32 --output {out}/d": 0,
     f"{GENERATE} Say --device cpu --compare": 0,
     f"chat {PAIR} --device cpu --max-new-tokens 4": 0,
-    "prompts --target {w}/target --chat-template {w}/chat.jinja --count 4 --batch-size 8 --device cpu "
+    "prompts --target {w}/target --chat-template {w}/chat.jinja --count 1 --batch-size 8 --device cpu "
     "--temperature 3 --output {out}/q.jsonl --max-new-tokens 32": 0,
     "regenerate --target {w}/target --data {w}/rows.jsonl --output {out}/r.jsonl --device cpu --max-new-tokens 8": 0,
     "prepare --target {w}/target --data {w}/rows.jsonl --output {out}/p.jsonl --examples 1 --max-length 64": 0,

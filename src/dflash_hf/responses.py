@@ -26,6 +26,7 @@ Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and 
 # Generation settings that a full batch supports; with others, `generate` decodes.
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
+_REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats: a fifth of the time of short samples
 _PIECE = 512  # prompt tokens read at a time: bounds the mask
 _LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
 _ROWS = 16  # batch size with `generate`
@@ -207,34 +208,45 @@ class _Slots:
         self.session = _Steps(target, empty_cache(target), [0] * rows, offset, {})
         self.reader = _Reader(target, empty_cache(target), [0], offset[:1], last_only)
         self.last: tuple = ()  # the prompt that the reader holds
+        self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
 
     def read(self, place: int, ids: Sequence[int], left: dict[int, tuple]) -> torch.Tensor:
-        """
-        Read a prompt alone, in pieces, from where it differs from the last one or from what a place holds, and put it
-        into a place; returns the logits `[1, V]` after it. `left`: texts that places still hold.
-        """
-        ids, cache = tuple(ids), self.session.cache
+        """Put a prompt into a place; returns the logits `[1, V]` after it. `left`: texts that places still hold."""
+        states, logits = self._known(tuple(ids), left)
+        cache = self.session.cache
+        if len(ids) > cache.capacity:
+            cache.reserve(len(ids))
+        for layer, given in zip(cache.layers, states, strict=True):
+            if given is not None and not layer.is_initialized:
+                layer.lazy_initialization(*given)
+            _write(layer, place, given)
+        left.pop(place, None)
+        return logits
+
+    def _known(self, ids: tuple, left: dict[int, tuple]) -> tuple[list, torch.Tensor]:
+        """The states of each layer after a prompt, and its logits; some prompts repeat."""
+        if ids not in self.known:
+            if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
+                self.known.clear()
+            logits = self._logits_after(ids, left)
+            self.known[ids] = [_states(layer, 0, len(ids)) for layer in self.reader.cache.layers], logits
+        return self.known[ids]
+
+    def _logits_after(self, ids: tuple, left: dict[int, tuple]) -> torch.Tensor:
+        """Read a prompt alone, from where it differs from the last one or from what a place holds, in pieces."""
         shared, nearest = _common(ids, self.last), None
-        for other, text in left.items():
+        for place, text in left.items():
             if _common(ids, text) > shared:
-                shared, nearest = _common(ids, text), other
+                shared, nearest = _common(ids, text), place
         if nearest is not None:
             self.reader.cache.reserve(shared)
-            for mine, layer in zip(self.reader.cache.layers, cache.layers, strict=True):
+            for mine, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
                 _write(mine, 0, _states(layer, nearest, shared))
         self.last = ids
         for start in range(min(shared, len(ids) - 1), len(ids), _PIECE):
             piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
             self.reader.lengths = [start]
             logits = self.reader.verify(Block(piece))[0][:, -1]
-        if len(ids) > cache.capacity:
-            cache.reserve(len(ids))
-        for mine, layer in zip(self.reader.cache.layers, cache.layers, strict=True):
-            states = _states(mine, 0, len(ids))
-            if states is not None and not layer.is_initialized:
-                layer.lazy_initialization(*states)
-            _write(layer, place, states)
-        left.pop(place, None)
         return logits
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
