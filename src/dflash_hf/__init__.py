@@ -27,7 +27,7 @@ _LAZY = {
     "generate_responses": ".target",
     "packed_weights": ".decoding.packing",
     "generate_prompts": ".data.magpie",
-    "PromptSettings": ".data.prompt_settings",
+    "PromptSettings": ".data.magpie",
     "DFlashTrainer": ".training.trainer",
     "StoredFeatures": ".training.features",
     "DecodingCallback": ".training.callbacks",

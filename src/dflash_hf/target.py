@@ -228,7 +228,6 @@ def generate_responses(
     mask_token_id: int | None,
     batch_size: int | None = None,
     generation_config: GenerationConfig | None = None,
-    draft: PreTrainedModel | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """
@@ -242,7 +241,6 @@ def generate_responses(
         mask_token_id (`int`): The drafter's mask token; `None` if it is not known yet.
         batch_size (`int`, *optional*): Rows that decode together; see [`~dflash_hf.responses.responses`].
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
-        draft (`DFlashDraftModel`, *optional*): A drafter, for speed only.
         seed (`int`): Seed for sampling.
 
     Returns:
@@ -259,7 +257,7 @@ def generate_responses(
         )
     config = without_token(generation_config or target.generation_config, mask_token_id)
     ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
-    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed, draft))
+    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed))
     return [found[i] for i in range(len(prompts))]
 
 
