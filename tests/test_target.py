@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf import target as target_module
-from dflash_hf.decoding.pair import check_pair
+from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import (
     check_fit,

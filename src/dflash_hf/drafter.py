@@ -7,10 +7,10 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.integrations.peft import maybe_load_adapters
 
-from dflash_hf.decoding.pair import check_pair
 from dflash_hf.decoding.settings import DFlashDecodingConfig
 from dflash_hf.decoding.strategy import strategy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.pair import check_pair
 from dflash_hf.layouts.read import tensor_names
 from dflash_hf.layouts.weights import check_checkpoint, checkpoint_files, has_own_table, read_mask_embedding
 from dflash_hf.modeling import modeling_dflash

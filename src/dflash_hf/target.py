@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.decoding.pair import check_pair
+from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
 from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, responses
