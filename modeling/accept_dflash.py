@@ -136,9 +136,7 @@ class Rules:
         noise ([`Noise`], *optional*): Of the samples.
     """
 
-    def __init__(
-        self, prompt: torch.LongTensor, logits_processor, stopping_criteria, generation_config, streamer=None
-    ):
+    def __init__(self, prompt, logits_processor, stopping_criteria, generation_config, streamer=None):
         self.criteria, self.streamer, rows = stopping_criteria, streamer, len(prompt)
         names = ("scores", "logits") if generation_config.return_dict_in_generate else ()
         self.listed = [name for name in names if getattr(generation_config, f"output_{name}")]

@@ -315,9 +315,8 @@ def cached_columns(cache) -> int:
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float mask from a boolean one: eager attention would silently *add* a boolean mask as 0 and 1."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def visible(

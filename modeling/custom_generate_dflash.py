@@ -55,8 +55,9 @@ def generate(model, assistant_model=None, **kwargs):
                     f"{name} holds a {type(draft).__name__}, not a DFlash drafter; name a drafter's folder or "
                     "repository in `custom_generate` or `assistant_model`."
                 )
-            _loaded[model] = (wanted, draft.to(model.device).eval())
-        assistant_model = _loaded[model][1]
+            draft.to(model.device).eval()
+            _loaded[model] = (wanted, draft)
+        assistant_model = draft
     return model.generate(**kwargs, assistant_model=assistant_model)
 
 
@@ -75,4 +76,4 @@ def _last_change(name: str) -> int | None:
     """When a local folder last changed, to reload a retrained drafter; `None` for a repository."""
     if not os.path.isdir(name):
         return None
-    return max(entry.stat().st_mtime_ns for entry in os.scandir(name))
+    return max((entry.stat().st_mtime_ns for entry in os.scandir(name)), default=None)

@@ -52,6 +52,7 @@ class Drafter:
     def __init__(self, draft, target, noise: Noise | None = None):
         self.draft, self.target, self.noise = draft, target, noise
         self.dtype = draft.dtype  # walks through the parameters, which takes longer than a small layer
+        self.window = draft.decoding_config.window
         self.head = draft.config.head(draft, partial(draft.embed, target))
         self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
         self.unread: list[tuple[torch.Tensor, torch.LongTensor]] = []
@@ -87,23 +88,24 @@ class Drafter:
             continued (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the context
                 of that call goes on, as far as the cache still holds its tokens.
         """
-        window, ring, past = self.draft.decoding_config.window, None, columns - self.absorbed
-        if window is not None:  # a block and what is read before it overwrite nothing in the window
-            ring = Ring(window + 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE), SINK)
+        ring, past = None, columns - self.absorbed
+        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
+            ring = Ring(self.window + 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE), SINK)
         pads = torch.tensor(padding, device=input_device(self.target))[:, None]  # [R, 1]
         # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
         seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
         before = None if continued is None else _contexts.get(continued, {}).pop(self.draft, None)
         if before is not None and padding == [0] and self._holds(before, past, ring):
-            self.cache, self.unread, self.first = before.cache, before.unread, before.first
+            self.cache, self.first = before.cache, before.first
+            # Of what was not read, the tokens that the prefilled cache still holds.
+            cut = past - before.first
+            self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
             seen = torch.full_like(seen, before.first)
         else:
             self.first = max(past - padding[0], 0)
             self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
         self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
         self.lengths = (columns - pads - seen)[:, 0].tolist()
-        if self.unread:
-            self._read_collected()  # now: a shorter prompt may have other tokens in their slots
         self.cache.reserve(max(self.lengths) + self.draft.config.block_tokens)
         first = past
         while self.contexts:
@@ -254,7 +256,7 @@ class Drafter:
         held = torch.arange(cache.view, device=block.device)
         if cache.ring is not None:  # tokens before the window are as good as none
             held = cache.ring.held(cache.view_of(cache.ring), last)
-            seen = (held < SINK) | (held >= block[:, :1] - self.draft.decoding_config.window)
+            seen = (held < SINK) | (held >= block[:, :1] - self.window)
             held = held.masked_fill(~seen, -1)
 
         def mask(window, causal: bool) -> torch.Tensor:

@@ -51,9 +51,7 @@ def install_hook() -> None:
     for name, wrap in _WRAPPERS.items():
         method = getattr(GenerationMixin, name, None)
         if method is None:  # the drafter can still be loaded, trained and converted
-            warnings.warn(
-                f"transformers has no GenerationMixin.{name}: `generate` cannot use a drafter.", stacklevel=2
-            )
+            warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=2)
         elif not hasattr(method, "_dflash_original"):
             wrapper = wrap(method)
             wrapper._dflash_original = method

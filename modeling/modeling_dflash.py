@@ -416,9 +416,8 @@ class DFlashDraftModel(PreTrainedModel):
         hidden_states = noise_embeds
         if self.config.own_mask_embedding:
             slots = torch.arange(noise_embeds.shape[1], device=noise_embeds.device) % self.config.block_size
-            hidden_states = torch.where(
-                (slots == 0)[:, None], noise_embeds, self.mask_embedding.to(noise_embeds.dtype)
-            )
+            mask = self.mask_embedding.to(noise_embeds.dtype)
+            hidden_states = torch.where((slots == 0)[:, None], noise_embeds, mask)
         if self.config.input_embedding_scale != 1.0:
             hidden_states = hidden_states * self.config.input_embedding_scale
         for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):

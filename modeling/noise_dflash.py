@@ -61,20 +61,27 @@ class Noise:
         Processed scores `[R, n, V]` after each token of a draft at these `depths` `[R, n]`, as chances over their
         noise: the largest is the sample. `lengths` are the tokens generated before in each row.
         """
-        steps, width = range(int(depths.max()) + 1), scores.shape[-1]
-        noise = [torch.stack([self._draw(n + step, width)[row] for step in steps]) for row, n in enumerate(lengths)]
+        chances, self.width = scores.softmax(dim=-1), scores.shape[-1]
+        noise = self._of_rows(lengths, int(depths.max()) + 1)
         rows = torch.arange(len(lengths), device=depths.device)[:, None]
-        return scores.softmax(dim=-1) / torch.stack(noise).to(scores.device)[rows, depths]
+        return chances / noise.to(scores.device)[rows, depths]
 
     def gumbel(self, lengths: list[int], number: int, ids: torch.LongTensor) -> torch.Tensor:
         """
         Standard Gumbel noise `[R, number, len(ids)]` of the next `number` tokens of each row: what is added to the
         log-probabilities of these ids.
         """
-        ids = ids.to(self.generator.device)
-        each = [(row, n + step) for row, n in enumerate(lengths) for step in range(number)]
-        noise = torch.stack([self._draw(index, self.width)[row, ids] for row, index in each])
-        return noise.view(len(lengths), number, -1).log_().neg_()
+        return self._of_rows(lengths, number, ids.to(self.generator.device)).log_().neg_()
+
+    def _of_rows(self, lengths: list[int], number: int, ids=slice(None)) -> torch.Tensor:
+        """The noise `[R, number, V]` of the next draws of each row; each draw is made once, as few are kept."""
+        noise: list[list] = [[None] * number for _ in lengths]
+        for index in sorted({n + step for n in lengths for step in range(number)}):
+            draw = self._draw(index, self.width)
+            for row, n in enumerate(lengths):
+                if 0 <= index - n < number:
+                    noise[row][index - n] = draw[row, ids]
+        return torch.stack([torch.stack(one) for one in noise])
 
     def _draw(self, index: int, width: int) -> torch.Tensor:
         """Exponential noise `[R, width]` of a draw."""
@@ -116,7 +123,7 @@ class Noise:
 
 
 def _error_of(chances: torch.Tensor) -> torch.Tensor:
-    """The error of `torch.multinomial`, if these are no chances."""
+    """The error of `torch.multinomial`, if these are not probabilities."""
     return torch.multinomial(chances, 1, generator=torch.Generator(chances.device))[:, 0]
 
 

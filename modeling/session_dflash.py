@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 from .accept_dflash import Verdict
 from .cache_dflash import SlotCache, slot_mask
-from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, input_device
+from .target_dflash import CACHE_NAME, cache_argument, input_device
 
 
 class SlotSession:
@@ -36,9 +36,7 @@ class SlotSession:
     CACHE = SlotCache
     rollback_is_free = True
 
-    def __init__(
-        self, target, cache, padding, offset, extra, tap: FeatureTap | None = None, last_slot=None, largest=0
-    ):
+    def __init__(self, target, cache, padding, offset, extra, tap=None, last_slot=None, largest: int = 0):
         self.target, self.source, self.padding, self.offset, self.tap = target, cache, padding, offset, tap
         self.cache = self.CACHE.adopt(cache, padding, largest)
         self.lengths = [self.cache.columns - pad for pad in padding]

@@ -51,7 +51,7 @@ class Text:
     @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
-        return self.buffer[:, : self.rules.prompt_length + self.longest]
+        return self.buffer[:, : self.rules.prompt_length + self.longest].contiguous()
 
     @property
     def next_draws(self) -> list[int]:

@@ -13,7 +13,9 @@ from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
+from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import cache_argument, recurrent_states
 
 
@@ -265,3 +267,25 @@ def test_many_calls_leave_nothing_behind():
         assert last <= first
         after.append(living())
     assert after[3] <= after[1] <= after[0] + 10
+
+
+def test_context_is_cut_with_its_cache(target, draft):
+    """Tokens that were collected, not read, lay past its slots where the conversation was cut before them."""
+    features = torch.randn(1, 80, draft.fc.in_features, generator=torch.Generator().manual_seed(0))
+    offset, cache = torch.zeros(1, 1, dtype=torch.long), DynamicCache()
+
+    def opened(columns: int, past: int, continued=None) -> Drafter:
+        drafter = Drafter(draft, target)
+        drafter.absorb(features[:, past:columns])
+        drafter.open([0], columns, offset, continued)
+        return drafter
+
+    before = opened(56, 0)
+    before.read(features[:, 56:71], Verdict([15]))
+    before.close(cache)
+    after = opened(44, 40, cache)
+    for drafter in (after, expected := opened(44, 0)):
+        drafter.read(features[:, 71:73], Verdict([2]))
+    anchor = torch.tensor([7])
+    torch.testing.assert_close(after.hidden_states(anchor), expected.hidden_states(anchor))
+    assert after.lengths == expected.lengths == [46]

@@ -145,3 +145,20 @@ def test_chances_that_are_no_numbers_are_an_error():
     noise = Noise(seeded(0), 2)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         noise.sample(torch.tensor([[0.5, float("nan")]]), 1, 0)
+
+
+def test_draw_of_many_rows_is_made_once(monkeypatch):
+    """Fewer are kept than a round needs; made again for each row, large batches came to a stand."""
+    noise, made = Noise(seeded(0), rows=12), []
+    monkeypatch.setattr(noise, "MOST_BYTES", 12 * 50 * 4 * 3)  # three draws
+    drawn = noise._drawn
+    monkeypatch.setattr(noise, "_drawn", lambda generator: made.append(0) or drawn(generator))
+    depths, lengths = torch.arange(8).expand(12, 8), [*range(12)]
+    found = noise.perturbed(torch.zeros(12, 8, 50), depths, lengths)
+    assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
+    other = Noise(seeded(0), rows=12)
+    assert torch.equal(found, other.perturbed(torch.zeros(12, 8, 50), depths, lengths))
+    other.width = 50
+    ids = torch.tensor([3, 7, 49])
+    few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])
+    assert torch.equal(other.gumbel(lengths, 8, ids), -few.view(12, 8, 3).log())

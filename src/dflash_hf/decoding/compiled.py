@@ -77,12 +77,13 @@ def _run(function, how: str, model, *args):
             output = _compiled(function, how)(model, *args)
         clone = functools.partial(torch.utils._pytree.tree_map_only, torch.Tensor, torch.clone)
         return clone(output) if model.device.type == "cuda" else output  # the next replay overwrites it
-    except ValueError:
+    except (ValueError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # an error that is not the compiler's is raised again by the eager forward
+    except Exception as error:
+        output = function(model, *args)  # raises an error that is not the compiler's again
         failed.add(how)
         logger.warning(f"Decoding eagerly: {type(model).__name__} cannot be compiled ({str(error).strip()[:200]}).")
-        return function(model, *args)
+        return output
 
 
 class CompiledSession(SlotSession):
@@ -148,6 +149,9 @@ class Compiled(Fixed):
 
     def session(self, *prompt) -> SlotSession:
         return CompiledSession(self.how, self.call.target, *prompt) if self.fits else super().session(*prompt)
+
+    def trees(self, text: Text) -> bool:
+        return self.support.trees if self.fits else super().trees(text)
 
     def room(self, text: Text) -> int:
         return max(self.size, text.left) if self.fits else super().room(text)

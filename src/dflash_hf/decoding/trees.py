@@ -25,7 +25,7 @@ class Tree(NamedTuple):
     depths: torch.LongTensor  # [R, n]   0 for the anchor
     ancestors: torch.BoolTensor  # [R, n, n]  whether a node sees another: an ancestor or itself
     parents: torch.LongTensor  # [R, n]  0 for the anchor, too
-    log_probs: torch.Tensor  # [R, n]    of the path to a node; alk below that of the path to its parent
+    log_probs: torch.Tensor  # [R, n]    of the path to a node; always below that of the path to its parent
 
     def first(self, size: int) -> "Tree":
         """The tree of the `size` likeliest nodes, the anchor included."""
