@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
+from support.pairs import make_target
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf import responses as module
 from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.responses import Choice, best_rows, cut_at, decodes_in_slots, drawn, responses
+from dflash_hf.responses import Choice, cut_at, decodes_in_slots, drawn, responses, rows_that_fit
 
 
 STOPS = [7, 11, 13, 17, 19, 23]
@@ -23,8 +23,8 @@ def make_prompts(count=23, longest=30, seed=1):
     return [[draw.randrange(2, 90) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
-def all_of(target, prompts, max_new, config, rows, seed=0, draft=None):
-    found = list(responses(target, enumerate(prompts), max_new, config, rows, seed, draft))
+def all_of(target, prompts, max_new, config, rows, seed=0):
+    found = list(responses(target, enumerate(prompts), max_new, config, rows, seed))
     assert sorted(number for number, _ in found) == list(range(len(prompts)))  # each once
     return [text for _, text in sorted(found)]
 
@@ -95,7 +95,7 @@ def test_a_finished_row_is_replaced_at_once(target, monkeypatch):
     assert not running and len(taken) == 40
 
 
-def test_prompts_that_come_again_are_read_once(target, monkeypatch):
+def test_repeated_prompts_are_read_once(target, monkeypatch):
     read, verify = [], SlotSession.verify
     config = GenerationConfig(eos_token_id=STOPS)
     expected = all_of(target, make_prompts(2), 30, config, 2)
@@ -177,9 +177,6 @@ def test_recurrent_targets_decode_batch_by_batch(family):
 
 def test_what_else_is_decoded_batch_by_batch(target):
     prompts = make_prompts(7)
-    plain = all_of(target, prompts, 20, target.generation_config, 3)
-    draft = make_draft(target, own_mask_embedding=False)
-    assert all_of(target, prompts, 20, target.generation_config, 3, draft=draft) == plain
     for other in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
         assert not decodes_in_slots(target, GenerationConfig(**other))
     penalty = GenerationConfig(repetition_penalty=5.0, pad_token_id=0)
@@ -229,32 +226,22 @@ def test_a_chance_of_almost_one_takes_a_token_that_can_be(monkeypatch):
         assert int(drawn(scores, chances, top_k, top_p)) in (2, 3)
 
 
-def test_the_best_number_of_rows(target, monkeypatch):
-    """The largest that still brings something, within the limit and half of the memory."""
+def test_rows_follow_memory_and_texts(target, monkeypatch):
+    def rows(texts, **options):
+        return rows_that_fit(target, GenerationConfig(**options), 40, texts)
 
-    def best(texts):
-        said = []
-        return best_rows(target, GenerationConfig(), 40, texts, said.append), *said
-
-    monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
-    assert best(1000) == (32, "32 rows at a time, 1,000 tokens/s")
-    assert best(40)[0] == 16
-    disturbed = {64: 0.1}
-    monkeypatch.setattr(module, "_seconds", lambda slots, _: disturbed.get(slots.rows, 0.01 + slots.rows * 0.001))
-    assert best(1000)[0] == 256
-    monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
-    slots = module._Slots(target, 8)
-    slots.step(dict.fromkeys(range(8), (0, 40)))
-    monkeypatch.setattr(module, "free_memory", lambda device: 2 * 2.1 * slots.memory)
-    assert best(1000)[0] == 16
-    assert best_rows(target, GenerationConfig(num_beams=2), 40, 1000, print) == 16
+    assert (rows(1000), rows(100), rows(1), rows(1000, num_beams=2)) == (128, 50, 1, 16)
+    slots = module._Slots(target, 1)
+    slots.step({0: (0, 40)})
+    monkeypatch.setattr(module, "free_memory", lambda device: 2 * 5.5 * slots.memory)
+    assert rows(1000) == 5
 
 
 def test_rows_of_an_offloaded_target():
     """Its first weight is on no device, which ended in `KeyError: 'mps'`."""
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(make_target("llama"), execution_device=torch.device("cpu"))
-    assert best_rows(offloaded, GenerationConfig(), 40, 16, print) == 8
+    assert rows_that_fit(offloaded, GenerationConfig(), 40, 16) == 8
 
 
 def test_where_an_answer_was_cut_off():

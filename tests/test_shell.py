@@ -39,7 +39,7 @@ WORKS = {
     "demo --draft {w}/draft --prompts 1 --max-new-tokens 4 --dtype float32 --output {out}/d": 0,
     f"{GENERATE} Say --device cpu --compare": 0,
     f"chat {PAIR} --device cpu --max-new-tokens 4": 0,
-    "prompts --target {w}/target --chat-template {w}/chat.jinja --count 4 --batch-size 8 --min-chars 1 --device cpu "
+    "prompts --target {w}/target --chat-template {w}/chat.jinja --count 1 --batch-size 8 --device cpu "
     "--temperature 3 --output {out}/q.jsonl --max-new-tokens 32": 0,
     "regenerate --target {w}/target --data {w}/rows.jsonl --output {out}/r.jsonl --device cpu --max-new-tokens 8": 0,
     "prepare --target {w}/target --data {w}/rows.jsonl --output {out}/p.jsonl --examples 1 --max-length 64": 0,
@@ -183,6 +183,7 @@ def test_command_prints_json_alone(line, world, run, monkeypatch):
     """With `--json`, standard output holds only the result; the inputs stay as they were (see `world`)."""
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: world / "target")
     monkeypatch.setattr("dflash_hf.demo.run.smollm2_folder", lambda *_: world / "target")
+    monkeypatch.setattr("dflash_hf.data.distinct._CHARS", range(1, 1000))  # a random target writes few
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\n"))
     code, out, err = run(line, "--json")
     assert code == WORKS[line], err

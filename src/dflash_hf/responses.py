@@ -7,8 +7,7 @@ import copy
 import inspect
 import os
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -27,11 +26,10 @@ Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and 
 # Generation settings that a full batch supports; with others, `generate` decodes.
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
-_REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats
+_REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats: a fifth of the time of short samples
 _PIECE = 512  # prompt tokens read at a time: bounds the mask
 _LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
-PLAIN_ROWS = 16  # batch size with `generate`
-_ROWS = (8, 16, 32, 64, 96, 128, 256, 512)
+_ROWS = 16  # batch size with `generate`
 
 
 def eos_ids(generation_config: GenerationConfig) -> set[int]:
@@ -135,7 +133,6 @@ def responses(
     config: GenerationConfig,
     rows: int | None = None,
     seed: int = 0,
-    draft: PreTrainedModel | None = None,
 ) -> Iterator[tuple]:
     """
     Yield responses as they finish, each up to and including its end-of-sequence token.
@@ -150,19 +147,18 @@ def responses(
         prompts: A number (or another key) and the ids of each prompt.
         max_new_tokens (`int`): Longest response.
         config (`GenerationConfig`): Sampling, end-of-sequence ids.
-        rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`best_rows`].
-        seed (`int`): Seed for sampling. A row's samples depend on it and the prompt's number; with a drafter, or
-            settings that only `generate` supports, also on the other prompts of the batch.
-        draft (`DFlashDraftModel`, *optional*): A drafter, for speed only.
+        rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`rows_that_fit`].
+        seed (`int`): Seed for sampling. A row's samples depend on it and the prompt's number; with settings that only
+            `generate` supports, also on the other prompts of the batch.
 
     Yields:
         The number of a prompt, and its response.
     """
-    if draft is None and decodes_in_slots(target, config):
+    if decodes_in_slots(target, config):
         choice = Choice(config, seed)
         yield from _full_batch(target, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
     else:
-        yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or PLAIN_ROWS, seed, draft)
+        yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or _ROWS, seed)
 
 
 @dataclass
@@ -330,14 +326,14 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
 
 
 @torch.no_grad()
-def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, seed: int, draft):
+def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, seed: int):
     stops, config = eos_ids(config), copy.deepcopy(config)
     if config.pad_token_id is None:
         config.pad_token_id = min(stops, default=0)
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.num_return_sequences, config.return_dict_in_generate = None, False  # one row of tokens for each prompt
     pad, choice = config.pad_token_id, None
-    if config.do_sample and draft is None and _is_plain(config):
+    if config.do_sample and _is_plain(config):
         choice, config.do_sample = Choice(config, seed), False
         config.temperature = config.top_p = config.top_k = None
     while batch := list(islice(prompts, rows)):
@@ -353,7 +349,6 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
                 attention_mask=attention_mask.to(target.device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList(processors),
-                **({} if draft is None else {"assistant_model": draft}),
             )  # [n, width + new]
         for (number, _), text in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
@@ -372,39 +367,22 @@ class _Drawn(LogitsProcessor):
 
 
 @torch.no_grad()
-def best_rows(target, config: GenerationConfig, length: int, texts: int, say: Callable[[str], None]) -> int:
+def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int, texts: int) -> int:
     """
-    The number of rows that are fastest decoded together: a step of each size is timed, as far as half of the free
-    memory allows. Where batches are not always full, 16.
+    How many rows decode together: 128 on a CPU, 256 elsewhere, at most half of the texts, since a batch that is never
+    full is slow, and as many as half of the free memory holds. Where batches are not always full, 16.
 
     Args:
         target (`PreTrainedModel`), config (`GenerationConfig`): The model and its generation settings.
         length (`int`): Tokens of a typical row.
-        texts (`int`): Number of texts wanted; at most half of them decode together, since a batch that is never full
-            is slow.
-        say: Called with a line about it.
+        texts (`int`): Number of texts wanted.
     """
     if not decodes_in_slots(target, config):
-        return PLAIN_ROWS
-    best, speed, room = 1, 0.0, free_memory(input_device(target)) / 2
-    for rows, larger in zip(_ROWS, [*_ROWS[1:], 2**40], strict=True):
-        slots, tokens = _Slots(target, rows), dict.fromkeys(range(rows), (0, length))
-        slots.step(tokens)  # allocates the buffers
-        found = rows / min(_seconds(slots, tokens) for _ in range(3))
-        if found > 1.05 * speed:
-            best, speed = rows, found
-        elif rows > 2 * best:  # not at the first slower size: the machine may be busy
-            break
-        if larger > max(8, texts // 2) or slots.memory * larger / rows > room:
-            break
-    say(f"{best} rows at a time, {speed:,.0f} tokens/s")
-    return best
-
-
-def _seconds(slots: _Slots, tokens: dict) -> float:
-    begun = time.perf_counter()
-    slots.step(tokens).argmax(-1).tolist()
-    return time.perf_counter() - begun
+        return _ROWS
+    slots, device = _Slots(target, 1), input_device(target)
+    slots.step({0: (0, length)})  # allocates its buffers
+    fit = int(free_memory(device) / 2 / slots.memory)
+    return max(1, min(128 if device.type == "cpu" else 256, texts // 2, fit))
 
 
 def free_memory(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.decoding.pair import check_pair
+from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
 from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, responses
@@ -221,33 +221,6 @@ def _keeps_documents_apart(target: PreTrainedModel, layer_ids: list[int]) -> boo
     return bool((packed - alone).norm() <= 0.1 * (together - alone).norm())  # rounding, in half precision
 
 
-@torch.no_grad()
-def target_labels(
-    target: PreTrainedModel,
-    last_hidden_state: torch.Tensor,
-    input_ids: torch.LongTensor,
-    loss_mask: torch.Tensor,
-    chunk_size: int = 1024,
-) -> torch.LongTensor:
-    """
-    The target's own next token after each prefix, as labels by position: entry `p` is its argmax at `p - 1`.
-
-    Args:
-        last_hidden_state (`torch.Tensor`): `[N, S, H]`, from [`target_forward`].
-        input_ids, loss_mask: `[N, S]`; where the mask is 0, and at position 0, the data's token is kept.
-        chunk_size (`int`): Positions per pass through the head.
-
-    Returns:
-        `torch.LongTensor` `[N, S]`.
-    """
-    labels = input_ids.clone()
-    wanted = loss_mask.bool()[:, 1:]  # [N, S-1]
-    states = last_hidden_state[:, :-1][wanted]  # [M, H]
-    chosen = [target_logits(target, chunk).argmax(-1) for chunk in states.split(chunk_size)]
-    labels[:, 1:][wanted] = torch.cat(chosen).to(labels.device)
-    return labels
-
-
 def generate_responses(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -255,7 +228,6 @@ def generate_responses(
     mask_token_id: int | None,
     batch_size: int | None = None,
     generation_config: GenerationConfig | None = None,
-    draft: PreTrainedModel | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """
@@ -269,7 +241,6 @@ def generate_responses(
         mask_token_id (`int`): The drafter's mask token; `None` if it is not known yet.
         batch_size (`int`, *optional*): Rows that decode together; see [`~dflash_hf.responses.responses`].
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
-        draft (`DFlashDraftModel`, *optional*): A drafter, for speed only.
         seed (`int`): Seed for sampling.
 
     Returns:
@@ -286,7 +257,7 @@ def generate_responses(
         )
     config = without_token(generation_config or target.generation_config, mask_token_id)
     ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
-    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed, draft))
+    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed))
     return [found[i] for i in range(len(prompts))]
 
 

@@ -20,15 +20,14 @@ from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data import magpie
 from dflash_hf.data.distinct import DistinctTexts, flaw
-from dflash_hf.data.prompt_settings import KINDS
+from dflash_hf.data.magpie import KINDS, user_turn
 from dflash_hf.data.response_file import ResponseFile
-from dflash_hf.data.user_turn import UserTurn
 from dflash_hf.responses import _Slots
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
 SPECIAL = ["<|im_end|>", "<|im_start|>"]
-BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24, min_chars=4)
+BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24)
 
 
 def word_tokenizer():
@@ -63,35 +62,32 @@ def folder(pair, tmp_path_factory):
 # ------------------------------------------------------------------------------------------------------ a user's turn
 
 
-def test_the_user_s_turn_is_found():
-    turn = UserTurn.of(make_tokenizer(CHATML))
-    assert turn == UserTurn("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
-    assert turn.stop_id(make_tokenizer(CHATML)) == END
-    turn = UserTurn.of(make_tokenizer(THINKING), "Be kind.", {"enable_thinking": False})
-    assert turn.before == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert turn.behind.endswith("assistant\n<think>\n\n</think>\n\n")
-    trimming = make_tokenizer("{% for m in messages %}USER: {{ m.content | trim }} ASSISTANT:{% endfor %}")
-    assert UserTurn.of(trimming) == UserTurn("USER: ", " ASSISTANT:")
-    assert UserTurn.of(trimming).stop_id(trimming) is None
+def test_user_turn_is_found():
+    assert user_turn(make_tokenizer(CHATML), PromptSettings()) == ("<|im_start|>user\n", END)
+    settings = PromptSettings(system="Be kind.", chat_template_kwargs={"enable_thinking": False})
+    before = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert user_turn(make_tokenizer(THINKING), settings) == (before, END)
+    trimming = make_tokenizer("{% for m in messages %}USER: {{ m.content | trim }}\n<|im_end|>{% endfor %}")
+    assert user_turn(trimming, PromptSettings()) == ("USER: ", END)
+
+
+EACH = "{% for m in messages %}"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "no chat template, which marks where"),
-        ("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}", r"'Xq7' was rendered as '\[XQ7\]'"),
-        ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", r"'Xq7' was rendered as 'Xq7<\|im_end\|>'"),
-        ("{% for m in messages %}Q: {{ m.content }} {{ m.content }}{% endfor %}", "was rendered as 'Q: Xq7 Xq7'"),
-        (
-            "{% for m in messages %}{{ m.content | length }}: {{ m.content }}{% endfor %}",
-            "depends on its text: .*'3: '",
-        ),
+        (EACH + "[{{ m.content | upper }}]{% endfor %}", r"'Xq7 7qX' was rendered as '\[XQ7 7QX\]'"),
+        (EACH + "{{ m.content }}<|im_end|>{% endfor %}", r"'Xq7 7qX' was rendered as 'Xq7 7qX<\|im_end\|>'"),
+        (EACH + "Q: {{ m.content }}<|im_end|>{{ m.content }}{% endfor %}", "not once"),
+        (EACH + "USER: {{ m.content }} ASSISTANT:{% endfor %}", "before an added token"),
         ("{{ raise_exception('No system role.') }}", r"rejects .*\(No system role"),
     ],
 )
-def test_templates_without_such_a_turn_are_refused(template, message):
+def test_templates_without_user_turn_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
-        UserTurn.of(make_tokenizer(template), "Be kind." if template and "raise" in template else None)
+        user_turn(make_tokenizer(template), PromptSettings())
 
 
 # ------------------------------------------------------------------------------------------------------ what is kept
@@ -118,26 +114,21 @@ def test_near_duplicates_are_found_as_by_comparing_all_pairs():
 
 
 def test_flaws():
-    def found(text):
-        return flaw(text, 16, 1000)
-
-    assert found("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
-    assert found("如何用电脑学习一种新的语言并且记住它的词汇？") is None
-    assert found("Hi there") == found("a b " * 500) == "too short or too long"
-    assert found("What is the \x1b[31m red one?") == found("What is \ufffd this word?") == "not printable"
-    assert found("+-+-+-+- ??? ... x = 1") == "mostly punctuation"
-    assert found("the same words again and " * 6) == "repeats itself"
+    assert flaw("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
+    assert flaw("如何用电脑学习一种新的语言并且记住它的词汇？") is None
+    assert flaw("Hi there") == flaw("a b " * 500) == "too short or too long"
+    assert flaw("What is the \x1b[31m red one?") == flaw("What is \ufffd this word?") == "not printable"
+    assert flaw("+-+-+-+- ??? ... x = 1") == "mostly punctuation"
+    assert flaw("the same words again and " * 6) == "repeats itself"
 
 
 def test_settings_are_checked():
     for wrong, message in (
         ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose from chat, code"),
-        ({"begin": [" "]}, "'' is empty"),
         ({"kinds": "chat"}, "kinds='chat' is a text; give a list"),  # was "'c' is unknown"
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ({"max_chars": 0}, "max_chars=0 must be at least 1"),
-        ({"min_chars": 9, "max_chars": 8}, "min_chars=9 must not exceed max_chars=8"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             PromptSettings(**wrong)
@@ -180,23 +171,11 @@ def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
     assert generate_prompts(target, tokenizer, 12, other) != rows
 
 
-def test_a_turn_that_ends_with_plain_text(pair):
-    target, _ = pair
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}user {{ m.content }} lox {% endfor %}assistant"
-    settings = PromptSettings(max_new_tokens=64, min_chars=4)
-    turn = UserTurn.of(tokenizer)
-    assert turn == UserTurn("user ", " lox assistant") and turn.stop_id(tokenizer) is None
-    tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "")
-    for row in generate_prompts(target, tokenizer, 8, settings):
-        assert "lox" not in row["prompt"].split()
-
-
 def test_hardly_any_new_request_is_told(pair, monkeypatch):
     target, tokenizer = pair
-    monkeypatch.setattr(magpie, "_request", lambda *args: ("bar dust kin lost", None))
+    monkeypatch.setattr(magpie, "_request", lambda *args: ("bar dust kin lost dun", None))
     with pytest.raises(
-        ValueError, match=r"count=5: after 1 requests the last 512 samples gave none .*512 like another"
+        ValueError, match=r"count=5: after 1 requests the last 512 samples gave no new one .*512 like another"
     ):
         generate_prompts(target, tokenizer, 5, PromptSettings())
 
@@ -204,7 +183,7 @@ def test_hardly_any_new_request_is_told(pair, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ the command
 
 OPTIONS = ("--kinds", "chat", "--begin", "bar dust", "--begin", "kin", "--max-new-tokens", "24", "--batch-size", "6")
-OPTIONS = (*OPTIONS, "--min-chars", "4", "--device", "cpu", "--dtype", "float32")
+OPTIONS = (*OPTIONS, "--device", "cpu", "--dtype", "float32")
 
 
 def write(capsys, target, output, count, *options):

@@ -116,6 +116,23 @@ def test_counts_are_of_what_is_left(tmp_path):
     assert report.dropped == {"it has no assistant message": 1}
 
 
+def test_ids_are_read_alike_from_every_table(tmp_path):
+    """Lists of integers without a null are read as arrays; the counts are those of the lists."""
+    whole = [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}, {"input_ids": [6, 7, 2], "labels": [-100, 7, 2]}]
+    for more in ([], [{"input_ids": None, "labels": None}]):
+        rows = datasets.Dataset.from_list([*whole, *more])
+        dataset, report = prepare_dataset(rows, RowEncoder(mask_token_id=2))
+        assert list(dataset) == [{"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}]
+        assert (report.rows, report.examples, report.tokens, report.supervised, report.longest) == (
+            2 + len(more),
+            1,
+            3,
+            2,
+            3,
+        )
+        assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(more)
+
+
 def test_a_stream_gives_the_same_examples(tmp_path):
     encoder = RowEncoder(make_tokenizer(), max_length=60)
     path = write(tmp_path / "a.jsonl", ROWS)

@@ -32,10 +32,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=probability, default=0.95, help="nucleus sampling (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest request (default: %(default)s)")
-    parser.add_argument("--min-chars", type=count, default=16, help="drop shorter requests (default: %(default)s)")
-    parser.add_argument("--max-chars", type=positive, default=1000, help="drop longer requests (default: %(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
+    parser.add_argument("--batch-size", type=positive, help="rows at a time (default: by memory, at most 256)")
     add_template(parser, "none")
     add_packed(add_loading(parser, draft=False))
 
@@ -50,12 +48,10 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.attention import use_single_queries
     from dflash_hf.data.encode import digests_of_tokenizer
-    from dflash_hf.data.magpie import judged_samples, rows_of_file
-    from dflash_hf.data.prompt_settings import PromptSettings
+    from dflash_hf.data.magpie import PromptSettings, judged_samples, rows_of_file, user_turn
     from dflash_hf.data.response_file import ResponseFile
-    from dflash_hf.data.user_turn import UserTurn
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import best_rows
+    from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target
 
     known = {one.name for one in fields(PromptSettings)}
@@ -64,7 +60,7 @@ def run(arguments, echo) -> Outcome:
     settings = PromptSettings(**given, chat_template_kwargs=template_arguments(arguments.template_args) or {})
     pair = NamedPair(arguments, note)
     tokenizer = pair.tokenizer
-    UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
+    user_turn(tokenizer, settings)  # raises before anything is written
     left_out: Counter[str] = Counter()
     new = 0
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
@@ -80,15 +76,15 @@ def run(arguments, echo) -> Outcome:
         pack(arguments.packed, target)
         use_single_queries(target)
         length = 64 + settings.max_new_tokens // 2
-        rows = arguments.batch_size or best_rows(target, GenerationConfig(), length, arguments.count, echo)
+        rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:
-            for sample in judged_samples(target, tokenizer, arguments.count, settings, rows, before):
-                if sample.row:
-                    output.write_row(sample.row)
+            for row, reason in judged_samples(target, tokenizer, arguments.count, settings, rows, before):
+                if row:
+                    output.write_row(row)
                     new += 1
                     bar.update()
                 else:
-                    left_out[sample.reason] += 1
+                    left_out[reason] += 1
     echo(f"{len(before) + new} requests are in {arguments.output}, {new} of them new")
     for reason, number in left_out.most_common():
         echo(f"  {number} samples left out: {reason}")

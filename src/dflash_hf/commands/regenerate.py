@@ -15,7 +15,6 @@ from dflash_hf.terminal import (
     Outcome,
     UsageError,
     amount,
-    count,
     note,
     output_lines,
     positive,
@@ -26,31 +25,26 @@ from dflash_hf.terminal import (
 
 
 AGAIN = "the same command continues with the rows that are missing"
-_HERE = (
-    *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "batch_size"),
-    *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
-)
+_HERE = (*("raw", "chat_template", "packed", "batch_size", "device", "revision", "trust_remote_code", "dtype"),)
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="the target: a folder or Hub name, or its name on --server")
-    add_data(parser, template="the drafter's")
+    parser.add_argument("--target", required=True, help="the target: folder, Hub name, or name on --server")
+    add_data(parser, template="none")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
-    shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns of the assistant to answer anew: ")
-    help = "share of rows with enable_thinking in the chat template, drawn by --seed; the others are without"
+    shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer anew: ")
+    help = "share of rows with enable_thinking, drawn by --seed"
     parser.add_argument("--thinking", type=probability, metavar="SHARE", help=help)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     parser.add_argument("--mask-token-id", type=token_id, help="token that is never written (default: first spare id)")
-    here = add_loading(parser, title="in this process")
-    here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
-    here.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
-    shared.add_speed(parser, group=here)
+    here = add_loading(parser, draft=False, title="in this process")
+    here.add_argument("--batch-size", type=positive, help="rows at a time (default: by memory, at most 256)")
+    shared.add_packed(here)
     there = parser.add_argument_group("from a server")
-    there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    there.add_argument("--server", metavar="URL", help="OpenAI-compatible, such as http://127.0.0.1:8000")
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
-    there.add_argument("--retries", type=count, default=5, help="retries of a request (default: %(default)s)")
     there.add_argument("--timeout", type=amount, default=600.0, help="seconds for one answer (default: %(default)s)")
 
 
@@ -89,7 +83,7 @@ def run(arguments, echo) -> Outcome:
         "served": arguments.target if arguments.server else None,
         **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
     }
-    total, tokens = len(questions), 0
+    total = len(questions)
     with ResponseFile(arguments.output, settings) as output:
         if output.repaired:
             echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
@@ -102,12 +96,10 @@ def run(arguments, echo) -> Outcome:
         missing = [question for index, question in questions.items() if index not in output.finished]
         echo(f"{total - len(missing)} of {total} rows are finished")
         if missing:
-            rows = answering(missing) if pair is None else _in_process(pair, kwargs, missing, output, echo)
+            rows = answering(missing) if pair is None else _in_process(pair, kwargs, missing, output)
             with logging.tqdm(total=total, initial=total - len(missing), unit="row") as bar:
                 for row in rows:
                     output.write_row(row)
-                    tokens += sum(row.get("loss_mask", ()))
-                    bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:,.0f} tokens/s", refresh=False)
                     bar.update()
     refused = len(set(questions) - set(output.finished))
     if missing:
@@ -164,24 +156,24 @@ def _from_server(arguments, kwargs: dict):
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
-    server = ChatClient(arguments.server, options, kwargs, arguments.retries, arguments.timeout)
+    server = ChatClient(arguments.server, options, kwargs, arguments.timeout)
     return partial(ask_rows, server, concurrency=arguments.concurrency)
 
 
-def _in_process(pair: NamedPair, kwargs: dict, questions: list, output, echo):
+def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     """The rows as they are answered."""
     import copy
 
     from dflash_hf.attention import use_single_queries
     from dflash_hf.data.regenerate import generate_rows
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import best_rows
+    from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
 
-    arguments, encoder, draft, target = pair.arguments, pair.encoder(kwargs), pair.draft(), pair.target()
+    arguments, encoder, target = pair.arguments, pair.encoder(kwargs), pair.target()
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
-        encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
+        encoder.mask_token_id = spare_token_id(target, encoder.tokenizer)
     if encoder.mask_token_id is None:
         remedy = mask_token_remedy(encoder.tokenizer, "--mask-token-id")
         note(f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}")
@@ -199,9 +191,8 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output, echo):
         raise ValueError(
             "The target's generation config is greedy, so --top-p has no effect; add --temperature, such as 1."
         )
-    pack(arguments.packed, target, draft)
-    rows, longest = arguments.batch_size, arguments.max_new_tokens
-    if draft is None:
-        use_single_queries(target)
-        rows = rows or best_rows(target, config, 128 + longest // 2, len(questions), echo)
-    return generate_rows(target, encoder, questions, longest, rows, draft, config, arguments.seed)
+    pack(arguments.packed, target)
+    use_single_queries(target)
+    longest = arguments.max_new_tokens
+    rows = arguments.batch_size or rows_that_fit(target, config, 128 + longest // 2, len(questions))
+    return generate_rows(target, encoder, questions, longest, rows, config, arguments.seed)

@@ -24,7 +24,7 @@ def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
-    known = "cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)"
+    known = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
     group.add_argument("--device", type=terminal.device, help=known)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
@@ -65,7 +65,7 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks", 
 
 def add_packed(group) -> None:
     """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
-    help = "pack the weights for faster CPU inference (default: if memory allows)"
+    help = "faster CPU inference (default: if memory allows)"
     group.add_argument("--packed", action=BooleanOptionalAction, help=help)
 
 
@@ -122,7 +122,7 @@ def add_template(parser, default: str) -> None:
 
 def add_template_arguments(parser, default: str = "the drafter's") -> None:
     """`--template-args`; `default` is shown."""
-    help = f"for the template: '{{\"enable_thinking\": false}}' (default: {default})"
+    help = f"'{{\"enable_thinking\": false}}' (default: {default})"
     parser.add_argument("--template-args", metavar="JSON", help=help)
 
 
@@ -143,8 +143,8 @@ def given(arguments, names: Iterable[str]) -> list[str]:
 
 def add_data(parser, template: str = "those of the data") -> None:
     """The arguments of every command that reads training data; `template`: the shown default of `--template-args`."""
-    parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or a Hub dataset")
-    parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
+    parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet, .csv file or Hub dataset")
+    parser.add_argument("--split", help="split of the data (default: train, or the only)")
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
     add_template(parser, template)

@@ -7,6 +7,7 @@ from dflash_hf.data.messages import UnusableRow
 from dflash_hf.terminal import needs, one_line
 
 
+RETRIES = 5  # of a request
 _OF_THE_ROW = (400, 413, 422)  # other conversations may be answered
 _HINTS = {401: "set OPENAI_API_KEY", 404: "does it serve this model there?"}
 
@@ -24,7 +25,6 @@ class ChatClient:
             the key is that of `OPENAI_API_KEY`.
         options (`dict`): Fields of each request, such as `model` and `max_tokens`.
         template_kwargs (`dict`): Arguments of the chat template.
-        retries (`int`): Attempts after the first.
         timeout (`float`): Seconds for one answer.
 
     Raises:
@@ -32,7 +32,7 @@ class ChatClient:
         `ValueError`: the address is invalid.
     """
 
-    def __init__(self, url: str, options: dict, template_kwargs: dict, retries: int = 5, timeout: float = 600.0):
+    def __init__(self, url: str, options: dict, template_kwargs: dict, timeout: float = 600.0):
         with needs("--server needs `openai`", "serving"):
             import openai
 
@@ -41,13 +41,13 @@ class ChatClient:
         if parts.scheme not in ("http", "https") or not shown or parts.query or parts.fragment:
             shown = "***" if "@" in url else url
             raise ValueError(f"server={shown!r} must be an address such as http://127.0.0.1:8000, without a query.")
-        self.where, self.tries, self.errors = f"{parts.scheme}://{shown}", retries + 1, openai
+        self.where, self.errors = f"{parts.scheme}://{shown}", openai
         self.options, self.template_kwargs = options, template_kwargs
         key = os.environ.get("OPENAI_API_KEY") or "none"
         base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
         plain = openai.DefaultHttpxClient(follow_redirects=False)  # the key stays with this server
         self.client = openai.OpenAI(
-            base_url=base, api_key=key, timeout=timeout, max_retries=retries, http_client=plain
+            base_url=base, api_key=key, timeout=timeout, max_retries=RETRIES, http_client=plain
         )
 
     def answer(self, messages: list[dict], tools: list | None, template_kwargs: dict) -> tuple[dict, str]:
@@ -72,12 +72,12 @@ class ChatClient:
                 detail = f"it redirects to {target}, which is asked if it is given as the address"
             if status in _OF_THE_ROW:
                 raise UnusableRow(f"the server answers {status}: {detail}") from error
-            hint = _HINTS.get(status, f"tried {self.tries} times; see its log" if status >= 429 else "see its log")
+            hint = _HINTS.get(status, f"tried {RETRIES + 1} times; see its log" if status >= 429 else "see its log")
             raise ServerError(f"{self.where} answers {status}: {detail}; {hint}.") from error
         except self.errors.APIConnectionError as error:
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(
-                f"{self.where} does not answer ({reason}), tried {self.tries} times; is the server still running?"
+                f"{self.where} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"
             ) from error
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError, self.errors.APIError) as error:
             raise ServerError(f"{self.where} did not return a chat completion.") from error

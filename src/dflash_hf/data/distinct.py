@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 
 _NEAR = 7  # tenths
+_CHARS = range(16, 1001)  # of a request
 
 
 class DistinctTexts:
@@ -47,9 +48,9 @@ class DistinctTexts:
         return (numbers,) if isinstance(numbers, int) else numbers
 
 
-def flaw(text: str, min_chars: int, max_chars: int) -> str | None:
+def flaw(text: str) -> str | None:
     """Why a text is not a useful request, or `None`."""
-    if not min_chars <= len(text) <= max_chars:
+    if len(text) not in _CHARS:
         return "too short or too long"
     if not all(char.isprintable() or char in "\n\t" for char in text) or "\ufffd" in text:
         return "not printable"

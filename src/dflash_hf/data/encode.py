@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+
 from dflash_hf.data.messages import (
     UnusableRow,
     as_value,
@@ -31,7 +33,7 @@ from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
 
-Example = tuple[list[int], list[int]]  # ids and loss mask
+Example = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids and loss mask
 
 COLUMNS = (
     "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
@@ -91,6 +93,10 @@ class RowEncoder:
             `UnusableRow`: the row is left out.
             `ValueError`: the dataset or the template is invalid.
         """
+        return [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in self.arrays(row)]
+
+    def arrays(self, row: Mapping) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids and loss masks of the examples of a row; a call returns them as lists."""
         columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
         if columns is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
@@ -104,38 +110,38 @@ class RowEncoder:
             messages = self.as_read(messages_in(row, *columns), tools)
             prompt = self.render(messages, tools, add_generation_prompt=True, **kwargs)
             answer = numbers_in(row, "response_ids")
-            examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
+            examples = [(np.append(prompt, answer), [0] * len(prompt) + [1] * len(answer))]
         else:
             messages = messages_in(row, *columns)
             examples = self._conversation(row, messages, _learned(row, messages))
-        return [self._checked(ids, mask) for ids, mask in examples]
+        return [self._checked(np.asarray(ids), np.asarray(mask)) for ids, mask in examples]
 
-    def _checked(self, ids: list[int], mask: list[int]) -> dict:
+    def _checked(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Cut to length; reject examples that would teach nothing, or something wrong."""
-        if ids and all(mask):
+        if len(ids) and mask.all():
             raise ValueError(
                 f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
                 "(or labels of -100); for text without a prompt, the first token alone. If a chat template was used, "
                 "its {% generation %} block must enclose the assistant's text only."
             )
-        if min(ids, default=0) < 0:
-            raise ValueError(f"Token {min(ids)} of input_ids is negative; -100 belongs into `labels` only.")
-        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
+        if (least := ids.min(initial=0)) < 0:
+            raise ValueError(f"Token {least} of input_ids is negative; -100 belongs into `labels` only.")
+        if self.vocab_size is not None and (largest := ids.max(initial=0)) >= self.vocab_size:
             raise ValueError(
-                f"Token {max(ids)} is outside the target's embedding, which has {self.vocab_size} rows; the data was "
+                f"Token {largest} is outside the target's embedding, which has {self.vocab_size} rows; the data was "
                 "made with another tokenizer."
             )
         begin = getattr(self.tokenizer, "bos_token_id", None)
-        if begin is not None and ids[:2] == [begin, begin] and begin != self.tokenizer.eos_token_id:
+        if begin is not None and ids[:2].tolist() == [begin, begin] and begin != self.tokenizer.eos_token_id:
             raise UnusableRow(f"it begins with {self.tokenizer.bos_token} twice")
         if self.mask_token_id is not None and self.mask_token_id in ids:
             raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
-        if sum(mask) < 2:
+        if mask.sum() < 2:
             raise UnusableRow("it has no response of two tokens or more")
         ids, mask = ids[: self.max_length], mask[: self.max_length]
-        if sum(mask) < 2:
+        if mask.sum() < 2:
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
-        return {"input_ids": ids, "loss_mask": mask}
+        return ids, mask
 
     def _completed(self, row: Mapping) -> list[Example]:
         """A row of `prompt` and `completion`."""
@@ -363,23 +369,24 @@ def decoded(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def numbers_in(row: Mapping, name: str) -> list[int]:
+def numbers_in(row: Mapping, name: str) -> np.ndarray:
     """
-    The integers in a column of token ids, labels or a loss mask.
+    The integers in a column of token ids, labels or a loss mask, `[T]`.
 
     Raises:
         `ValueError`: it holds something else.
     """
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        numbers = [int(one) for one in row[name]]
-        if numbers == list(row[name]):
+    with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(invalid="ignore"):
+        given = np.asarray(row[name])
+        numbers = given.astype(np.int64, casting="unsafe" if given.dtype.kind == "f" else "same_kind")
+        if numbers.ndim == 1 and (numbers == given).all():
             return numbers
     raise ValueError(f"`{name}` is {one_line(repr(row[name]), 60)}; give a flat list with one integer for each token.")
 
 
 def given_ids(row: Mapping) -> list[int]:
     """The ids of a row before the first supervised one; all of a row without a mask."""
-    ids = numbers_in(row, "input_ids")
+    ids = numbers_in(row, "input_ids").tolist()
     mask = row.get("loss_mask")
     mask = [one != _IGNORED_LABEL for one in row.get("labels") or []] if mask is None else list(mask)
     return ids[: mask.index(True)] if True in mask else ids
@@ -438,28 +445,27 @@ def _examples_of_ids(row: Mapping) -> list[Example]:
     if columns is None:
         raise UnusableRow("its `input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
     (name,) = columns
-    if not ids:
+    if len(ids) == 0:
         raise UnusableRow("its `input_ids` are empty")
-    values, ignored = numbers_in(row, name), _IGNORED_LABEL if name == "labels" else 0
-    mask = [int(value != ignored) for value in values]
+    values = numbers_in(row, name)
+    mask = values != (_IGNORED_LABEL if name == "labels" else 0)
     if len(values) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(values)} {name}; give one for each token.")
-    if not any(mask):
+    if not mask.any():
         raise ValueError(f"The {name} supervise none of {len(ids)} tokens (a mask of zeros); mark the response.")
-    if name == "labels":
-        wrong = next((i for i in range(len(ids)) if mask[i] and values[i] != ids[i]), None)
-        if wrong is not None:
-            raise ValueError(
-                f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must not be shifted, "
-                "as in transformers."
-            )
+    if name == "labels" and (shifted := mask & (values != ids)).any():
+        wrong = int(shifted.argmax())
+        raise ValueError(
+            f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must not be shifted, as "
+            "in transformers."
+        )
     if row.get("document_ids") is None:
-        return [(ids, mask)]
+        return [(ids, mask.astype(np.int64))]
     documents = numbers_in(row, "document_ids")
     if len(documents) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
-    found = [list(run) for _, run in groupby(range(len(ids)), key=documents.__getitem__)]
-    return [([ids[i] for i in run], [mask[i] for i in run]) for run in found]
+    starts = np.flatnonzero(np.diff(documents)) + 1
+    return list(zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True))
 
 
 def _text_of(message: Mapping) -> str:

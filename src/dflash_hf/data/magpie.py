@@ -11,6 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,19 +19,103 @@ from transformers import GenerationConfig
 
 from dflash_hf.data.distinct import DistinctTexts, flaw
 from dflash_hf.data.encode import decoded
-from dflash_hf.data.prompt_settings import PromptSettings
-from dflash_hf.data.user_turn import UserTurn
 from dflash_hf.responses import eos_ids, responses
 
 
+# First words of a turn, by kind, without a trailing space, since tokens start with one. Without them, chat models
+# seldom ask for code or arithmetic.
+KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kinds.json").read_text(encoding="utf-8"))
 _PATIENCE = 512  # give up after this many samples without a new request
+_PROBE = "Xq7 7qX"  # plain letters: a template may trim or escape anything else
 
 
-class Sample(NamedTuple):
-    """Text that the target wrote as the user: a `row`, or a `reason` to leave it out."""
+@dataclass(frozen=True)
+class PromptSettings:
+    """
+    How requests are sampled. Equal settings give equal requests.
 
-    row: dict | None
-    reason: str | None = None
+    Args:
+        kinds (`Sequence[str]`): Kinds of [`KINDS`], in turn; a kind given twice is sampled twice as often.
+            Default: `chat`, or none if `begin` is given.
+        begin (`Sequence[str]`): First words of further requests, of the kind `begin`.
+        system (`str`, *optional*): A system prompt, also kept in the rows. Default: the template's own.
+        temperature, top_p (`float`): Sampling parameters.
+        max_new_tokens (`int`): Maximum number of tokens; unfinished requests are left out.
+        seed (`int`): Seed of all samples, from which each gets its own.
+        chat_template_kwargs (`dict`): Arguments of the chat template.
+
+    Raises:
+        `ValueError`: a kind is unknown, or a number is out of range.
+    """
+
+    kinds: Sequence[str] = ()
+    begin: Sequence[str] = ()
+    system: str | None = None
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_new_tokens: int = 128
+    seed: int = 0
+    chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name in ("kinds", "begin"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} is a text; give a list of texts.")
+        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
+            raise ValueError(f"kinds: {unknown[0]!r} is unknown; choose from {', '.join(KINDS)}, or give `begin`.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0: greedy decoding gives one request.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+
+    def of_sample(self, number: int) -> tuple[str, str]:
+        """Kind and first words of a sample: kinds in turn, and within a kind its first words in turn."""
+        kinds = [*self.kinds, *(["begin"] if self.begin else [])] or ["chat"]
+        kind = kinds[number % len(kinds)]
+        beginnings = self.begin if kind == "begin" else KINDS[kind]
+        return kind, beginnings[number // len(kinds) % len(beginnings)]
+
+
+class UserTurn(NamedTuple):
+    """What the chat template writes before a user's text, and the token that ends it."""
+
+    before: str
+    stop_id: int
+
+
+def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
+    """
+    Find the user's turn by rendering a conversation with a recognisable text.
+
+    Raises:
+        `ValueError`: there is no chat template, or it does not mark the text.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "The tokenizer has no chat template, which marks where a user's text begins; choose a target that was "
+            "trained to chat."
+        )
+    messages = [*_system(settings), {"role": "user", "content": _PROBE}]
+    options = {"tokenize": False, "add_generation_prompt": True, **settings.chat_template_kwargs}
+    try:
+        rendered = tokenizer.apply_chat_template(messages, **options)
+    except TemplateError as error:
+        raise ValueError(
+            f"The chat template rejects {messages} ({error}); leave out `system`, or give another chat template."
+        ) from error
+    before, found, behind = rendered.partition(_PROBE)
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    stop = next((id for id in ids if id in tokenizer.added_tokens_decoder), None)
+    if not found or stop is None or not before.strip() or _PROBE in behind:
+        raise ValueError(
+            f"The chat template does not mark a user's text: {_PROBE!r} was rendered as {rendered!r}, not once, after "
+            "text of the template, and before an added token. Give another chat template, or choose another target."
+        )
+    return UserTurn(before, stop)
 
 
 def generate_prompts(
@@ -53,40 +138,47 @@ def generate_prompts(
         `ValueError`: the chat template has no recognisable user turn, or too few samples are new requests.
     """
     samples = judged_samples(target, tokenizer, count, settings or PromptSettings(), batch_size)
-    return [sample.row for sample in samples if sample.row]
+    return [row for row, _ in samples if row]
 
 
 def judged_samples(
     target, tokenizer, count: int, settings: PromptSettings, batch_size: int | None = None, before: Sequence[dict] = ()
-) -> Iterator[Sample]:
-    """The samples of [`generate_prompts`], one by one, continuing after the rows `before` of earlier calls."""
+) -> Iterator[tuple[dict | None, str | None]]:
+    """
+    The samples of [`generate_prompts`], one by one, continuing after the rows `before` of earlier calls: a row, or
+    the reason to leave it out.
+    """
     if len(before) >= count:
         return
-    turn, seen = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs), DistinctTexts()
+    turn, seen, left_out = user_turn(tokenizer, settings), DistinctTexts(), Counter()
     for row in before:
-        seen.add(_text_of(row))
+        seen.add(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
     have, first = len(before), before[-1]["sample"] + 1 if before else 0
-    idle, left_out = 0, Counter()
     for number, response in _sampled(target, tokenizer, turn, settings, first, batch_size):
         kind, begin = settings.of_sample(number)
         text, reason = _request(tokenizer, turn, target, begin, response)
-        reason = reason or flaw(text, settings.min_chars, settings.max_chars)
-        reason = reason or (None if seen.add(text) else "like another")
+        reason = reason or flaw(text) or (None if seen.add(text) else "like another")
         if reason:
-            yield Sample(None, reason)
-            idle, left_out = idle + 1, left_out + Counter([reason])
+            left_out[reason] += 1
+            yield None, reason
         else:
-            yield Sample({"row": have, **_row(kind, text, settings, number)})
-            have, idle = have + 1, 0
+            messages = [*_system(settings), {"role": "user", "content": text}]
+            content = {"prompt": text} if settings.system is None else {"messages": messages}
+            yield {"row": have, "kind": kind, **content, "sample": number}, None
+            have += 1
             left_out.clear()
         if have == count:
             return
-        if idle >= _PATIENCE:
+        if left_out.total() >= _PATIENCE:
             reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
             raise ValueError(
-                f"count={count}: after {have} requests the last {idle} samples gave none that is new ({reasons}). Ask "
-                "for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
+                f"count={count}: after {have} requests the last {_PATIENCE} samples gave no new one ({reasons}). "
+                "Ask for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
             )
+
+
+def _system(settings: PromptSettings) -> list[dict]:
+    return [] if settings.system is None else [{"role": "system", "content": settings.system}]
 
 
 def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first: int, batch_size: int | None):
@@ -96,11 +188,11 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=0,
-        eos_token_id=sorted(_stops(target, tokenizer, turn)) or None,
+        eos_token_id=sorted({turn.stop_id, *eos_ids(target.generation_config)}),
         pad_token_id=target.generation_config.pad_token_id,
     )
     begins = ((number, settings.of_sample(number)[1]) for number in itertools.count(first))
-    prompts = ((number, prompt_ids(tokenizer, turn, begin)) for number, begin in begins)
+    prompts = ((number, _prompt_ids(tokenizer, turn, begin)) for number, begin in begins)
     waiting: dict[int, list[int]] = {}
     for number, response in responses(target, prompts, settings.max_new_tokens, config, batch_size, settings.seed):
         waiting[number] = response
@@ -109,25 +201,17 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
             first += 1
 
 
-def prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
+def _prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
     """The prompt of a sample: the chat template up to the user's text, and the text's first words."""
     return tokenizer(turn.before + begin, add_special_tokens=False)["input_ids"]
 
 
-def _stops(target, tokenizer, turn: UserTurn) -> set[int]:
-    stop = turn.stop_id(tokenizer)
-    return eos_ids(target.generation_config) | ({stop} if stop is not None else set())
-
-
 def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int]) -> tuple[str, str | None]:
     """The text of a sample, and the reason if it is not a request that a user would send."""
-    ended = response[-1] in _stops(target, tokenizer, turn)
-    ids, start = response[: len(response) - ended], prompt_ids(tokenizer, turn, begin)
+    ended = response[-1] in {turn.stop_id, *eos_ids(target.generation_config)}
+    ids, start = response[: len(response) - ended], _prompt_ids(tokenizer, turn, begin)
     # Decoded after the prompt: some tokenizers drop the space before a first word.
     text = decoded(tokenizer, [*start, *ids])[len(decoded(tokenizer, start)) :]
-    if turn.stop_id(tokenizer) is None and turn.behind.strip():
-        text, found, _ = text.partition(turn.behind.strip())
-        ended = ended or bool(found)
     reason = None
     if not ended:
         reason = "unfinished"
@@ -136,17 +220,6 @@ def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int])
     elif not text.strip():
         reason = "nothing after its beginning"
     return (begin + text).strip(), reason
-
-
-def _row(kind: str, text: str, settings: PromptSettings, number: int) -> dict:
-    if settings.system is None:
-        return {"kind": kind, "prompt": text, "sample": number}
-    system = {"role": "system", "content": settings.system}
-    return {"kind": kind, "messages": [system, {"role": "user", "content": text}], "sample": number}
-
-
-def _text_of(row: dict) -> str:
-    return row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
 
 
 def rows_of_file(path: Path) -> list[dict]:

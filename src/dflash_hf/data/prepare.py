@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import itemgetter, not_
 from pathlib import Path
 
+import numpy as np
 from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
@@ -22,6 +23,7 @@ from dflash_hf.terminal import one_line, read_text
 
 logger = logging.get_logger(__name__)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
+_IDS = ("input_ids", "loss_mask", "labels", "document_ids")
 _PROBED = 64  # rows of a stream that are encoded before training starts
 
 
@@ -45,16 +47,21 @@ class DataReport:
     longest: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def add(self, batch: dict) -> None:
-        """Count a batch of encoded rows."""
-        lengths = [len(ids) for ids in batch["input_ids"]]
-        self.rows += sum(batch["ends_row"])
-        self.examples += sum(length > 0 for length in lengths)
-        self.tokens += sum(lengths)
-        self.supervised += sum(map(sum, batch["loss_mask"]))
-        self.longest = max([self.longest, *lengths])
-        reasons = Counter(str(reason) for reason, length in zip(batch["left_out"], lengths) if length == 0)
-        self.dropped = dict(Counter(self.dropped) + reasons)
+    @classmethod
+    def of(cls, rows: int, tables: Iterable) -> "DataReport":
+        """The report of rows, from the tables of [`_encode_batch`]."""
+        import pyarrow.compute as pc
+
+        report = cls(rows)
+        for table in tables:
+            lengths = pc.list_value_length(table["input_ids"])
+            report.examples += table["left_out"].null_count
+            report.tokens += pc.sum(lengths).as_py()
+            report.supervised += pc.sum(pc.list_flatten(table["loss_mask"])).as_py() or 0
+            report.longest = max(report.longest, pc.max(lengths).as_py())
+            for reason, number in Counter(table["left_out"].drop_null().to_pylist()).items():
+                report.dropped[reason] = report.dropped.get(reason, 0) + number
+        return report
 
     def check(self) -> None:
         """
@@ -110,53 +117,70 @@ def prepare_dataset(
         raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
     packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
-    report, rows = DataReport(), as_written(rows)
+    encode, rows = partial(_encode_batch, encoder, source), as_written(rows)
     stream = isinstance(rows, IterableDataset)
     if stream:
         first = list(islice(iter(rows), _PROBED))
         columns = rows.column_names or list(first[0] if first else ())  # of a stream, known only from its rows
         batch = {name: [row.get(name) for row in first] for name in columns}
-        report.add(_encode_batch(encoder, source, batch, range(len(first))))
-        options = {"remove_columns": columns}
+        report = DataReport.of(len(first), [encode(batch, range(len(first)))] if first else ())
+        encode, options, more = partial(_encode_rows, encoder, source), {"remove_columns": columns}, {}
     else:
-        options = {"remove_columns": rows.column_names, "num_proc": num_proc, "desc": "encoding"}
-    encoded = rows.map(
-        partial(_encode_batch, encoder, source),
-        with_indices=True,
-        batched=True,
-        features=Features({**features, "left_out": Value("string"), "ends_row": Value("bool")}),
-        **options,
-    ).with_format(None)  # not that of the rows
+        rows = _with_arrays(rows)
+        more = {"num_proc": num_proc}
+        options = {"remove_columns": rows.column_names, "desc": "encoding", **more}
+    features_and_reason = Features({**features, "left_out": Value("string")})
+    encoded = rows.map(encode, with_indices=True, batched=True, features=features_and_reason, **options)
+    encoded = encoded.with_format(None)  # not that of the rows
     if not stream:
-        for batch in encoded.iter(1000):
-            report.add(batch)
+        report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
-
-    # Rows that were left out are empty.
-    kept = encoded.filter(bool, input_columns="input_ids", **({} if stream else {"num_proc": num_proc}))
-    kept = kept.remove_columns(["left_out", "ends_row"])
+    kept = encoded.filter(not_, input_columns="left_out") if stream or report.dropped else encoded
+    kept = kept.remove_columns("left_out")
     if packing:
-        options = {} if stream else {"num_proc": num_proc, "desc": "packing"}
-        kept = kept.map(partial(_pack_batch, encoder.max_length), batched=True, features=packed_features, **options)
+        more |= {} if stream else {"desc": "packing"}
+        kept = kept.map(partial(_pack_batch, encoder.max_length), batched=True, features=packed_features, **more)
     return kept, report
 
 
-def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequence[int]) -> dict:
-    output = {"input_ids": [], "loss_mask": [], "left_out": [], "ends_row": []}
+def _with_arrays(rows):
+    """Rows of ids alone as arrays, since lists would have an object for every token; other rows are unchanged."""
+    import pyarrow as pa
+
+    names = [name for name in _IDS if name in rows.column_names]
+    if "input_ids" not in names or rows.format["type"] is not None:
+        return rows
+    columns = [rows.data.column(name) for name in names]
+    types = [getattr(column.type, "value_type", column.type) for column in columns]
+    if any(column.null_count for column in columns) or not all(map(pa.types.is_integer, types)):
+        return rows
+    return rows.select_columns(names).with_format("numpy")
+
+
+def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequence[int]):
+    """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
+    import pyarrow as pa
+
+    ids, masks, left_out = [], [], []
     for place, index in enumerate(indices):
-        examples, reason = [], None
         try:
-            examples = encoder({name: values[place] for name, values in batch.items()})
+            examples, reason = encoder.arrays({name: values[place] for name, values in batch.items()}), None
         except UnusableRow as unusable:
-            reason = str(unusable)
+            examples, reason = [(np.zeros(0), np.zeros(0))], str(unusable)
         except ValueError as error:
             raise ValueError(f"Row {index} of {source}: {error}") from error
-        for number, example in enumerate(examples or [{"input_ids": [], "loss_mask": []}], start=1):
-            output["input_ids"].append(example["input_ids"])
-            output["loss_mask"].append(example["loss_mask"])
-            output["left_out"].append(reason)
-            output["ends_row"].append(number >= len(examples))
-    return output
+        ids += [one for one, _ in examples]
+        masks += [one for _, one in examples]
+        left_out += [reason] * len(examples)
+    ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
+    columns = {"input_ids": np.concatenate(ids).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.int8)}
+    lists = {name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()}
+    return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
+
+
+def _encode_rows(*arguments) -> dict:
+    """As [`_encode_batch`], for a stream."""
+    return _encode_batch(*arguments).to_pydict()
 
 
 def _pack_batch(max_length: int, batch: dict) -> dict:

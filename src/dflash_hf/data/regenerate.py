@@ -133,19 +133,16 @@ def _begins(ids: Sequence[int], beginning: list[int]) -> bool:
     return list(ids[: len(beginning)]) == beginning
 
 
-class _Waiting:
-    """An iterator over prompts that may go on after it had none."""
-
-    def __init__(self):
-        self.prompts: deque = deque()
+class _Queue(deque):
+    """Prompts that are taken one by one; more may follow when there are none."""
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if not self.prompts:
+        if not self:
             raise StopIteration
-        return self.prompts.popleft()
+        return self.popleft()
 
 
 def generate_rows(
@@ -154,7 +151,6 @@ def generate_rows(
     questions: Sequence[Question],
     max_new_tokens: int,
     batch_size: int | None = None,
-    draft=None,
     generation_config=None,
     seed: int = 0,
 ) -> Iterator[dict]:
@@ -169,12 +165,11 @@ def generate_rows(
         questions (`Sequence[Question]`): What it answers.
         max_new_tokens (`int`): Maximum length of an answer.
         batch_size (`int`, *optional*): Rows that decode together.
-        draft (`DFlashDraftModel`, *optional*): Makes decoding faster; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    waiting, running = _Waiting(), {}
+    waiting, running = _Queue(), {}
 
     def ask(question: Question, answers: list[Answer]) -> bool:
         if len(answers) == len(question.ahead):
@@ -189,13 +184,13 @@ def generate_rows(
             return False
         key = f"{question.index}.{len(answers)}" if answers else question.index
         running[key] = question, answers, ids
-        waiting.prompts.appendleft((key, ids))
+        waiting.appendleft((key, ids))
         return True
 
     for question in questions:
         ask(question, [])
-    waiting.prompts = deque(sorted(waiting.prompts, key=lambda one: -len(one[1])))
-    for key, ids in responses(target, waiting, max_new_tokens, config, batch_size, seed, draft):
+    waiting.extend(sorted(waiting, key=lambda one: -len(one[1])))
+    for key, ids in responses(target, waiting, max_new_tokens, config, batch_size, seed):
         question, answers, prompt = running.pop(key)
         stopped = ids[-1] in eos_ids(config)
         text = encoder.tokenizer.decode(ids[: len(ids) - stopped])

@@ -124,8 +124,7 @@ def training_facts(arguments) -> dict:
     """The training arguments that the card lists, if they are set."""
     absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
-    own = [one.name for one in fields(arguments) if getattr(one.metadata.get("help"), "on_card", False)]
-    names = [name for name in own if name not in unused]
+    names = [name for name in arguments.on_card if name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
     return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
 
