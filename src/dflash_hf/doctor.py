@@ -10,6 +10,7 @@ only the first mistake to acceptance, so that it tells a change from chance in a
 import copy
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -466,7 +467,7 @@ def _texts(case: Case) -> Iterator[Experiment]:
     for value in (False, True, None) if switch else ():
         wanted = {key: one for key, one in {**now, switch: value}.items() if one is not None}
         cause = f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode"
-        name, remedy = f"{switch} {value}", f"use it with --template-args '{json.dumps(wanted)}'"
+        name, remedy = f"{switch} {value}", f"use it with --template-args {shlex.quote(json.dumps(wanted))}"
         others.append(("thinking", name, cause, remedy, case.other_prompts(chat_template_kwargs=wanted)))
     cause = "the drafter was trained without the chat template, or it is not the target's template"
     remedy = "use it without the template, as `dflash eval --raw` does, or train it with the template"

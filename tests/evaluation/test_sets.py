@@ -200,10 +200,7 @@ def test_the_error_of_a_difference_of_means():
     assert mean_difference([(10, 4)], [(12, 4)]) == (0.5, 0.0)  # it was infinitely more than chance
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--target", "t", "--draft", "d"]],
-)
+@pytest.mark.parametrize("arguments", [[], ["--target", "t", "--draft", "d"]])
 def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
     assert main(["eval", *arguments]) == 2
     assert "--compare" in capsys.readouterr().err

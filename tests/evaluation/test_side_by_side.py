@@ -5,7 +5,7 @@ import json
 import pytest
 import side_by_side
 import torch
-from random_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
+from random_pairs import random_pair, slot_accuracy
 from side_by_side import NATIVE, REFERENCE, bench
 from support.pairs import make_draft
 from support.tiny_chat import save_target
@@ -24,27 +24,8 @@ def pair():
 def test_slot_accuracy_gives_the_wanted_length(tau):
     chance = slot_accuracy(tau, 16)
     assert sum(chance**k for k in range(16)) == pytest.approx(tau, abs=1e-6)
-
-
-@pytest.mark.parametrize("tau", [0.5, 9.0])
-def test_impossible_lengths_are_named(tau):
-    with pytest.raises(ValueError, match=f"forced_acceptance={tau}"):
-        slot_accuracy(tau, 8)
-
-
-def test_every_shape_has_layers_for_its_features():
-    for shape in SHAPES.values():
-        assert shape["target"]["num_hidden_layers"] > shape["draft_layers"]
-
-
-def test_random_targets_write_diverse_text_in_any_precision(pair):
-    target, _, prompts = pair
-    texts = []
-    for dtype in (torch.float32, torch.bfloat16):
-        text = target.to(dtype).generate(torch.tensor(prompts[:1]), max_new_tokens=40, do_sample=False)[0].tolist()
-        texts.append(text)
-    target.float()
-    assert texts[0] == texts[1] and len(set(texts[0])) > 40
+    with pytest.raises(ValueError, match="forced_acceptance=17"):
+        slot_accuracy(17.0, 16)
 
 
 def test_methods_accept_alike_and_equal_the_target(pair):
@@ -67,14 +48,6 @@ def test_rounds_are_timed_where_the_answers_end(pair, monkeypatch):
     report, rounds = bench(target, draft, prompts[:1], 200, 1, (TARGET, DFLASH))
     assert len(report.responses[0]) == 25
     assert rounds.overhead[DFLASH] > 0.5
-
-
-def test_the_oracle_errs_as_often_as_it_should(pair):
-    target, _, prompts = pair
-    right = target.generate(torch.tensor(prompts[:1]), max_new_tokens=409, do_sample=False)[0]
-    drafted = oracle_text(target, prompts[0], 400, 8, tau=5.0)
-    share = (drafted == right).float().mean().item()
-    assert share == pytest.approx(slot_accuracy(5.0, 8), abs=0.06)
 
 
 STAND_IN = """
@@ -113,11 +86,6 @@ def test_a_reference_answers_from_its_own_process(pair, tmp_path, dies):
             run()
     else:
         assert run()[0].methods[REFERENCE].equal == 3
-
-
-def test_a_reference_that_is_none_is_named(pair, tmp_path):
-    with pytest.raises(ValueError, match=r"no dflash/model\.py"):
-        bench(*pair, 4, 1, (TARGET, DFLASH), reference=tmp_path)
 
 
 FORCED = ["--shape", "tiny", "--forced-acceptance", "4"]

@@ -1,6 +1,5 @@
 """The plot of a report: speed and acceptance."""
 
-from collections import Counter
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
@@ -36,12 +35,12 @@ def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
 
     # With its own canvas: the user's backend and open figures are not touched.
     height = max(3.2, 0.9 + 0.36 * len(report.methods)) + (0.4 if title else 0)  # inches
-    figure = Figure(figsize=(11, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=12, fontweight="bold")
-    places = figure.subplots(1, 3, width_ratios=[1.5, 1, 1])
-    for axes, draw in zip(places, (_draw_speed, _draw_positions, _draw_lengths), strict=True):
+    places = figure.subplots(1, 2, width_ratios=[1.5, 1])
+    for axes, draw in zip(places, (_draw_speed, _draw_positions), strict=True):
         draw(axes, report)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(10)
@@ -82,16 +81,4 @@ def _draw_positions(axes, report: EvalReport) -> None:
     slots = range(1, len(shares) + 1)
     axes.bar(slots, [100 * share for share in shares], color=_COLORS[DFLASH])
     axes.set(ylim=(0, 100), xticks=slots, xlabel="slot of the block", ylabel="slot accepted, % of verifications")
-    axes.set_title("Acceptance by slot")
-
-
-def _draw_lengths(axes, report: EvalReport) -> None:
-    counts = Counter(report.verifications)
-    total = sum(counts.values())
-    sizes = range(1, report.block_size + 1)
-    axes.bar(sizes, [100 * counts[size] / max(total, 1) for size in sizes], color=_COLORS[DFLASH])
-    axes.axvline(report.tau, color="#333333", linestyle="--", linewidth=1)
-    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "top", "fontsize": 9}
-    axes.annotate(f"tau {report.tau:.2f}", (report.tau, 0.97), xycoords=("data", "axes fraction"), **beside)
-    axes.set(xticks=sizes, xlabel=f"tokens committed ({total:,} blocks)", ylabel="% of verifications")
-    axes.set_title("Tokens per verification")
+    axes.set_title(f"Acceptance by slot, tau {report.tau:.2f}")

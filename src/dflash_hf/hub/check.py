@@ -196,22 +196,19 @@ def _tensors(drafter: Drafter, parsed, shapes: dict, loads: bool) -> Iterator[Fi
         wanted = {NATIVE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     beside = {"mask_embedding"}  # skipped by both engines, which read a separate file
     wanted, shapes = ({name: one[name] for name in one.keys() - beside} for one in (wanted, shapes))
-    for name in sorted(wanted.keys() - shapes.keys()):
-        message = f"is missing {wanted[name]}; vLLM would serve without any warning."
-        yield Finding("error", SERVERS, name, message)
     remedy = " `dflash convert` gives canonical names." if loads else ""
-    own = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in shapes}
-    for name in sorted(own if not drafter.has_own_head else own - {"lm_head.weight"}):
-        message = f"{shapes[name]} is skipped by SGLang, which uses the target's; vLLM loads and uses it."
-        yield Finding("error", ("sglang",), name, message)
-    for name in sorted(shapes.keys() - wanted.keys() - own):
-        if not (drafter.has_own_head and name == "t2d"):
-            message = f"is unknown {shapes[name]}: vLLM fails, SGLang skips it.{remedy}"
-            yield Finding("error", SERVERS, name, message)
-    for name in sorted(wanted.keys() & shapes.keys()):
-        if wanted[name] != shapes[name]:
-            message = f"has shape {shapes[name]}, but config.json requires {wanted[name]}."
-            yield Finding("error", SERVERS, name, message)
+    own = {"embed_tokens.weight"} if drafter.has_own_head else {"embed_tokens.weight", "lm_head.weight"}
+    for name in sorted({*wanted, *shapes} - ({"t2d"} if drafter.has_own_head else set())):
+        there, needed = shapes.get(name), wanted.get(name)
+        if there is not None and name in own:
+            message = f"{there} is skipped by SGLang, which uses the target's; vLLM loads and uses it."
+            yield Finding("error", ("sglang",), name, message)
+        elif there is None:
+            yield Finding("error", SERVERS, name, f"is missing {needed}; vLLM would serve without any warning.")
+        elif needed is None:
+            yield Finding("error", SERVERS, name, f"is unknown {there}: vLLM fails, SGLang skips it.{remedy}")
+        elif there != needed:
+            yield Finding("error", SERVERS, name, f"has shape {there}, but config.json requires {needed}.")
 
 
 def _parsed_findings(drafter: Path, engines: Sequence[str], target: dict) -> Iterator[Finding]:
