@@ -294,6 +294,7 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Free all slots now: layers and cache refer to each other and would wait for the garbage collector."""
         self.layers.clear()
+        self.layer_class_to_replicate = None
 
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
