@@ -52,7 +52,8 @@ def answered(decoder, world, which, stops=None, streamers=(), **more) -> list[Re
         def end(self):
             pass
 
-    decoder.submit(request(decoder, world[3][0], Holding(), max_new_tokens=1, repetition_penalty=1.1))
+    apart = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # neither batched, nor is its cache kept
+    decoder.submit(request(decoder, world[3][0], Holding(), max_new_tokens=1, **apart))
     streamers = [*streamers, *[None] * len(which)]
     requests = [request(decoder, world[3][i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)]
     for one in requests:

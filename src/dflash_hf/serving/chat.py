@@ -31,14 +31,7 @@ class Chat:
         color (`bool`): Colour accepted tokens.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        encode: Callable[[list[dict]], list[int]],
-        options: dict,
-        echo: Echo,
-        color: bool,
-    ):
+    def __init__(self, decoder: Decoder, encode: Callable, options: dict, echo: Echo, color: bool):
         self.decoder, self.encode, self.options = decoder, encode, options
         self.color, self.note, self.write = color, echo.note, echo.write
         self.drafts, self.messages, self.turns = decoder.draft is not None, [], []
@@ -99,13 +92,10 @@ class Chat:
         """The finished request, or, after Ctrl-C, the request as far as it came."""
         target = self.decoder.target
         ids = torch.tensor([self.encode(asked)], device=target.device)
-        inputs, settings = (
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            copy.deepcopy(target.generation_config),
-        )
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        settings = copy.deepcopy(target.generation_config)
         settings.update(**self.options)
-        request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
-        self.decoder.submit(request)
+        request = self.decoder.submit(Request(self.decoder, inputs, settings, streamer, drafts=self.drafts))
         try:
             return request.done.result()
         except KeyboardInterrupt:

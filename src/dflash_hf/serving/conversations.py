@@ -1,5 +1,7 @@
 """The caches of the latest conversations: their next turns read only what is new."""
 
+from os.path import commonprefix
+
 from transformers import DynamicCache
 
 from dflash_hf.configs import positions_of
@@ -26,7 +28,7 @@ class Conversations:
         The cache whose text has the longest beginning in common with `ids`, cut to that beginning, and its length. A
         text of which less than half is wanted stays for the conversation that it belongs to.
         """
-        common = [_common(read, ids[:-1]) for read, _ in self.kept]  # one token is left to be read
+        common = [len(commonprefix([read, ids[:-1]])) for read, _ in self.kept]  # one token is left to be read
         best = max(range(len(common)), key=common.__getitem__, default=None)
         if best is None or 2 * common[best] < len(self.kept[best][0]) or not common[best]:
             return None, 0
@@ -49,11 +51,3 @@ class Conversations:
             if number == _MOST or (number and self.longest is not None and total > self.longest):
                 del self.kept[: len(self.kept) - number]
                 break
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Tokens at the beginning of both."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(place for place in range(length) if one[place] != other[place])
