@@ -54,7 +54,6 @@ REFERENCE = {
         "DFlashTrainingArguments",
         "DecodingCallback",
         "StoredFeatures",
-        "DFlashOfflineTrainer",
     ),
 }
 

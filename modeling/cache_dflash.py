@@ -191,7 +191,7 @@ class SlotCache(Cache):
     SPARE = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
 
     def __init__(self, rows: int, capacity: int, ring: Ring | None = None):
-        super().__init__(layers=[])
+        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self, ring))
         self.rows, self.ring, self.columns, self.view, self.spare = rows, ring, 0, 0, self.SPARE
         self.capacity = _round_up(capacity + 1)
         self.least, self.reported = 0, None
@@ -247,10 +247,18 @@ class SlotCache(Cache):
                     for buffer in (layer.keys, layer.values):
                         written.write(buffer, read.read(buffer))
 
-    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
-        while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self, self.ring))
-        return self.layers[layer_idx].update(key_states, value_states)
+    @staticmethod
+    def can_adopt(cache: Cache) -> bool:
+        """
+        Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots, and
+        nothing else happens when they are written.
+        """
+        if getattr(cache.update, "__func__", None) is not Cache.update:
+            return False
+        holding = [
+            layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+        ]
+        return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
 
     @classmethod
     def adopt(cls, cache: Cache, padding: list[int], largest: int = 0) -> "SlotCache":
@@ -296,17 +304,6 @@ class SlotCache(Cache):
             if isinstance(source, SlotLayer) and source.is_initialized:
                 source.release(layer, padding, columns)
         return cache
-
-
-def can_adopt(cache: Cache) -> bool:
-    """
-    Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots, and nothing
-    else happens when they are written.
-    """
-    if getattr(cache.update, "__func__", None) is not Cache.update:
-        return False
-    holding = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
 
 
 def cached_columns(cache) -> int:

@@ -20,12 +20,12 @@ def generate(model, assistant_model=None, **kwargs):
     """
     The entry point of `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
 
-    `generate` does not pass on the name it was given, so it is read from the calling frame. If that fails, pass the
-    name as `assistant_model` as well.
+    `generate` does not pass on the name it was given, so it is read from the calling frame.
 
     Args:
         model (`PreTrainedModel`): The target.
-        assistant_model (`str` or `DFlashDraftModel`, *optional*): Another folder or repository to load, or a drafter.
+        assistant_model (`str` or `DFlashDraftModel`, *optional*): A drafter, or another folder or repository to load;
+            transformers asks before its code runs, if the package is not there.
         kwargs: Everything else that `generate` takes, and of `from_pretrained`: `revision`, `token`, `cache_dir`,
             `local_files_only`, `force_download`.
 
@@ -37,12 +37,19 @@ def generate(model, assistant_model=None, **kwargs):
     """
     hub = {name: value for name in _HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
     if assistant_model is None or isinstance(assistant_model, str | os.PathLike):
-        name = str(assistant_model or asked_for())
+        running = asked_for()
+        name = str(assistant_model or running or "")
+        if not name:
+            raise ValueError(
+                "The drafter's name could not be read from the running `generate`; load it with `AutoModel` and pass "
+                "it: `target.generate(**inputs, assistant_model=draft)`."
+            )
         wanted = (name, hub.get("revision"), _last_change(name))
         known, draft = _loaded.get(model, (None, None))
         if known != wanted or hub.get("force_download"):
-            # Remote code was asked for by the caller, or this file would not run.
-            draft = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="auto", **hub)
+            # The caller has trusted the code of the folder that this file comes from, and no other.
+            trusted = True if name == running else None
+            draft = AutoModel.from_pretrained(name, trust_remote_code=trusted, dtype="auto", **hub)
             if not hasattr(draft, "dflash_decode"):
                 raise ValueError(
                     f"{name} holds a {type(draft).__name__}, not a DFlash drafter; name a drafter's folder or "
@@ -53,18 +60,15 @@ def generate(model, assistant_model=None, **kwargs):
     return model.generate(**kwargs, assistant_model=assistant_model)
 
 
-def asked_for() -> str:
-    """The `custom_generate` argument of the running `generate`."""
+def asked_for() -> str | None:
+    """The `custom_generate` argument of the running `generate`, if it can be read."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_locals.get("custom_generate")
-        if frame.f_code.co_name == "generate" and isinstance(name, str):
-            return name
+        if frame.f_code.co_name == "generate":  # others are not looked into: that would keep their variables alive
+            if isinstance(name := frame.f_locals.get("custom_generate"), str):
+                return name
         frame = frame.f_back
-    raise ValueError(
-        "The drafter's name could not be read from the running `generate`; pass it as `assistant_model` as well: "
-        '`generate(**inputs, custom_generate="<drafter>", assistant_model="<drafter>", trust_remote_code=True)`.'
-    )
+    return None
 
 
 def _last_change(name: str) -> int | None:

@@ -117,12 +117,9 @@ class Drafter:
 
     def _holds(self, before: Context, past: int, ring: Ring | None) -> bool:
         """Whether a context has all `past` tokens of a cache; a ring's must not have gone on to others."""
-        same = type(before.cache) is self.CACHE and before.cache.ring == ring
-        return (
-            same
-            and 0 <= past - before.first <= before.length
-            and (ring is None or past == before.first + before.length)
-        )
+        beyond = before.first + before.length - past  # columns that the cache no longer holds
+        fits = beyond == 0 if ring is not None else 0 <= beyond <= before.length
+        return type(before.cache) is self.CACHE and before.cache.ring == ring and fits
 
     def close(self, cache=None) -> None:
         """Free the context, or keep it for the call that continues this cache of a single row."""

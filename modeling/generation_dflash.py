@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.generation import utils as generation_utils
 from transformers.utils import logging
 
 from .accept_dflash import Block, Rules, Verdict
 from .cache_dflash import cached_columns
-from .configuration_dflash import DFlashDecodingConfig
 from .drafting_dflash import Drafter, padding_of
 from .session_dflash import SlotSession
 from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, first_positions, support_of, why_hidden
@@ -32,12 +31,8 @@ logger = logging.get_logger(__name__)
 # Arguments that a round sets itself, and arguments that only the prompt has.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", CACHE_NAME, "past_key_values", "cache_params"}
-_PROMPT_ARGUMENTS = {
-    "mm_token_type_ids",
-    "logits_to_keep",
-    "cache_position",
-    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-}
+_OF_IMAGES = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", None)
+_PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position", *(_OF_IMAGES or ())}
 
 
 @dataclass
@@ -88,6 +83,12 @@ class Call:
         new = max(self.prompt.shape[1], 0 if embeds is None else embeds.shape[1])
         return max(cached_columns(self.cache) + new if mask is None else mask.shape[1], new)
 
+    @property
+    def asked_for(self) -> int | None:
+        """`num_assistant_tokens` of the generation config, unless it is the default, 20."""
+        asked = self.config.num_assistant_tokens
+        return None if asked in (None, 20) else max(int(asked), 0)
+
 
 class Strategy:
     """
@@ -105,7 +106,8 @@ class Strategy:
         self.call = call
         config = call.target.config.get_text_config(decoder=True)
         self.places = (getattr(config, "max_position_embeddings", None) or math.inf) - call.columns  # of new tokens
-        self.size = min(call.draft.decoding_config.block_size or call.draft.config.block_tokens, _asked_for(call))
+        trained, asked = call.draft.config.block_tokens, call.asked_for
+        self.size = min(call.draft.decoding_config.block_size or trained, trained if asked is None else asked + 1)
 
     @functools.cached_property
     def support(self):
@@ -135,19 +137,12 @@ class Strategy:
         size = min(self.size, self.room(text))
         return drafter.block(text.last, text.next_draws, size) if size > 1 else Block(text.last[:, None])
 
-    def learn(self, text: Text, draft, verdict: Verdict) -> None:
+    def learn(self, text: Text, verdict: Verdict) -> None:
         """After each round."""
 
     def summary(self) -> dict:
         """Fields of the output."""
         return {}
-
-
-def _asked_for(call: Call) -> int:
-    """Tokens of a block, by `num_assistant_tokens` of the generation config, if it is set."""
-    asked = call.config.num_assistant_tokens
-    unset = asked in (None, 20)  # its default
-    return call.draft.config.block_tokens if unset else max(int(asked), 0) + 1
 
 
 def decode(
@@ -172,8 +167,10 @@ def decode(
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
-    if not isinstance(draft.decoding_config, DFlashDecodingConfig):
-        raise ValueError(f"decoding_config={draft.decoding_config!r} must be a DFlashDecodingConfig.")
+    if not isinstance(draft.decoding_config, draft.decoding_config_class):
+        raise ValueError(
+            f"decoding_config={draft.decoding_config!r} must be a {draft.decoding_config_class.__name__}."
+        )
     draft.decoding_config.check(draft.config.block_tokens)
     rules = Rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     call = Call(target, draft, input_ids, rules, generation_config, model_kwargs)
@@ -190,12 +187,12 @@ def decode(
     with prefilled(call, strategy) as (drafter, session, text):
         while not text.done:
             with torch.inference_mode(session.rollback_is_free or torch.is_inference_mode_enabled()):
-                draft_tokens = strategy.draft(drafter, text)  # 2. draft: a block, or whatever the strategy prefers
-                logits, features = session.verify(draft_tokens)  # 3. verify: one forward of the target
-            verdict = text.accept(draft_tokens, logits)  # 4. accept what it agrees with, plus one token of its own
+                drafted = strategy.draft(drafter, text)  # 2. draft: a block, or whatever the strategy prefers
+                logits, features = session.verify(drafted)  # 3. verify: one forward of the target
+            verdict = text.accept(drafted, logits)  # 4. accept what it agrees with, plus one token of its own
             session.keep(verdict)  # 5. keep that; the rest will be overwritten
-            drafter.read(verdict.along(features), verdict)
-            strategy.learn(text, draft_tokens, verdict)
+            drafter.read(verdict.along(features), verdict)  # 6. read the features of what was kept
+            strategy.learn(text, verdict)
 
     if streamer is not None:
         streamer.end()
@@ -230,6 +227,8 @@ def _reasons(call: Call, strategy: Strategy, synced_gpus: bool) -> Iterator[str 
         yield "the prompt is empty"
     if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
         yield "attention_mask leaves out tokens that are not padding on the left"
+    if _OF_IMAGES is None and (names := sorted(extra_arguments(call))):
+        yield f"transformers no longer says whether each forward needs {', '.join(names)}, or the prompt's alone"
     if call.config.return_dict_in_generate and call.config.output_attentions:
         yield "attentions of each token are requested"
     if call.config.return_dict_in_generate and call.config.output_hidden_states:
@@ -255,7 +254,7 @@ def _reasons(call: Call, strategy: Strategy, synced_gpus: bool) -> Iterator[str 
 def _cache_reason(call: Call, session) -> str | None:
     """Why the tokens of a cache cannot be moved into slots, if so: it is static, offloaded, or quantised."""
     cache = call.cache
-    if session.takes(cache) and not cache.offloading:
+    if session.CACHE.can_adopt(cache) and not cache.offloading:
         return None
     kind = " of ".join(type(one).__name__ for one in (cache, *cache.layers[:1]))
     return (
@@ -324,8 +323,8 @@ def prefilled(call: Call, strategy: Strategy):
             kept = session.source if keep_cache else None  # whose context the next call continues
         finally:
             if keep_cache:  # even after an interruption
-                if text.half is not None:
-                    session.keep(text.half)
+                if text.interrupted is not None:
+                    session.keep(text.interrupted)
                 session.close()
             if call.rules.noise is not None:
                 call.rules.noise.close(text.longest)

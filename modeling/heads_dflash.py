@@ -17,7 +17,6 @@ import math
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 
 class Head:
@@ -88,7 +87,10 @@ class Head:
 
     @classmethod
     def init_weights(cls, module: nn.Module, config) -> None:
-        """Initialise one of the modules or submodules; a fresh head should draft like [`Head`]."""
+        """
+        Initialise one of the modules or submodules; a fresh head should draft like [`Head`]. The heads of this file
+        are initialised by the package, which trains.
+        """
 
     @property
     def top_k(self) -> int | None:
@@ -171,12 +173,6 @@ class PathSelector(Head):
     @classmethod
     def modules(cls, config) -> dict[str, nn.Module]:
         return {"candidate_selector": CandidateSelector(config)}
-
-    @classmethod
-    def init_weights(cls, module: nn.Module, config) -> None:
-        if isinstance(module, CandidateSelector):
-            init.normal_(module.predecessor_codebook, mean=0.0, std=config.initializer_range)
-            init.zeros_(module.successor_codebook)
 
     @property
     def top_k(self) -> int:
@@ -261,11 +257,6 @@ class MarkovHead(Head):
             width = config.hidden_size + config.confidence_head_with_markov * (config.markov_rank or 0)
             found["confidence_head"] = nn.ModuleDict({"proj": nn.Linear(width, 1)})
         return found
-
-    @classmethod
-    def init_weights(cls, module: nn.Module, config) -> None:
-        if isinstance(module, MarkovTables):
-            init.zeros_(module.markov_w2.weight)
 
     def __init__(self, draft, embed):
         super().__init__(draft, embed)
@@ -369,15 +360,6 @@ class DominoHead(Head):
     @classmethod
     def modules(cls, config) -> dict[str, nn.Module]:
         return {"prefix_gru": PrefixGRU(config), "embed_proj": Correction(config)}
-
-    @classmethod
-    def init_weights(cls, module: nn.Module, config) -> None:
-        if isinstance(module, Correction):
-            init.zeros_(module[2].weight)
-        elif isinstance(module, PrefixGRU):
-            bound = config.gru_hidden_dim**-0.5
-            for parameter in module.parameters():
-                init.uniform_(parameter, -bound, bound)
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor:
         """The GRU's state, followed by the number of slots drafted: `[R, G + 1]`."""

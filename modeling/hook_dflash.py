@@ -5,6 +5,7 @@ and generation mode is unaffected.
 
 import functools
 import os
+import warnings
 
 
 def drafter_of(assistant_model):
@@ -48,8 +49,12 @@ def install_hook() -> None:
     from transformers import GenerationMixin
 
     for name, wrap in _WRAPPERS.items():
-        method = getattr(GenerationMixin, name)
-        if not hasattr(method, "_dflash_original"):
+        method = getattr(GenerationMixin, name, None)
+        if method is None:  # the drafter can still be loaded, trained and converted
+            warnings.warn(
+                f"transformers has no GenerationMixin.{name}: `generate` cannot use a drafter.", stacklevel=2
+            )
+        elif not hasattr(method, "_dflash_original"):
             wrapper = wrap(method)
             wrapper._dflash_original = method
             setattr(GenerationMixin, name, wrapper)
@@ -60,14 +65,16 @@ def remove_hook() -> None:
     from transformers import GenerationMixin
 
     for name in _WRAPPERS:
-        method = getattr(GenerationMixin, name)
+        method = getattr(GenerationMixin, name, None)
         if hasattr(method, "_dflash_original"):
             setattr(GenerationMixin, name, method._dflash_original)
 
 
 def _drafter_for(generation_config, assistant_model):
     """The drafter that decodes; `None` for upstream's own path, which is left alone if requested by name."""
-    return None if generation_config.speculation_type == "dflash" else drafter_of(assistant_model)
+    if assistant_model is None or getattr(generation_config, "speculation_type", None) == "dflash":
+        return None
+    return drafter_of(assistant_model)
 
 
 def _wrap_validate(original):
@@ -84,7 +91,7 @@ def _wrap_validate(original):
 def _wrap_decode(original):
     @functools.wraps(original)
     def _assisted_decoding(self, *args, **kwargs):
-        assistant = _drafter_for(kwargs["generation_config"], kwargs.get("assistant_model"))
+        assistant = _drafter_for(kwargs.get("generation_config"), kwargs.get("assistant_model"))
         if assistant is not None:
             kwargs.pop("assistant_model")
             return assistant.dflash_decode(self, *args, **kwargs)

@@ -249,6 +249,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     config: DFlashDraftConfig
     config_class = DFlashDraftConfig
+    decoding_config_class = DFlashDecodingConfig
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
@@ -282,7 +283,7 @@ class DFlashDraftModel(PreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             # Draft id `i` is the target's id `i + d2t[i]`.
             self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.decoding_config = DFlashDecodingConfig()
+        self.decoding_config = self.decoding_config_class()
         install_hook()
         self.post_init()
 

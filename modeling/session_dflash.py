@@ -11,7 +11,7 @@ import torch
 from transformers import masking_utils
 
 from .accept_dflash import Verdict
-from .cache_dflash import SlotCache, can_adopt, slot_mask
+from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, input_device
 
 
@@ -50,11 +50,6 @@ class SlotSession:
             self.windows = {None: None}
         self.last_slot = last_slot
 
-    @staticmethod
-    def takes(cache) -> bool:
-        """Whether a session can be opened on such a cache."""
-        return can_adopt(cache)
-
     def verify(self, draft) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         One forward over a draft (`Block` or the like), whose anchor is each row's next token. A token's position is
@@ -72,11 +67,14 @@ class SlotSession:
             name: None if rule is None else slot_mask(self.cache, slots, *rule, self.target.dtype, draft)
             for name, rule in self.windows.items()
         }
+        arguments = self.arguments
+        if (types := arguments.get("token_type_ids")) is not None:  # [R, 1], of the prompt's last token
+            arguments = {**arguments, "token_type_ids": types.expand(-1, size)}
         numbers = slots if draft.depths is None else start + draft.depths
         if self.last_slot is not None:
             numbers = numbers.clamp(max=self.last_slot)
         inputs = {"attention_mask": masks[None] if None in masks else masks, "position_ids": numbers + self.offset}
-        return self._forward({"input_ids": draft.tokens, **inputs, **block_arguments(self.arguments, size)})
+        return self._forward({"input_ids": draft.tokens, **inputs, **arguments})
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.tap is None:
@@ -133,9 +131,3 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     if len(types) > 1:
         raise ValueError(f"one mask for several layer types {sorted(types)}")
     return {None: rules[types.pop()]}
-
-
-def block_arguments(arguments: dict, size: int) -> dict:
-    """Arguments of a forward over `size` tokens: all have the token type of the prompt's last token."""
-    types = arguments.get("token_type_ids")  # [R, 1]
-    return arguments if types is None else {**arguments, "token_type_ids": types.expand(-1, size)}

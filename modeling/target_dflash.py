@@ -140,6 +140,7 @@ def attach(hooks) -> None:
                 for held in (module._forward_hooks, module._forward_pre_hooks):  # of a copy made during a call
                     for key in [key for key, one in held.items() if one is hook]:
                         del held[key]
+                        module._forward_pre_hooks_with_kwargs.pop(key, None)
                 if hook is _output:
                     uses[1] = module.register_forward_hook(hook)
                 else:
@@ -202,7 +203,7 @@ class FeatureTap:
         """Keep an output of a layer, if it is among those that are read."""
         if place in self.places:
             self.captured[place] = output
-            if self.consume is not None and len(self.captured) == len(self.hooks) - 1:
+            if self.consume is not None and len(self.captured) == len({*self.places}):
                 self.consume(*self._layers())
 
     def take(self) -> torch.Tensor:
@@ -216,7 +217,7 @@ class FeatureTap:
 
 
 def why_hidden(target) -> str | None:
-    """Why a target's forwards are not what its classes say, if so: other code would see drafts, or change them."""
+    """Why other code may see or change drafted tokens, or `None`: hooks, compiled or replaced forwards."""
     for module in target.modules():
         replaced = vars(module).get("forward")
         if module._compiled_call_impl is not None or hasattr(replaced, "_torchdynamo_orig_callable"):
@@ -231,8 +232,7 @@ def why_hidden(target) -> str | None:
 
 def _is_known(function) -> bool:
     """Whether a hook or forward only places, shards or adapts, by its library; an activated LoRA counts tokens."""
-    ours = function in (_input, _output, _positions) or _home(function).endswith(_OURS)
-    known = ours or _home(function).partition(".")[0] in _KNOWN
+    known = _home(function).endswith(_OURS) or _home(function).partition(".")[0] in _KNOWN
     return known and not getattr(function, "keywords", {}).get("alora_offsets")
 
 
@@ -250,9 +250,12 @@ class Support(NamedTuple):
     pads: bool = True  # whether rows with padding on the left can be drafted
     trees: bool = False  # whether trees can be verified
     features: dict[int, tuple] | None = None  # shapes of its layers' outputs, -1 their input, without skipped layers
+    failure: str | None = None  # why it could not be tried this time
 
     def why_plain(self, name: str, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if self.failure is not None:
+            return f"{name} could not be tried on a few tokens ({self.failure})"
         if self.features == {}:
             return f"the decoder layers of {name} are in no list, so their outputs cannot be read"
         if self.session is None:
@@ -305,8 +308,7 @@ def support_of(target, sessions: tuple[Any, ...], draft_tree=None) -> Support:
         try:
             known[key] = Trial(target, draft_tree).support(sessions)
         except Exception as error:  # the target itself cannot run on two rows, now
-            logger.debug("%s cannot be tried: %s", type(target).__name__, error)
-            return Support(None, math.inf)
+            return Support(None, math.inf, failure=f"{type(error).__name__}: {error}")
     return known[key]
 
 
@@ -351,18 +353,15 @@ class Trial:
         tokens; the second row starts with padding.
         """
         logits, states = expected
-        kept, padded, rejected = (
-            torch.tensor(self.kept, device=self.device),
-            [0, padding],
-            self.tokens[:, 5:10].clone(),
-        )
+        kept, padded = torch.tensor(self.kept, device=self.device), [0, padding]
+        rejected = self.tokens[:, 5:10].clone()
         for row, count in enumerate(self.kept):
             rejected[row, count:] += 1
         session = None
         try:
             cache = empty_cache(self.target)
             _, positions, _ = self.prefilled(padding, cache)
-            if not session_class.takes(cache):
+            if not session_class.CACHE.can_adopt(cache):
                 return math.inf
             offset = first_positions(positions, 5, padded, self.device)
             session = session_class(self.target, cache, padded, offset, {})
@@ -383,6 +382,8 @@ class Trial:
                 ours = torch.cat([first[row, :count], second[row]])
                 errors.append(_relative_error(ours, logits[row, : len(ours)]))
             return max(errors)
+        except torch.OutOfMemoryError:  # says nothing about the target
+            raise
         except Exception as error:  # a target may fail in any way here
             logger.debug("%s cannot roll back with %s: %s", type(self.target).__name__, session_class.__name__, error)
             return math.inf

@@ -1,15 +1,8 @@
 """The text being written: the prompt, the committed tokens, and streaming."""
 
-import time
-
 import torch
 
 from .accept_dflash import Block, Rules, Verdict
-
-
-def clock(device: torch.device) -> float:
-    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class Text:
@@ -26,8 +19,7 @@ class Text:
         last (`torch.LongTensor`): `[R]`, the last committed token of each row: the anchors of the next draft.
         rounds (`list[list[int]]`): For each row, the tokens that each verification committed.
         listed (`dict[str, tuple]`): The outputs of each token that were requested.
-        streaming (`float`): Seconds spent in the streamer, which are not a cost of rounds.
-        half (`Verdict`, *optional*): The accepted part of a round that an error of the caller's code interrupted, as
+        interrupted (`Verdict`, *optional*): The accepted part of a round that an error of the caller's code ended, as
             far as the cache of plain decoding would hold it.
     """
 
@@ -36,8 +28,7 @@ class Text:
         self.lengths, self.alive, self.last = [0] * rows, [True] * rows, prompt.new_zeros(rows)
         self.rounds: list[list[int]] = [[] for _ in range(rows)]
         self.listed: dict[str, tuple] = dict.fromkeys(rules.listed, ())
-        self.streaming = 0.0
-        self.half: Verdict | None = None
+        self.interrupted: Verdict | None = None
 
     @property
     def done(self) -> bool:
@@ -48,9 +39,14 @@ class Text:
         return max(self.lengths)
 
     @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row that has not ended."""
+        return min((n for n, alive in zip(self.lengths, self.alive) if alive), default=0)
+
+    @property
     def left(self) -> int:
         """Maximum number of tokens that any row may still generate."""
-        return self.rules.max_new - min((n for n, alive in zip(self.lengths, self.alive) if alive), default=0)
+        return self.rules.max_new - self.shortest
 
     @property
     def sequences(self) -> torch.LongTensor:
@@ -60,8 +56,7 @@ class Text:
     @property
     def next_draws(self) -> list[int]:
         """The number of each row's next sample; rows that have ended take any that is still needed."""
-        first = min((n for n, alive in zip(self.lengths, self.alive) if alive), default=0)
-        return [n if alive else first for n, alive in zip(self.lengths, self.alive)]
+        return [n if alive else self.shortest for n, alive in zip(self.lengths, self.alive)]
 
     def begin(self, logits: torch.Tensor) -> None:
         """Choose the first token of each row, from the logits `[R, 1, V]` after the prompt."""
@@ -81,7 +76,7 @@ class Text:
         try:
             verdict = self._judge(draft, logits, paths)
         except BaseException:
-            self.half = _verdict(paths, self.buffer.device)
+            self.interrupted = _verdict(paths, self.buffer.device)
             raise
         for rounds, count in zip(self.rounds, verdict.counts):
             if count:
@@ -146,18 +141,13 @@ class Text:
             new = {"scores": scores, "logits": raw}
             self.listed = {name: (*listed, new[name]) for name, listed in self.listed.items()}
             self.lengths[row] += 1
-            self._stream(row, end)
+            if rules.streamer is not None:
+                rules.streamer.put(self.buffer[row, end : end + 1].cpu())
             text = self.buffer[row : row + 1, : end + 1]
             ended = bool(rules.criteria(text, self.listed.get("scores"))) or self.lengths[row] >= rules.max_new
             self.alive[row] = not ended
             # Read again: a criterion may have written another token.
             place = None if ended else children.get((place, int(self.buffer[row, end])))
-
-    def _stream(self, row: int, place: int) -> None:
-        if self.rules.streamer is not None:
-            began = clock(self.buffer.device)
-            self.rules.streamer.put(self.buffer[row, place : place + 1].cpu())
-            self.streaming += clock(self.buffer.device) - began
 
     def _reserve(self, generated: int) -> None:
         """Make room for `generated` tokens after the prompt."""

@@ -29,7 +29,7 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf, and which others each may import; all may import the ground floor. Of
+# The folders of src/dflash_hf and `doctor.py`, and which others each may import; all may import the ground floor. Of
 # the other files only `cli` imports a wing.
 GROUND = {"decoding", "layouts"}
 WINGS: dict[str, set[str]] = {
@@ -297,7 +297,7 @@ def test_the_package_imports_absolutely(path):
 
 
 def test_the_wings_have_an_order():
-    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS)
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS) - {"doctor"}
     graphlib.TopologicalSorter(WINGS).prepare()  # raises where there is a circle
 
 
@@ -317,7 +317,7 @@ def test_the_ground_floor_imports_modeling_alone(path):
 def test_what_lies_beside_the_weights_is_read_in_one_sitting():
     files = [path for path in REMOTE_CODE if path.name != "__init__.py"]
     assert len(files) <= 13 and all(path.parent == MODELING for path in files)
-    assert sum(len(code_of(path)) for path in files) <= 2230
+    assert sum(len(code_of(path)) for path in files) <= 2200
 
 
 def test_the_core_says_the_version(setup_cfg):

@@ -17,7 +17,6 @@ from dflash_hf.target import (
     packed_masks,
     target_features,
     target_forward,
-    target_labels,
 )
 
 
@@ -108,23 +107,7 @@ def test_frozen_target_has_no_gradients():
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ labels and responses
-
-
-@pytest.mark.parametrize("chunk_size", [1, 5, 100])
-def test_labels_are_the_argmax_after_each_prefix(target, input_ids, chunk_size):
-    loss_mask = torch.zeros_like(input_ids)
-    loss_mask[0, 3:9] = 1
-    loss_mask[1, 0:2] = 1
-    states = target_forward(target, [0], input_ids).last_hidden_state
-    labels = target_labels(target, states, input_ids, loss_mask, chunk_size)
-    with torch.no_grad():
-        argmax = target(input_ids).logits.argmax(-1)
-    expected = input_ids.clone()
-    expected[0, 3:9] = argmax[0, 2:8]
-    expected[1, 1] = argmax[1, 0]  # nothing comes before position 0
-    assert torch.equal(labels, expected) and not torch.equal(labels, input_ids)
-    assert torch.equal(target_labels(target, states, input_ids, torch.zeros_like(input_ids)), input_ids)
+# --------------------------------------------------------------------------------------------------------- responses
 
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
 from dflash_hf.smollm2 import smollm2_folder
-from dflash_hf.training.features import StoredFeatures
+from dflash_hf.training.features import StoredFeatures, check_features, stored_output
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.offline import StoredCollator, check_features, stored_output
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -63,8 +63,8 @@ def main():
     draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
     rows = StoredFeatures(args.features, draft.config.target_layer_ids, states=True)
     settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
-    check_features(rows, draft.config, target)
-    observer, collate, found = Observer(draft.float().eval(), target, settings, stored_output), StoredCollator(), []
+    check_features(rows, draft.config, target, states=True)
+    observer, collate, found = Observer(draft.float().eval(), target, settings, stored_output), DFlashCollator(), []
     with torch.no_grad():
         for row in rows:
             batch = collate([row])

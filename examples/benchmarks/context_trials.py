@@ -39,8 +39,8 @@ from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.training.features import drop_layers, stored
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
+from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -62,7 +62,7 @@ class NormedLinear(nn.Linear):
         return super().forward(normed.flatten(-2))
 
 
-class NormsTrainer(DFlashOfflineTrainer):
+class NormsTrainer(DFlashTrainer):
     """Trains a drafter with norms of the features."""
 
     def __init__(self, draft, *args, **kwargs):
@@ -94,7 +94,7 @@ class CatCrossEntropy(Cat):
     kind = "ce"
 
 
-class CatTrainer(DFlashOfflineTrainer):
+class CatTrainer(DFlashTrainer):
     objective_class = Cat
 
 
@@ -126,7 +126,10 @@ class WithRejected(torch.utils.data.Dataset):
 class RejectedCollator(DFlashCollator):
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         names = ("anchors", "valid", "count", "rejected")
-        return super().__call__(examples) | {name: torch.stack([one[name] for one in examples]) for name in names}
+        stacked = {name: torch.stack([one[name] for one in examples]) for name in names}
+        states = ("features", "states")
+        padded = {name: nn.utils.rnn.pad_sequence([one[name] for one in examples], True) for name in states}
+        return super().__call__(examples) | stacked | padded
 
 
 def with_rejected(batch) -> TargetOutput:
@@ -166,16 +169,13 @@ class Blind(DFlow):
     sees_rejected = False
 
 
-class DFlowTrainer(DFlashOfflineTrainer):
+class DFlowTrainer(DFlashTrainer):
     folder, objective_class = Path(), DFlow
 
     def __init__(self, draft, target, args, train_dataset, eval_dataset, **kwargs):
         train_dataset = WithRejected(train_dataset, self.folder / "train.pt")
         eval_dataset = WithRejected(eval_dataset, self.folder / "eval.pt")
         super().__init__(draft, target, args, train_dataset, eval_dataset, RejectedCollator(), **kwargs)
-
-    def check_dataset(self, dataset, args, draft_config, target) -> None:
-        """The features are checked where the slots are stored."""
 
     def reader(self):
         return with_rejected
@@ -200,7 +200,7 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     visible = block_mask(begun, torch.ones_like(ids), size)
     hidden = draft(
         noise_embeds=draft.embed(pair.target, blocks.input_ids).to(draft.dtype),
-        context_hidden_states=row["features"][None].to(draft.dtype),
+        context_hidden_states=row["stored"].features()[None].to(draft.dtype),
         attention_mask=additive(visible, draft.dtype),
         position_ids=blocks.position_ids,
     ).last_hidden_state.unflatten(1, (-1, size))[0, :, 1:]  # [A, B - 1, H]
@@ -270,7 +270,7 @@ class StepPace(Pace):
 
 
 FRESH = {
-    "from nothing": DFlashOfflineTrainer,
+    "from nothing": DFlashTrainer,
     "from nothing, feature norms": NormsTrainer,
     "from nothing, CAT, KL": CatTrainer,
     "from nothing, CAT, cross-entropy": CatCrossEntropyTrainer,
@@ -308,7 +308,7 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
     keys |= {"bf16": halves(), "overwrite_output_dir": True}
     folder = trained_folder(name, arguments)
     with ExitStack() as patched:
-        patched.enter_context(patch.object(train, "DFlashOfflineTrainer", trainer))
+        patched.enter_context(patch.object(train, "DFlashTrainer", trainer))
         if arguments.steps:
             patched.enter_context(patch.object(training, "Pace", StepPace))
         if issubclass(trainer, CatTrainer):

@@ -25,9 +25,7 @@ from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
-from dflash_hf.doctor.diagnosis import diagnose
-from dflash_hf.doctor.experiments import Case
-from dflash_hf.doctor.texts import Writer
+from dflash_hf.doctor import Case, diagnose
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
 from dflash_hf.pairs import Loading, load_draft, load_target
@@ -40,9 +38,8 @@ def tiny_case() -> Case:
     with tempfile.TemporaryDirectory() as folder:
         draft = train_chat_draft(target, tokenizer, folder)
     rows = [{"prompt": said} for said in requests(40, seed=9)]
-    writer = Writer(target, draft.config.block_size, max_new_tokens=40, batch_size=40)
-    names = {"target": "T", "draft": "D", "base": "B"}
-    return Case(target, draft, writer, rows, RowEncoder(tokenizer, chat_template_kwargs=OFF), names=names)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
+    return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
 def real_case(arguments) -> Case:
@@ -51,9 +48,8 @@ def real_case(arguments) -> Case:
     draft = load_draft(arguments.draft, loading, "cpu")
     kwargs = (draft.config.dflash_config or {}).get("chat_template_kwargs", {})
     encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
-    writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
-    names = {"target": arguments.target, "draft": arguments.draft, "base": arguments.target}
-    return Case(target, draft, writer, rows_of_every_kind(arguments.prompts), encoder, names=names)
+    rows, lengths = rows_of_every_kind(arguments.prompts), (arguments.max_new_tokens, arguments.blocks)
+    return Case(target, draft, rows, encoder, None, *lengths)
 
 
 def main() -> None:

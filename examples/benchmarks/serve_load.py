@@ -1,10 +1,10 @@
 """
 `dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
-SIGTERM in the middle, and tokens/s next to `transformers serve` with and without its continuous batching, with the
-servers queried in turn.
+SIGTERM in the middle; and next to `transformers serve --continuous-batching`, with the servers queried in turn,
+tokens/s and CPU seconds, and the time to the first token in each turn of a long conversation.
 
-    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--no-packed] [--tree-nodes N]
-        [--output F]
+    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--requests 0] [--turns 0] [--no-packed]
+        [--tree-nodes N] [--output F]
 
 Half of the requests are streamed; one in ten is abandoned, alternately in the middle of its stream and while it waits.
 Texts are compared in fp32.
@@ -99,6 +99,11 @@ class Server:
         """Resident memory, MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
+
+    def cpu(self) -> float:
+        """CPU seconds so far."""
+        times = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def ask(self, prompt: str, stream: bool, leave: float | None = None, **options) -> tuple[str | None, int]:
         """
@@ -205,27 +210,51 @@ def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[
     say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
 
 
-def paired(commands: dict[str, list[str]], prompts: list[str], arguments) -> dict[str, list[str]]:
+def paired(servers: dict[str, Server], prompts: list[str], arguments) -> dict[str, list[str]]:
     """
-    Several servers side by side, queried in turn, so that other load affects all: tokens/s for different numbers of
-    clients, and the ratio to the first server in the same turn, with quartiles.
+    Several servers queried in turn, so that other load affects all, by different numbers of clients: tokens/s, and the
+    first server's time and CPU time for a token over the others' in the same turn, with quartiles.
     """
-    with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
-        cells = {name: [] for name in servers}
-        for clients in arguments.at_once:
-            speeds = {name: [] for name in servers}
-            for turn in range(-1, arguments.timed):  # the first is a warm-up
-                count = max(4, clients)
-                asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
-                for name, server in servers.items():
-                    run = load(server, asked, count, clients, arguments.max_tokens, leave=None)
-                    speeds[name].append(run.tokens / run.seconds)
-            first = next(iter(speeds.values()))[1:]
-            for name, found in speeds.items():
-                ratios = [ours / alone for alone, ours in zip(first, found[1:], strict=True)]
+    cells = {name: [] for name in servers}
+    for clients in arguments.at_once:
+        found = {name: [] for name in servers}  # seconds and CPU seconds for a token
+        for turn in range(-1, arguments.timed):  # the first is a warm-up
+            count = max(4, clients)
+            asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
+            for name, server in servers.items():
+                before = server.cpu()
+                run = load(server, asked, count, clients, arguments.max_tokens, leave=None)
+                found[name].append((run.seconds / run.tokens, (server.cpu() - before) / run.tokens))
+        first = next(iter(found.values()))
+        for name, times in found.items():
+            cells[name].append(f"{1 / statistics.median(wall for wall, _ in times[1:]):.1f}")
+            for kind in (0, 1):
+                ratios = [alone[kind] / ours[kind] for alone, ours in zip(first[1:], times[1:], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
-                cells[name] += [f"{statistics.median(found[1:]):.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
+                cells[name].append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
+    return cells
+
+
+def turns_of(server: Server, arguments) -> list[str]:
+    """Seconds and CPU seconds to the first token in each turn of a conversation that begins with many tokens."""
+    words = " ".join(
+        f"{form.format(subject)} {number}" for number in range(9) for subject in SUBJECTS for form in REQUESTS
+    )
+    messages: list[dict] = []
+    cells = []
+    for turn in range(arguments.turns):
+        messages.append(
+            {"role": "user", "content": f"What is asked here? {words}" if turn == 0 else REQUESTS[turn % 4]}
+        )
+        begun, cpu, text = time.perf_counter(), server.cpu(), ""
+        for piece in server.client.chat.completions.create(
+            model=server.model, messages=messages, max_tokens=24, temperature=0, stream=True
+        ):
+            said = piece.choices[0].delta.content if piece.choices else None
+            if said and not text:
+                cells.append(f"{time.perf_counter() - begun:.2f} s, {server.cpu() - cpu:.2f} CPU s")
+            text += said or ""
+        messages.append({"role": "assistant", "content": text})
     return cells
 
 
@@ -239,10 +268,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="different prompts among them; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument(
-        "--timed", type=int, default=12, help="turns of four requests for each speed; default: %(default)s"
+        "--timed", type=int, default=12, help="times that each speed is measured; default: %(default)s"
     )
+    parser.add_argument("--turns", type=int, default=5, help="of a conversation of 4,000 tokens; default: %(default)s")
     parser.add_argument("--tree-nodes", type=int, help="a third server for the speeds, with draft trees")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="clients for each speed")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8, 16], help="clients for each speed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of timed servers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-packed", dest="packed", action="store_false", help="as in dflash serve")
@@ -269,7 +299,6 @@ def main() -> None:
     commands = {
         "transformers serve --continuous-batching": [*upstream, "--continuous-batching", "--port", "8761"]
         + ["--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "512"],  # as in ours; more is no faster
-        "transformers serve": [*upstream, "--port", "8762"],
     }
     serve += ["--dtype", arguments.dtype]
     commands["dflash serve"] = [*serve, *draft]
@@ -280,10 +309,14 @@ def main() -> None:
             "--tree-nodes",
             str(arguments.tree_nodes),
         ]
-    numbers = [f"{n} client{'s' * (n > 1)}, tokens/s | over the first" for n in arguments.at_once]
-    say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 2 * len(numbers)))
-    for name, cells in paired(commands, prompts, arguments).items():
-        say(f"| {name} | " + " | ".join(cells) + " |")
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
+        numbers = [f"{n} client{'s' * (n > 1)}, tokens/s | time | CPU time" for n in arguments.at_once]
+        say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 3 * len(numbers)))
+        for name, cells in paired(servers, prompts, arguments).items():
+            say(f"| {name} | " + " | ".join(cells) + " |")
+        for name, server in servers.items():
+            say(f"\n{name}, to the first token of each turn: {'; '.join(turns_of(server, arguments))}")
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -31,8 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_hf.decoding.costs import Costs as KnownCosts
 from dflash_hf.decoding.costs import CostTable
-from dflash_hf.decoding.reliability import Correction
-from dflash_hf.decoding.sizes import SlowestRow, Throughput
+from dflash_hf.decoding.sizes import Seen, Throughput
 from dflash_hf.decoding.strategy import Fastest
 from dflash_hf.decoding.trees import TOP_K, tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
@@ -172,11 +171,11 @@ def decode(costs, rows: int, sure: float, others: float, strategy: Fastest | Non
     world, left = World(sure, others, rows), [NEW] * rows
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
-        alive=[True] * rows, longest=0, left=NEW, done=False, streaming=0.0, last=world.anchors, next_draws=[]
+        alive=[True] * rows, lengths=[0] * rows, longest=0, left=NEW, done=False, last=world.anchors, next_draws=[]
     )
     while not text.done:
         draft = world.block() if strategy is None else strategy.draft(world, text)
-        drafted = strategy is None or strategy.plan.work[1]
+        drafted = strategy is None or strategy.round.work[1]
         counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
         size = draft.tokens.shape[1] - 1 if drafted else -1
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
@@ -190,9 +189,10 @@ def decode(costs, rows: int, sure: float, others: float, strategy: Fastest | Non
         else:
             plain += 1
         text.alive, text.left, text.longest = [rest > 0 for rest in left], max(left), NEW - min(left)
+        text.lengths = [NEW - rest for rest in left]
         text.done = not any(text.alive)
         if strategy is not None:
-            strategy.learn(text, draft, Verdict(counts, path))
+            strategy.learn(text, Verdict(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 
@@ -202,20 +202,18 @@ class Simulated(Fastest):
     support = SimpleNamespace(trees=True)
 
     def __init__(self, costs: Costs, rows: int, throughput: Throughput):
-        self.widest = max(min(64, 512 // rows), 15)
+        self.call = SimpleNamespace(rules=SimpleNamespace(max_new=NEW))
+        self.max_draft = max(min(64, 512 // rows), 15)
         table = CostTable(costs.drafter / costs.target, BLOCK, torch.device("cuda"))
-        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.widest}
+        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.max_draft}
         table.samples[rows, table.bucket(TEXT)] = known
-        self.costs, self.throughput, self.slowest = KnownCosts(table, rows, TEXT, 0.0), throughput, SlowestRow(rows)
-        self.here, self.copies, self.plan = Correction(), None, None
-        throughput.begin(self.costs.curve(0, self.widest)[2])
-        self.rounds = [(0, 1, 1.0)]
+        self.costs, self.throughput = KnownCosts(table, rows, TEXT, torch.device("cpu")), throughput
+        self.copies, self.round, self.seen = [], None, Seen(rows)
+        throughput.begin(self.costs.curve(0, self.max_draft)[2])
+        self.seen.rounds = [(0, 1, 1.0)]
 
     def room(self, text) -> int:
         return text.left
-
-    def _seconds(self, text) -> float:
-        return 0.0
 
 
 def table() -> list[str]:

@@ -31,21 +31,21 @@ class Successors:
         accept, learn = Text.accept, Fastest.learn
 
         def accepted(text, draft, logits):
-            self.said = logits[0].argmax(-1).tolist()
+            self.draft, self.said = draft, logits[0].argmax(-1).tolist()
             return accept(text, draft, logits)
 
-        def learned(strategy, text, draft, verdict):
-            if strategy.plan.tree is not None:
-                self.count(strategy, draft, verdict, int(text.last[0]))
-            self.table.update(zip(draft.tokens[0].tolist(), self.said, strict=True))
-            learn(strategy, text, draft, verdict)
+        def learned(strategy, text, verdict):
+            if strategy.round.tree is not None:
+                self.count(strategy, self.draft, verdict, int(text.last[0]))
+            self.table.update(zip(self.draft.tokens[0].tolist(), self.said, strict=True))
+            learn(strategy, text, verdict)
 
         Text.accept, Fastest.learn = accepted, learned
 
     def count(self, strategy, draft, verdict, bonus: int) -> None:
         """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""
-        plan, throughput, found, committed = strategy.plan, strategy.throughput, self.found, verdict.counts[0]
-        costs = strategy.costs.curve(plan.written, strategy.widest)
+        plan, throughput, found, committed = strategy.round, strategy.throughput, self.found, verdict.counts[0]
+        costs = strategy.costs.curve(0, strategy.max_draft)
         tokens, parents, chances = draft.tokens[0].tolist(), plan.tree.parents[0].tolist(), plan.chances[0]
         last = committed - 1 if verdict.path is None else int(verdict.path[0, committed - 1])
         likely, covered = [1.0] * len(tokens), [0.0] * len(tokens)

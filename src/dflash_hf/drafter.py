@@ -8,11 +8,13 @@ from transformers import initialization as init
 from transformers.integrations.peft import maybe_load_adapters
 
 from dflash_hf.decoding.pair import check_pair
+from dflash_hf.decoding.settings import DFlashDecodingConfig
 from dflash_hf.decoding.strategy import strategy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.read import tensor_names
 from dflash_hf.layouts.weights import check_checkpoint, checkpoint_files, has_own_table, read_mask_embedding
 from dflash_hf.modeling import modeling_dflash
+from dflash_hf.modeling.heads_dflash import CandidateSelector, Correction, MarkovTables, PrefixGRU
 
 
 _HUB_ARGUMENTS = (
@@ -31,6 +33,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     config: DFlashDraftConfig
     config_class = DFlashDraftConfig
+    decoding_config_class = DFlashDecodingConfig
     strategy = staticmethod(strategy)
     # Checked by name before loading; no second report needed.
     _keys_to_ignore_on_load_unexpected = [
@@ -63,6 +66,18 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             init.zeros_(module.attention_sink_bias)
         elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
             init.zeros_(module.weight)
+        # Fresh heads draft what the slots say by themselves.
+        elif isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+        elif isinstance(module, MarkovTables):
+            init.zeros_(module.markov_w2.weight)
+        elif isinstance(module, Correction):
+            init.zeros_(module[2].weight)
+        elif isinstance(module, PrefixGRU):
+            bound = self.config.gru_hidden_dim**-0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
         self.config.head.init_weights(module, self.config)
 
     @classmethod

@@ -221,33 +221,6 @@ def _keeps_documents_apart(target: PreTrainedModel, layer_ids: list[int]) -> boo
     return bool((packed - alone).norm() <= 0.1 * (together - alone).norm())  # rounding, in half precision
 
 
-@torch.no_grad()
-def target_labels(
-    target: PreTrainedModel,
-    last_hidden_state: torch.Tensor,
-    input_ids: torch.LongTensor,
-    loss_mask: torch.Tensor,
-    chunk_size: int = 1024,
-) -> torch.LongTensor:
-    """
-    The target's own next token after each prefix, as labels by position: entry `p` is its argmax at `p - 1`.
-
-    Args:
-        last_hidden_state (`torch.Tensor`): `[N, S, H]`, from [`target_forward`].
-        input_ids, loss_mask: `[N, S]`; where the mask is 0, and at position 0, the data's token is kept.
-        chunk_size (`int`): Positions per pass through the head.
-
-    Returns:
-        `torch.LongTensor` `[N, S]`.
-    """
-    labels = input_ids.clone()
-    wanted = loss_mask.bool()[:, 1:]  # [N, S-1]
-    states = last_hidden_state[:, :-1][wanted]  # [M, H]
-    chosen = [target_logits(target, chunk).argmax(-1) for chunk in states.split(chunk_size)]
-    labels[:, 1:][wanted] = torch.cat(chosen).to(labels.device)
-    return labels
-
-
 def generate_responses(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],

@@ -299,7 +299,7 @@ def wants_color(choice: bool | None, stream) -> bool:
 
 @contextlib.contextmanager
 def after_the_text() -> Iterator[None]:
-    """Holds the log back, which would be printed in the middle of a streamed text, until the text is complete."""
+    """Holds the log and warnings back, which would be in the middle of a streamed text, until that is complete."""
     from logging.handlers import MemoryHandler
 
     root, library = logging.getLogger(), logging.getLogger("transformers")
@@ -307,9 +307,11 @@ def after_the_text() -> Iterator[None]:
     for logger, handlers in before.items():
         shown = handlers or [logging.StreamHandler()] * (logger is root)
         logger.handlers = [MemoryHandler(10**4, logging.CRITICAL + 1, one) for one in shown]
+    logging.captureWarnings(True)
     try:
         yield
     finally:
+        logging.captureWarnings(False)
         for logger, handlers in before.items():
             held, logger.handlers = logger.handlers, handlers
             for handler in held:

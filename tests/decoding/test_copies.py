@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.decoding.copies import Copies
+from dflash_hf.decoding.copies import Copies, together
 from dflash_hf.decoding.reliability import Reliability
 
 
@@ -97,3 +97,24 @@ def test_placeholders_of_a_prompt_are_not_copied():
     plain = target.generate(**options)
     assert plain[0, 11:].tolist().count(12) > 3
     assert torch.equal(target.generate(**options, assistant_model=draft), plain)
+
+
+def test_rows_are_copied_together():
+    offers = [([5, 6, 7], [0.0, 0.9, 1.7, 2.0]), ([], [0.0]), ([8], [0.0, 0.5])]
+    tokens, gains = together(offers)
+    assert tokens == [[5, 6, 7], [0, 0, 0], [8, 0, 0]] and gains == pytest.approx([0.0, 1.4, 2.2, 2.5])
+    assert together([([], [0.0])] * 2) == ([[], []], [0.0])
+
+
+def test_two_rows_copy_in_a_call():
+    target = make_target()
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    prompt = torch.tensor([[*LOOP * 3, 40, 41, *LOOP], [0, 0, 0, 0, 50, 51, *LOOP * 3]])
+    options = {"input_ids": prompt, "attention_mask": (prompt > 0).long(), "max_new_tokens": 60, "do_sample": False}
+    options |= {"sequence_bias": {(9,): 30.0, (9, 3): 60.0, (3, 8): 60.0, (8, 1): 60.0, (1, 9): 60.0}}
+    options |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    expected = target.generate(**options).sequences
+    output = target.generate(**options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected)
+    assert min(max(rounds) for rounds in output.acceptance_lengths) > 6

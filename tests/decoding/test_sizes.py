@@ -11,9 +11,9 @@ import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import recognising, scripted
 
-from dflash_hf.decoding import strategy
+from dflash_hf.decoding import costs as costs_module
 from dflash_hf.decoding.costs import NOTHING, CostTable, table_of
-from dflash_hf.decoding.reliability import Correction, Reliability
+from dflash_hf.decoding.reliability import Reliability, TextCalibration
 from dflash_hf.decoding.sizes import SlowestRow, Throughput
 from dflash_hf.decoding.strategy import Fixed
 from dflash_hf.modeling.accept_dflash import Block
@@ -74,7 +74,7 @@ def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
 @pytest.fixture
 def standing_clock(monkeypatch):
     """Nothing is measured: costs are those of `costs`."""
-    monkeypatch.setattr(strategy, "clock", lambda device: 0.0)
+    monkeypatch.setattr(costs_module, "clock", lambda device: 0.0)
 
 
 def costs(target, draft, drafted, rows: int = 1, copied=lambda size: 99.0) -> None:
@@ -161,7 +161,7 @@ def test_first_call_of_a_process_is_always_the_same(monkeypatch):
     chosen = []
     for speed in (1.0, 50.0):
         ticks = itertools.count()
-        monkeypatch.setattr(strategy, "clock", lambda device: next(ticks) ** 1.1 * speed)  # noqa: B023
+        monkeypatch.setattr(costs_module, "clock", lambda device: next(ticks) ** 1.1 * speed)  # noqa: B023
         target = make_target()
         options = {"input_ids": ROW, "max_new_tokens": 60, "do_sample": False}
         draft = opened(scripted(make_draft(target, block_size=6), target.generate(**options), error_rate=0.2))
@@ -294,7 +294,7 @@ def test_drafter_that_does_not_pay_loses_little(cost):
 
 
 def test_drafter_is_believed_as_far_as_it_was_right():
-    reliability, here, draws = Reliability(), Correction(), random.Random(0)
+    reliability, here, draws = Reliability(), TextCalibration(), random.Random(0)
     assert [reliability(p) for p in (0.01, 0.5, 1.0)] == [0.01, 0.5, 1.0] and here.ratio == 1.0
     for _ in range(3000):
         word = draws.random()

@@ -1,25 +1,20 @@
 """`dflash doctor` from the command line: what it prints, and a remedy that can be pasted and helps."""
 
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 from support.chat_pair import chat_tokenizer, requests
 from support.tiny_chat import END
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.doctor.experiments import Case, _with_tokenizer_of, dtypes
 
 
 @pytest.fixture(scope="module")
 def pair(chat_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    target, draft, tokenizer, _ = chat_pair
+    target, draft, tokenizer = chat_pair
     target.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     draft.save_pretrained(folder / "draft")
@@ -37,9 +32,10 @@ def doctor(pair, capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_the_remedy_can_be_pasted_and_helps(pair, capsys):
+def test_the_remedy_helps(pair, capsys):
+    path = pair / "draft" / "config.json"
+    good = path.read_text(encoding="utf-8")
     config = DFlashDraftConfig.from_pretrained(pair / "draft")
-    right = config.mask_token_id
     config.mask_token_id = END
     config.save_pretrained(pair / "draft")
     code, printed = doctor(pair, capsys, "--json")
@@ -48,27 +44,14 @@ def test_the_remedy_can_be_pasted_and_helps(pair, capsys):
     assert "likeliest cause" in printed.err and facts["cause"]["remedy"] in printed.err
     assert len(facts["tried"]) > 10 and facts["decoding"]["tau"] == facts["decoding"]["teacher_forced"]
 
-    remedy = facts["cause"]["remedy"].replace("python -c", f"{sys.executable} -c")
-    subprocess.run(remedy, shell=True, check=True)
-    assert DFlashDraftConfig.from_pretrained(pair / "draft").mask_token_id == right
-    assert json.loads((pair / "draft" / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    said = facts["cause"]["remedy"].removeprefix("write ").removesuffix(" into the drafter's config.json")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for table in (config, config["dflash_config"]):
+        table |= json.loads(f"{{{said}}}")
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert config["mask_token_id"] == json.loads(good)["mask_token_id"]
     code, printed = doctor(pair, capsys)
     assert code == 0 and "none of these" in printed.out
-
-
-def test_names_in_a_remedy_are_no_commands(tmp_path):
-    """They come from files of others, and a remedy is there to be pasted."""
-    made = tmp_path / "made"
-    names = {"target": f"a'$(touch {made})", "draft": f'b/$(touch {made})"`touch {made}`'}
-    case = Case(None, None, None, [], None, names=names)
-    for command in (
-        case.remedy_in_config("c.block_size = 8"),
-        case.train_again(),
-        _with_tokenizer_of(*names.values()),
-    ):
-        words = command.replace("python -c", "true").replace("hf download", "true").replace("dflash ", "true ")
-        subprocess.run(words, shell=True, check=True)
-    assert not made.exists()
 
 
 def test_another_template_is_noticed(pair, capsys, tmp_path):
@@ -85,20 +68,9 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
     assert code == 1 and "1 prompt(s) gave" in printed.err.strip().splitlines()[-1]
     code, printed = doctor(pair, capsys, "--base", tmp_path / "nowhere")
     assert code == 1 and "--base" in printed.err and "nowhere" in printed.err
-    (pair / "draft" / "card_facts.json").write_text("{", encoding="utf-8")
-    code, printed = doctor(pair, capsys)
-    (pair / "draft" / "card_facts.json").unlink()
-    assert code == 1 and "card_facts.json is not JSON" in printed.err
 
 
 def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
     code, said = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
     assert code == 1 and "Row 1 of the prompts: all of its columns are null" in said.err
-
-
-def test_names_in_commands_are_quoted():
-    """A folder with a space made a remedy that could not be pasted."""
-    draft, names = SimpleNamespace(dtype=torch.bfloat16), {"target": "my target", "draft": "my draft"}
-    (experiment,) = dtypes(Case(None, draft, None, [], None, names=names))
-    assert experiment.remedy == "dflash generate --target 'my target' --draft 'my draft' --dtype float32"

@@ -6,24 +6,23 @@ from support.faults import FAULTS, causal, ids_one_down, ids_one_up, other_targe
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.doctor.diagnosis import diagnose
-from dflash_hf.doctor.experiments import Case
+from dflash_hf.doctor import Case, diagnose
 
 
 @pytest.fixture
 def case(chat_pair):
     """The good pair; faults change it."""
-    target, draft, tokenizer, writer = chat_pair
+    target, draft, tokenizer = chat_pair
     rows = [{"prompt": said} for said in requests(64, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
-    return Case(target, draft, writer, rows, encoder, names={"target": "T", "draft": "D", "base": "B"})
+    return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
 def test_on_the_good_pair_nothing_is_named(case):
     found = diagnose(case)
     assert found.cause is None and found.as_given.tau > 2.5
     # Decoding is the same drafts: in fp32 block by block.
-    assert found.decoded.accepted == found.forced.accepted and sum(found.decoded.blocks) > 30
+    assert found.decoded.accepted == found.forced.accepted and found.decoded.blocks > 30
     assert "none of these" in "\n".join(found.lines())
     assert found.facts()["cause"] is None
     # A mask token that the target writes or reads would be taken for a token.
@@ -41,27 +40,31 @@ def test_each_fault_is_named(fault, case, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [ids_one_up, ids_one_down], ids=lambda fault: fault.__name__)
-def test_of_a_few_prompts_a_suspicion_is_named_and_how_many_prompts_settle_it(fault, case, tmp_path):
+def test_few_prompts_make_a_suspicion(fault, case, tmp_path):
     case.rows = case.rows[:16]
     fault(case, folder=tmp_path)
     found = diagnose(case)
     cause, remedy = found.lines()[-2:]
-    assert "layer ids one" in cause or found.cause.key == FAULTS[fault], "\n".join(found.lines())
-    assert found.cause or "standard errors" in cause and "--prompts" in remedy
+    if found.cause is not None:
+        assert found.cause.key == FAULTS[fault], "\n".join(found.lines())
+    else:
+        assert "perhaps layer ids one" in cause and "standard errors" in cause and "--prompts" in remedy
 
 
-def test_a_target_that_reads_nothing_any_more_is_told_from_other_ids_by_its_base(case):
+def test_a_damaged_target_is_told_from_other_ids(case):
+    """It reads nothing any more, and its base does."""
+
     def spoil(target):
         for layer in target.model.layers:
             layer.mlp.down_proj.weight.mul_(-8.0)
 
     other_target(case, spoil)
     found = diagnose(case)
-    assert found.surprise > found.guess and found.cause.key == "base" and "fits B, and no longer" in found.cause.cause
+    assert found.surprise > found.guess and found.cause.key == "base" and "fits the base" in found.cause.cause
     assert found.lines()[-1].endswith(found.cause.remedy)
 
 
-def test_a_fault_that_costs_little_is_known_by_likelihood(case):
+def test_likelihood_knows_a_fault_that_costs_little(case):
     """Without later masks in sight this drafter loses a tenth of a token, which 64 texts hardly tell from chance."""
     causal(case)
     (tried,) = [one for one in diagnose(case).facts()["tried"] if one["key"] == "causal"]

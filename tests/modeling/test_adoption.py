@@ -1,5 +1,7 @@
 """Assistants that are not ours: what other code builds from a drafter's folder gets an error that names the remedy."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -77,3 +79,23 @@ import dflash_hf
     env = {"DFLASH_HF_AUTO": "0", "PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split()[-2:] == ["Qwen3Config", "DFlashDraftConfig"], done.stderr
+
+
+def test_drafter_loaded_before_the_package_drafts(tmp_path, monkeypatch):
+    """By its own code; what is loaded afterwards is the package's and runs no code of a folder."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    target = make_target()
+    make_draft(target).save_pretrained(tmp_path / "draft")
+    with monkeypatch.context() as patches:  # as before `import dflash_hf`
+        patches.setattr(AutoConfig, "from_pretrained", AutoConfig.from_pretrained._dflash_original)
+        core = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
+    assert type(core).__module__.startswith("transformers_modules.") and not isinstance(core, DFlashDraftModel)
+    modules = set(sys.modules)
+    package = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
+    assert type(package) is DFlashDraftModel and set(sys.modules) == modules
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(PROMPT, **options).sequences
+    for draft in (core, copy.deepcopy(core), pickle.loads(pickle.dumps(core)), package):
+        output = target.generate(PROMPT, **options, assistant_model=draft)
+        assert torch.equal(output.sequences, expected) and sum(output.acceptance_lengths[0]) == 19

@@ -137,11 +137,9 @@ def test_settings_of_others_are_followed_or_named(target, draft, caplog):
         assert f"drafter ignores {name}={value}" in caplog.text
 
 
-def test_misspelt_setting_names_the_nearest(draft):
-    with pytest.raises(AttributeError, match="no field 'tree_node': did you mean 'tree_nodes'"):
+def test_misspelt_setting_names_the_fields(draft):
+    with pytest.raises(AttributeError, match="no field 'tree_node'; its fields are block_size, window, tree_nodes"):
         draft.decoding_config.tree_node = 9
-    with pytest.raises(AttributeError, match="the fields are block_size, tree_nodes"):
-        draft.decoding_config.pack_my_things = True
 
 
 def test_dola_is_refused(target, draft):

@@ -1,6 +1,7 @@
 """What lies beside the weights decodes losslessly in a process that cannot import the package: every head."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,11 +11,11 @@ from support.pairs import make_draft, make_draft2, make_target
 
 
 SCRIPT = """
-import json, sys
+import copy, importlib.util, json, pickle, sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__ and "editable" not in repr(f)]
 sys.path = [p for p in sys.path if p not in {blocked!r}]
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, TextStreamer
 
 target = AutoModelForCausalLM.from_pretrained({target!r}).eval()
 prompt = torch.tensor([[0, 0, 5, 9, 17], [7, 2, 33, 5, 11], [0, 4, 4, 8, 3]])
@@ -46,6 +47,39 @@ for name, folder in {folders!r}.items():
                 assert drafted[:2] == plain[:2], (name, kind, rows)
                 result[name][0] += sum(map(sum, drafted[2]))
                 result[name][1] += sum(map(len, drafted[2]))
+
+# Ways in and out, with one drafter.
+draft = AutoModel.from_pretrained({folders!r}["argmax"], trust_remote_code=True).eval()
+copies = {{"deepcopy": copy.deepcopy(draft), "pickle": pickle.loads(pickle.dumps(draft))}}
+if importlib.util.find_spec("peft"):
+    import peft
+    copies["peft"] = peft.get_peft_model(draft, peft.LoraConfig(target_modules=["q_proj"])).eval()
+for name, one in copies.items():
+    for kind in KINDS:
+        assert call(3, kind, assistant_model=one)[:2] == call(3, kind)[:2], (name, kind)
+named = dict(custom_generate={folders!r}["argmax"], trust_remote_code=True)
+assert call(3, "greedy", **named)[:2] == call(3, "greedy")[:2]
+
+class Words(TextStreamer):
+    def __init__(self): self.tokens = []
+    def put(self, value): self.tokens += value.flatten().tolist()
+    def end(self): self.tokens.append(None)
+
+streams = [Words(), Words()]
+plain = call(1, "greedy", streamer=streams[0])
+assert call(1, "greedy", assistant_model=draft, streamer=streams[1])[0] == plain[0]
+assert streams[0].tokens == streams[1].tokens and streams[0].tokens[-1] is None
+
+def turns(**more):
+    first = target.generate(prompt[1:2], max_new_tokens=9, do_sample=False, return_dict_in_generate=True, **more)
+    cache = {{name: first[name] for name in ("past_key_values", "cache") if first.get(name) is not None}}
+    longer = torch.cat([first.sequences, prompt[:1, 2:]], dim=1)
+    second = target.generate(longer, max_new_tokens=9, do_sample=False, **cache, **more)
+    return second.tolist(), next(iter(cache.values())).get_seq_length()
+
+assert turns(assistant_model=draft) == turns()
+assert not any(one.partition(".")[0] == "dflash_hf" for one in sys.modules), "the package was imported"
+result["ways"] = sorted(copies)
 print("RESULT " + json.dumps(result))
 """
 
@@ -64,7 +98,7 @@ def rounds(tmp_path_factory):
     folders = {name: str(folder / name) for name in makers}
     script = SCRIPT.format(blocked=["", str(folder)], target=str(folder / "target"), folders=folders)
     environment = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # for other versions
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -75,7 +109,9 @@ def rounds(tmp_path_factory):
             for one in (folder / name, folder / f"{name} again")
         )
         assert again == saved, name
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    assert {"deepcopy", "pickle"} <= set(result.pop("ways"))
+    return result
 
 
 def test_core_alone_equals_the_target(rounds):

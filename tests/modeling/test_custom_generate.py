@@ -85,8 +85,26 @@ def test_passed_drafter_is_dropped_with_its_target(folder):
     assert kept() is None
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_code_of_the_named_folder_alone_is_trusted(other, target, folder, monkeypatch):
+    seen, loaded = [], DFlashDraftModel.from_pretrained(folder)
+
+    def load(name, **kwargs):
+        seen.append(kwargs["trust_remote_code"])
+        return loaded
+
+    monkeypatch.setattr(custom_generate_dflash.AutoModel, "from_pretrained", load)
+
+    def generate(custom_generate):  # upstream's frame
+        more = {"assistant_model": f"{folder}/other"} if other else {}
+        return custom_generate_dflash.generate(target, input_ids=PROMPT, max_new_tokens=3, **more)
+
+    generate(str(folder))
+    assert seen == [None if other else True]
+
+
 def test_names_that_are_unknown_or_no_drafter(target, tmp_path):
-    with pytest.raises(ValueError, match="pass it as `assistant_model`"):
+    with pytest.raises(ValueError, match="load it with `AutoModel`"):
         custom_generate_dflash.generate(target, input_ids=PROMPT)
     target.model.save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="Qwen3Model, not a DFlash drafter"):

@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCa
 
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
@@ -167,3 +168,31 @@ def test_adapters_for_each_row(family, names):
     assert difference(call(), drafted := call(draft)) is None
     assert drafted.lengths[0], "remembered as a target that cannot be drafted for"
     assert difference(expected, drafted := rows(draft)) is None and drafted.lengths[0]
+
+
+def test_target_in_training_is_tried_when_it_drafts():
+    """Not by `compile=True` before: under dropout no cache can be rolled back, and that was remembered."""
+    target = make_target("gpt2", attn_pdrop=0.5, resid_pdrop=0.5)
+    draft = make_draft(target)
+    draft.decoding_config.compile = True
+    call = Call(target, *ragged_prompts(1), {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True})
+    target.train()
+    assert call(draft).lengths == [[]]
+    target.eval()
+    draft.decoding_config.compile = False
+    assert sum(call(draft).lengths[0]) == 5
+
+
+def test_full_memory_in_a_trial_is_forgotten(monkeypatch, caplog):
+    target = make_target()
+    draft, prompt = make_draft(target), torch.tensor([[5, 9, 17]])
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}
+
+    def full(*args):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(SlotSession, "verify", full)
+        assert target.generate(prompt, **options).acceptance_lengths == [[]]
+    assert "could not be tried on a few tokens (OutOfMemoryError: no memory left)" in caplog.text
+    assert sum(target.generate(prompt, **options).acceptance_lengths[0]) == 5

@@ -12,7 +12,7 @@ from support.scripted_text import PROMPT, drafted, drafter, text
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig
 
-from dflash_hf.modeling.cache_dflash import can_adopt
+from dflash_hf.modeling.cache_dflash import SlotCache
 
 
 def prompts(rows: int) -> dict:
@@ -141,7 +141,7 @@ def test_cache_may_do_more_than_hold(rows):
     target = make_target()
     replaced = DynamicCache(config=target.config)
     replaced.update = functools.partial(replaced.update)
-    assert not can_adopt(replaced) and can_adopt(DynamicCache(config=target.config))
+    assert not SlotCache.can_adopt(replaced) and SlotCache.can_adopt(DynamicCache(config=target.config))
     written = [
         text(target, draft, past_key_values=Forgetful(config=target.config), **prompts(rows))[0]
         for draft in (None, make_draft(target))

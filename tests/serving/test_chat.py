@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import logging
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.terminal import Echo
+from dflash_hf.terminal import Echo, after_the_text
 
 
 PROMPTS = ["Say 1", "Say 2", "Say 3"]
@@ -56,7 +58,7 @@ def pieces_of(pair, prompt, draft, **options):
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "temperature": 0.05}, {"tree_nodes": 9}], ids=str)
-def test_each_piece_comes_from_where_acceptance_lengths_say(pair, more):
+def test_pieces_come_from_where_lengths_say(pair, more):
     """Every character is a token here."""
     draft = pair[2]
     more = dict(more)
@@ -121,6 +123,16 @@ def test_indented_lines_keep_their_spaces():
     assert streamer.text == tokenizer.decode(ids) == "def f():\n    return 1\n\n    return"
 
 
+def test_python_s_warnings_come_after_the_text(monkeypatch, capsys):
+    """As those that are logged."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stdout)])
+    with after_the_text():
+        Echo().write("a ")
+        warnings.warn("of Python", stacklevel=1)
+        Echo().write("text\n")
+    assert re.match(r"a text\n.*of Python", capsys.readouterr().out)
+
+
 def chatted(folder, lines: str, monkeypatch, color: bool = True, **options) -> list[dict]:
     """The turns of a chat over a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -160,7 +172,7 @@ def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
         chatted(folder, "1" * 300 + "\n", monkeypatch)
 
 
-def test_the_command_reads_its_lines_and_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
+def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\nSay 2\n"))
     command = ["chat", "--target", str(folder), "--max-new-tokens", "8", "--device", "cpu"]
     assert main([*command, "--json"]) == 0

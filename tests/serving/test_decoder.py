@@ -2,12 +2,13 @@
 
 import copy
 import threading
-import time
+from concurrent.futures import wait
 
 import pytest
 import torch
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target, scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder
@@ -40,20 +41,44 @@ def request(decoder, inputs, streamer=None, stops=None, seed=None, **settings) -
     return Request(decoder, dict(inputs), config, streamer, stops, seed)
 
 
-def answered(decoder, world, which, stops=None, **more) -> list[Request]:
+def answered(decoder, world, which, stops=None, streamers=(), **more) -> list[Request]:
     """The requests of these numbers, which all wait when the first is decoded; `stops` of each."""
     ready = threading.Event()
-    held = decoder.call(ready.wait)
-    requests = [request(decoder, world[3][i], stops=stops and stops[i], **more) for i in which]
+
+    class Holding:
+        def put(self, value):
+            ready.wait()
+
+        def end(self):
+            pass
+
+    decoder.submit(request(decoder, world[3][0], Holding(), max_new_tokens=1, repetition_penalty=1.1))
+    streamers = [*streamers, *[None] * len(which)]
+    requests = [request(decoder, world[3][i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)]
     for one in requests:
         decoder.submit(one)
     ready.set()
-    assert held.result()
-    return [one.done.result(timeout=60) for one in requests]
+    wait([one.done for one in requests], timeout=50)
+    return requests
 
 
 def texts_of(requests) -> list[list[int]]:
-    return [one.prompt + one.tokens for one in requests]
+    return [one.text for one in requests]
+
+
+class Then:
+    """A streamer that does something at the first token."""
+
+    def __init__(self, act):
+        self.act, self.seen = act, 0
+
+    def put(self, value):
+        self.seen += 1
+        if self.seen == 2:  # after the prompt
+            self.act()
+
+    def end(self):
+        pass
 
 
 @pytest.mark.parametrize("number", [1, 5])
@@ -61,7 +86,7 @@ def test_texts_are_the_target_s_own(number, decoder, world):
     found = answered(decoder, world, range(number))
     assert texts_of(found) == world[4][:number]
     for one in found:
-        assert one.batched == (number > 1)
+        assert bool(one.batched) == (number > 1)
         assert (one.rounds > 0) == (number == 1) == (0 < one.accepted <= one.drafted)
 
 
@@ -79,45 +104,40 @@ def test_stop_strings_end_answers_as_upstream_s(number, decoder, world):
     assert all(one.stopped and len(one.tokens) < MAX_TOKENS for one in found)
 
 
+def test_a_drafted_request_joins_a_later_one(decoder, world):
+    """Nobody waits for the whole of another's answer."""
+    late: list[Request] = []
+    streamer = Then(lambda: late.append(decoder.submit(request(decoder, world[3][1]))))
+    (first,) = answered(decoder, world, [0], streamers=[streamer])
+    assert texts_of([first, late[0].done.result(timeout=60)]) == world[4][:2]
+    assert len(first.prompt) < first.batched < len(first.text) and late[0].batched and late[0].rounds == 0
+    assert streamer.seen == 1 + len(first.tokens)  # the prompt once, and each token once
+    assert first.accepted <= first.drafted
+
+
 def test_later_requests_join_a_batch(decoder, world):
     """Those of another kind wait for its end, and keep others from joining: first come, first served."""
     late: list[Request] = []
 
-    class Arriving:
-        def put(self, value):
-            if not late:
-                late.append(decoder.submit(request(decoder, world[3][2])))
-                late.append(decoder.submit(request(decoder, world[3][3], repetition_penalty=1.2)))
-                late.append(decoder.submit(request(decoder, world[3][4])))
+    def arrive():
+        for i, more in ((2, {}), (3, {"repetition_penalty": 1.2}), (4, {})):
+            late.append(decoder.submit(request(decoder, world[3][i], **more)))
 
-        def end(self):
-            pass
-
-    first = answered(decoder, world, [0, 1], streamer=Arriving())
+    first = answered(decoder, world, [0, 1], streamers=[Then(arrive)])
     assert texts_of(first) == world[4][:2]
     found = [one.done.result(timeout=60) for one in late]
-    assert [one.batched for one in found] == [True, False, False]
-    assert found[0].prompt + found[0].tokens == world[4][2] and found[2].prompt + found[2].tokens == world[4][4]
+    assert [bool(one.batched) for one in found] == [True, False, False]
+    assert found[0].text == world[4][2] and found[2].text == world[4][4]
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_requests_that_nobody_waits_for_end(number, decoder, world):
-    class Leaving:
-        def put(self, value):
-            if requests[0].tokens:
-                requests[0].gone.set()
-
-        def end(self):
-            pass
-
-    requests = [request(decoder, ids, Leaving() if i == 0 else None) for i, ids in enumerate(world[3][:number])]
-    held = threading.Event()
-    decoder.call(held.wait)
-    for one in requests:
-        decoder.submit(one)
-    held.set()
-    found = [one.done.result(timeout=60) for one in requests]
-    assert len(found[0].tokens) < 8 and texts_of(found[1:]) == world[4][1:number]
+    first = []
+    leaves = Then(lambda: first[0].gone.set())
+    first.append(request(decoder, world[3][0], leaves))
+    decoder.submit(first[0])
+    assert texts_of(answered(decoder, world, range(1, number))) == world[4][1:number]
+    assert len(first[0].done.result(timeout=60).tokens) < 8
     gone = request(decoder, world[3][0])
     gone.gone.set()
     assert decoder.submit(gone).done.result(timeout=60).tokens == []
@@ -128,9 +148,6 @@ def test_samples_follow_each_request_s_settings(decoder, world):
     answered(decoder, world, [0, 1], do_sample=True, temperature=2.0, top_p=0.9)
     assert texts_of(answered(decoder, world, range(5), do_sample=True, temperature=1e-4, top_p=0.5)) == world[4]
     assert len(decoder.managers) == 1
-
-
-def test_a_seed_is_a_request_s_own(decoder, world):
     one, two = answered(decoder, world, [0, 0], do_sample=True, temperature=1.5, seed=3)
     assert one.tokens == two.tokens and not one.batched
 
@@ -161,35 +178,34 @@ def test_a_batch_that_cannot_start_is_not_tried_again(decoder, world, monkeypatc
         calls.append(1)
         raise NotImplementedError("no such cache")
 
-    calls = []
+    calls: list[int] = []
     monkeypatch.setattr(world[0], "init_continuous_batching", fail, raising=False)
     assert texts_of(answered(decoder, world, range(3))) == world[4][:3] and len(calls) == 1
 
 
-@pytest.mark.parametrize("fault", ["step", "full"])
+@pytest.mark.parametrize("fault", ["step", "full", "stuck"])
 def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
-    """Its requests are continued; waiting for a thread that had ended once took minutes."""
-    from transformers.generation.continuous_batching.continuous_api import (
-        ContinuousBatchingManager,
-        ContinuousBatchProcessor,
-    )
-
-    step, steps = ContinuousBatchProcessor._generation_step, []
+    """Its requests go on at once: whoever waits for the end of its thread waits until they are answered."""
+    manager, steps, answers_are_here = continuous_api.ContinuousBatchingManager, [], threading.Event()
+    step = continuous_api.ContinuousBatchProcessor._generation_step
 
     def fails_later(self, model):
         steps.append(1)
         if len(steps) > 5:
-            raise MemoryError("no more pages")
+            if fault == "step":
+                raise MemoryError("no more pages")
+            answers_are_here.wait(60)
         return step(self, model)
 
-    if fault == "step":
-        monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", fails_later)
-    else:
-        monkeypatch.setattr(ContinuousBatchingManager, "add_request", lambda *args, **kwargs: None)
-    start = time.thread_time()
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "_generation_step", fails_later)
+    monkeypatch.setattr(manager, "join", lambda *args: answers_are_here.wait(60))
+    if fault == "full":
+        monkeypatch.setattr(manager, "add_request", lambda *args, **kwargs: None)
+    if fault == "stuck":
+        monkeypatch.setattr(manager, "is_running", lambda self: self._generation_thread and len(steps) < 6)
     found = answered(decoder, world, range(3))
-    assert texts_of(found) == world[4][:3] and 0 < decoder.failures and not decoder.managers
-    assert time.thread_time() - start < 5
+    assert texts_of(found) == world[4][:3] and decoder.failures and not decoder.managers
+    answers_are_here.set()
     monkeypatch.undo()
     decoder.failures = 0
     found = answered(decoder, world, range(3))
@@ -198,20 +214,13 @@ def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_an_error_is_its_request_s_alone(number, decoder, world):
-    class Broken:
-        def put(self, value):
-            if broken.tokens:
-                raise TypeError("of ours")
+    def breaks():
+        raise TypeError("of ours")
 
-    broken, held = request(decoder, world[3][0], Broken()), threading.Event()
-    decoder.call(held.wait)
-    others = [request(decoder, ids) for ids in world[3][1:number]]
-    for one in (broken, *others):
-        decoder.submit(one)
-    held.set()
+    broken, *others = answered(decoder, world, range(number), streamers=[Then(breaks)])
     with pytest.raises(TypeError, match="of ours"):
-        broken.done.result(timeout=60)
-    assert texts_of([one.done.result(timeout=60) for one in others]) == world[4][1:number]
+        broken.done.result()
+    assert texts_of(others) == world[4][1:number]
     assert texts_of(answered(decoder, world, [1])) == [world[4][1]] and not decoder.failures
 
 
@@ -229,7 +238,7 @@ def test_the_next_turn_reads_what_is_new(decoder, world):
             **longer, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
         )
         turn = decoder.submit(request(decoder, longer, max_new_tokens=20)).done.result(timeout=60)
-        assert turn.prompt + turn.tokens == anew.sequences[0].tolist()
+        assert turn.text == anew.sequences[0].tolist()
         assert turn.cached == cut - 1
         assert turn.accepted == sum(anew.acceptance_lengths[0]) - len(anew.acceptance_lengths[0])
 

@@ -72,7 +72,7 @@ def test_the_key_is_no_argument_of_the_engine(engine, world, tmp_path, monkeypat
     assert done.out.endswith("['--api-key', 'secret']\n" if engine == "sglang" else "secret\n")
 
 
-def test_what_the_engine_would_trip_over_is_told_and_nothing_is_run(world, tmp_path, capsys):
+def test_what_an_engine_trips_over_is_told(world, tmp_path, capsys):
     broken = tmp_path / "draft"
     broken.mkdir()
     for path in (world / "draft").iterdir():

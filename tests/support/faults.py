@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from dflash_hf import DFlashTrainer
-from dflash_hf.doctor.measure import changed_draft
+from dflash_hf.doctor import changed_draft
 from dflash_hf.training.objective import Objective
 from support.chat_pair import train_chat_draft
 
@@ -32,7 +32,6 @@ def other_target(case, change) -> None:
     case.base, case.target = case.target, copy.deepcopy(case.target)
     with torch.no_grad():
         change(case.target)
-    case.writer = case.writer.of(case.target)
 
 
 def other_encoder(case, **fields) -> None:
@@ -67,7 +66,7 @@ def blocks_twice_as_long(case, **_):
 
 def untrained(case, **_):
     """As good as a drafter of another target of the same shape."""
-    case.draft = type(case.draft)(case.draft.config).eval()
+    case.draft = type(case.draft)(copy.deepcopy(case.draft.config)).eval()
 
 
 def anchor_first(case, folder):
@@ -122,6 +121,26 @@ def quantised(case, levels: float = 2.5, **_):
     other_target(case, rounded)
 
 
+def quantised_drafter(case, **_):
+    """Its codes are unpacked in another order: random weights, and a configuration that says how it is quantised."""
+    untrained(case)
+    case.draft.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def sliding_target(case, **_):
+    """A target whose window was not used when its features were computed for training."""
+
+    def slide(target):
+        target.config.layer_types = ["sliding_attention"] * target.config.num_hidden_layers
+        target.config.sliding_window = 4
+        target.model.has_sliding_layers = True
+        for layer in target.model.layers:
+            layer.attention_type = "sliding_attention"
+
+    other_target(case, slide)
+    case.base = None
+
+
 FAULTS = {
     thinking: "thinking",
     ids_one_up: "layers_down",
@@ -135,4 +154,6 @@ FAULTS = {
     replaced_head: "head",
     other_tokenizer: "tokenizer",
     quantised: "base",
+    quantised_drafter: "quantised",
+    sliding_target: "target_window",
 }

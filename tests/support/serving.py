@@ -15,15 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.scripted_draft import recognising
-from support.tiny_chat import END, save_target
+from support.tiny_chat import CHATML, END, save_target
 
 
 MAX_TOKENS = 40  # of the texts that a drafter knows
 
 
-def save_readable_target(folder: Path) -> Path:
+def save_readable_target(folder: Path, template: str | None = CHATML, **overrides) -> Path:
     """It writes ASCII letters alone, and now and then ends."""
-    save_target(folder, family="llama")
+    save_target(folder, template, family="llama", **overrides)
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     kept = {END, *(tokenizer.convert_tokens_to_ids(chr(code)) for code in range(ord("A"), ord("z") + 1))}
     with torch.no_grad():

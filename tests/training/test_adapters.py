@@ -12,7 +12,7 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DecodingCallback, DFlashDraftModel, DFlashTrainer
 from dflash_hf.hub.check import check
-from dflash_hf.training.adapters import TARGET_MODULES, merged
+from dflash_hf.training.adapters import TARGET_MODULES, add_adapter, merged
 
 
 peft = pytest.importorskip("peft")
@@ -27,7 +27,10 @@ def adapted_trainer(folder, target, peft_config, draft=None, **overrides):
     """As `make_trainer`, with a drafter that was saved and loaded."""
     plain = make_trainer(folder, target, counting_rows(8, modulus=10), **overrides)
     draft = make_draft(target, block_size=BLOCK, target_layer_ids=[0, 1, 2]) if draft is None else draft
-    return DFlashTrainer(draft, target, plain.args, plain.train_dataset, plain.eval_dataset, peft_config=peft_config)
+    model = (
+        add_adapter(draft, peft_config) if isinstance(peft_config, dict) else peft.get_peft_model(draft, peft_config)
+    )
+    return DFlashTrainer(model, target, plain.args, plain.train_dataset, plain.eval_dataset)
 
 
 @pytest.mark.parametrize("kind", ["LoraConfig", "dict"])
@@ -36,7 +39,7 @@ def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, t
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
     before = load_file(tmp_path / "draft" / "model.safetensors")
     config = {"r": 4, "lora_alpha": 8}
-    config = peft.LoraConfig(**config) if kind == "LoraConfig" else config
+    config = peft.LoraConfig(**config, target_modules=TARGET_MODULES) if kind == "LoraConfig" else config
     trainer = adapted_trainer(
         tmp_path / "run", target, config, draft, max_steps=30, learning_rate=2e-2, warmup_steps=0
     )
@@ -97,11 +100,11 @@ def test_resuming_an_adapter_equals_an_uninterrupted_run(target, tmp_path):
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), abs=1e-6)
 
 
-def test_decoding_during_training_uses_the_adapter(target, tmp_path):
+def test_evaluation_decodes_with_the_adapter(target, tmp_path):
     trainer = adapted_trainer(tmp_path, target, {"r": 2, "target_modules": ["fc", "o_proj"]}, max_steps=2)
-    trainer.add_callback(DecodingCallback(trainer, [[5, 9, 11]], max_new_tokens=6, decode_steps=1))
+    trainer.add_callback(DecodingCallback(trainer, [[5, 9, 11]], max_new_tokens=6))
     trainer.train()
-    assert len(history(trainer, "tau")) == 2 and history(trainer, "lossless") == [1.0, 1.0]
+    assert trainer.evaluate(counting_rows(2))["eval_lossless"] == 1.0
     assert isinstance(trainer.draft, DFlashDraftModel) and trainer.model.active_adapter == "default"
 
 
@@ -110,7 +113,7 @@ def test_decoding_during_training_uses_the_adapter(target, tmp_path):
     [
         ({"rank": 4}, "peft_config={'rank': 4} is not a PEFT configuration"),
         ({"peft_type": "MAGIC"}, "is not a PEFT configuration"),
-        ("lora", "peft_config='lora' must be a PEFT configuration"),
+        ({"target_modules": ["nothing"]}, "is not a PEFT configuration of a drafter"),
     ],
 )
 def test_wrong_configurations_are_named(config, message, target, tmp_path):
@@ -125,9 +128,3 @@ def test_an_adapter_leaves_a_path_selector_as_it_is_and_says_so(target, tmp_path
     trainer = adapted_trainer(tmp_path, target, {"r": 2}, draft)
     assert not any(one.requires_grad for one in trainer.draft.candidate_selector.parameters())
     assert said == ["peft_config trains an adapter: the path selector itself is not trained."]
-
-
-def test_an_adapter_on_an_adapter_is_refused(target, tmp_path):
-    trainer = adapted_trainer(tmp_path, target, {"r": 2})
-    with pytest.raises(ValueError, match="model is a PeftModel: merge its adapter first"):
-        adapted_trainer(tmp_path, target, {"r": 2}, trainer.model)

@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.files import locked
 from dflash_hf.target import digest_of_target, target_features
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored_tokens
 from dflash_hf.training.features import stored as stored_features
-from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.rows import survey
+from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -45,7 +44,7 @@ def stored(target, tmp_path):
 
 def make_offline_trainer(folder, target, dataset, draft=None, **overrides):
     arguments = make_trainer(folder, target, counting_rows(2), **overrides).args
-    return DFlashOfflineTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
+    return DFlashTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
 
 
 def test_layers_that_the_target_does_not_have(target, tmp_path):
@@ -70,15 +69,15 @@ def test_a_row_is_what_the_target_makes_of_it(target, stored):
         dataset[6]
 
 
-@pytest.mark.parametrize("loss_type, label_source", [("ce", "data"), ("dpace", "target"), ("kl", "data")])
-def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label_source, tmp_path):
+@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
+def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
     rows = [*uneven_rows(), *counting_rows(2)]
     losses, tau = [], []
     for offline in (False, True):
         target = make_target()
-        loss = {"max_steps": 3, "loss_type": loss_type, "label_source": label_source}
+        loss = {"max_steps": 3, "loss_type": loss_type}
         if offline:
-            states = (loss_type, label_source) != ("ce", "data")
+            states = loss_type == "kl"
             store(target, rows, tmp_path / "train", states=states)
             store(target, rows[:3], tmp_path / "eval", states=states)
             drop_layers(target, torch.device("cpu"))
@@ -87,7 +86,7 @@ def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label
             arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), **loss})
             draft = make_draft(make_target(), block_size=BLOCK)
             data = (StoredFeatures(tmp_path / name, states=states) for name in ("train", "eval"))
-            trainer = DFlashOfflineTrainer(draft, target, arguments, *data)
+            trainer = DFlashTrainer(draft, target, arguments, *data)
         else:
             trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:3], **loss)
         trainer.train()
@@ -101,11 +100,10 @@ def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label
 def test_states_stored_in_bf16_are_read_by_a_head_in_fp32(target, tmp_path):
     """`dflash features` stores bf16 unless told otherwise; a target in fp32 then could not be a teacher."""
     store(target, counting_rows(4), tmp_path / "features", dtype="bfloat16", states=True)
-    for options in ({"loss_type": "dpace_kl"}, {"label_source": "target"}):
-        dataset = StoredFeatures(tmp_path / "features", states=True)
-        trainer = make_offline_trainer(tmp_path / "run", target, dataset, **options)
-        trainer.train()
-        assert history(trainer, "loss")
+    dataset = StoredFeatures(tmp_path / "features", states=True)
+    trainer = make_offline_trainer(tmp_path / "run", target, dataset, loss_type="dpace_kl")
+    trainer.train()
+    assert history(trainer, "loss")
 
 
 def trainer_fields(folder):
@@ -139,7 +137,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
         StoredFeatures(folder)
     (folder / ".features-00002.safetensors.half").write_bytes(b"half")
     _, lines = store(target, rows, folder)
-    assert "56.6 kB, of which 37.7 kB are stored" in lines[0]
+    assert "0.06 MB; 0.02 MB are missing" in lines[0]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     store(target, rows, tmp_path / "whole")
     for one, other in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):
@@ -148,14 +146,15 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
     assert not list(folder.glob(".*"))
 
 
-def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
-    """Each wrote shards under the names of the other's, and the manifest of whoever was last told of its own."""
-    folder = tmp_path / "features"
-    with locked(folder):
-        with pytest.raises(ValueError, match="features is being written by another process; wait for it, or stop it"):
-            store(target, counting_rows(6), folder)
-    store(target, counting_rows(6), folder)
-    assert len(StoredFeatures(folder)) == 6 and not list(folder.glob(".*"))
+def test_set_that_was_enough_is_complete(target, tmp_path):
+    """As of a run that stores features for a third of its time; the same call leaves it as it is."""
+    rows, folder, asked = counting_rows(6), tmp_path / "features", []
+    made_with = describe(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), 64), "float32")
+    options = {"shard_bytes": 20_000, "enough": lambda: asked.append(1) or len(asked) == 2}
+    assert store_features(target, rows, folder, made_with, **options).examples == 4 == len(StoredFeatures(folder))
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    store_features(target, rows, folder, made_with, **options)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == before and len(asked) == 2
 
 
 def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
@@ -164,7 +163,7 @@ def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(ValueError, match="has 50.0 kB left, but 56.6 kB are needed"):
+    with pytest.raises(ValueError, match="has 0.05 MB left, but 0.06 MB are needed"):
         store(target, counting_rows(6), tmp_path / "features")
     assert not list((tmp_path / "features").iterdir())
 
@@ -210,17 +209,13 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
             r"reads target_layer_ids=\[0, 2, 3\], but the drafter reads target_layer_ids=\[0, 1, 3\]",
         ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
-        (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
     ):
         with pytest.raises(ValueError, match=message):
             make_offline_trainer(tmp_path, other, dataset, draft)
-    for overrides in ({"label_source": "target"}, {"loss_type": "kl"}):
-        with pytest.raises(ValueError, match="needs the target's final states; pass `StoredFeatures"):
-            make_offline_trainer(tmp_path, target, dataset, **overrides)
+    with pytest.raises(ValueError, match="needs the target's final states: pass `StoredFeatures"):
+        make_offline_trainer(tmp_path, target, dataset, loss_type="kl")
     with pytest.raises(ValueError, match="was stored without the final states, .* `dflash features --states`"):
         StoredFeatures(stored, states=True)
-    with pytest.raises(ValueError, match="The dataset is a list; pass `StoredFeatures"):
-        make_offline_trainer(tmp_path, target, counting_rows(2))
 
 
 def test_some_layers_of_some_folders(target, stored, tmp_path):

@@ -1,7 +1,5 @@
 """Numbers that are none: training and storing stop there, and say why."""
 
-import re
-
 import pytest
 import torch
 from support.pairs import make_target
@@ -81,32 +79,12 @@ def test_losses_are_not_replaced_by_averages(tmp_path):
         DFlashTrainingArguments(str(tmp_path), logging_nan_inf_filter=True)
 
 
-@pytest.mark.parametrize(
-    ("factor", "dtype", "message"),
-    [
-        (
-            1e7,
-            "float16",
-            r"Example \d: features of layer 2 of some/target reach [0-9.e+]+, which overflows float16",
-        ),
-        (
-            float("inf"),
-            "bfloat16",
-            r"Example \d: features of layer 2 of some/target are inf or NaN as float32; load",
-        ),
-    ],
-)
-def test_features_that_are_not_finite_are_not_stored(factor, dtype, message, tmp_path):
+@pytest.mark.parametrize(("factor", "dtype"), [(1e7, "float16"), (float("inf"), "bfloat16")])
+def test_features_that_are_not_finite_are_not_stored(factor, dtype, tmp_path):
     """1,974 of 75,776 stored numbers were inf or nan."""
-    target = make_target()
+    target, encoder = make_target(), RowEncoder(max_length=64)
     with torch.no_grad():
         target.model.layers[2].mlp.down_proj.weight.mul_(factor)
-    encoder = RowEncoder(max_length=64)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=rf"Example \d: features of layer 2 .* as {dtype}; .* --store-dtype bfloat16"):
         store_features(target, counting_rows(3), tmp_path, describe(target, "some/target", [0, 2], encoder, dtype))
-    assert "--store-dtype bfloat16" in str(error.value) or factor == float("inf")
-    assert not list(tmp_path.glob("*.safetensors")) and not re.search("nan", str(error.value))
-    if factor != float("inf"):
-        store_features(
-            target, counting_rows(3), tmp_path / "b", describe(target, "some/target", [0, 2], encoder, "bfloat16")
-        )
+    assert not list(tmp_path.glob("*.safetensors"))

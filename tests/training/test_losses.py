@@ -13,6 +13,7 @@ from dflash_hf.training.losses import (
     block_loss,
     default_gamma,
     dpace_weights,
+    first_failure_weights,
     loss_normalizer,
     slot_weights,
     token_losses,
@@ -311,3 +312,17 @@ def test_figures_pool_tokens_not_batches():
 
 def test_figures_without_blocks_are_absent():
     assert statistics_to_metrics(statistics_of(([[[0, 0]]], [[[0, 0]]]))) == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_failure_ends_a_block(seed):
+    """Oracle of Spec-AUF: walk over each block, as verification does."""
+    random = torch.Generator().manual_seed(seed)
+    correct, counted = (torch.rand(2, 3, 6, generator=random) < share for share in (0.7, 0.8))
+    expected = torch.zeros(2, 3, 6)
+    for row, block in itertools.product(range(2), range(3)):
+        for k in counted[row, block].nonzero()[:, 0].tolist():
+            expected[row, block, k] = 1
+            if not correct[row, block, k]:
+                break
+    assert torch.equal(first_failure_weights(correct & counted, counted).float(), expected)

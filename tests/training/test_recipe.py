@@ -80,18 +80,19 @@ ERRORS = {
     "chat_template_kwargs=yes": "chat_template_kwargs: invalid dict value",
     "block_size": "'block_size' is not an override; write key=value",
     "eval_data=[a": "the value of eval_data is not YAML",
-    "draft=d block_size=0": "block_size=0 must be at least 1",
-    "block_size=1": "block_size=1 must be at least 2, the anchor and one drafted token",
+    "draft=d block_size=0": "block_size=0 must be at least 2",
+    "block_size=1": "block_size=1 must be at least 2",
     "features=f": "A run needs data or features, but both are given",
     "data=null": "A run needs data or features, but neither is given",
     "target=null": "target is not given",
     "head=eagle": "head='eagle' must be one of dspark, domino",
-    "data=null features=f packing=true": "leave out packing",
-    "data=null features=f decode_prompts=2": "decode_prompts needs the target's layers",
-    "data=null features=f store_rows=2": "store_rows=2 stores rows of data: leave out features",
-    "streaming=true num_proc=2": "leave out num_proc",
-    "streaming=true draft_vocab_size=9": "draft_vocab_size counts the tokens of all rows",
-    "draft=d init_layers=[1]": "init_layers is for a fresh drafter, but draft='d' is given",
+    "data=null features=f packing=true": "features='f' and packing=True contradict each other",
+    "data=null features=f decode_prompts=2": "decode_prompts=2 .* without the target's layers; leave one out",
+    "data=null features=f store_rows=2": "store_rows=2 contradict",
+    "streaming=true num_proc=2": "num_proc=2 contradict each other: a stream is read once",
+    "streaming=true draft_vocab_size=9": "draft_vocab_size=9 contradict",
+    "packing=true store_rows=2": "store_rows=2 contradict",
+    "draft=d init_layers=[1]": "draft='d' and init_layers=.1. contradict",
     "num_draft_layers=2 init_layers=[1]": r"init_layers=\[1\] must name one layer .* num_draft_layers=2",
 }
 
@@ -108,7 +109,7 @@ def test_every_key_has_one_owner_and_is_listed(capsys):
     listed = {line.strip().split("=")[0] for line in key_lines()}
     assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
     assert main(["train", "--keys"]) == 0
-    assert "  block_size=None  Block size of a new drafter, including the anchor; default" in capsys.readouterr().out
+    assert "block_size=None  Block size of a new drafter, including the anchor; default" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------------- presets
@@ -133,7 +134,7 @@ def test_cpu_takes_many_small_steps(monkeypatch):
     assert chosen["gradient_accumulation_steps"] == 1 and chosen["init_layers"] == [-2, -1]
     assert (chosen["loss_type"], chosen["learning_rate"]) == ("dpace", 1e-3)
     assert chosen["use_cpu"] and chosen["bf16"] and chosen["target_dtype"] == "bfloat16"
-    assert chosen["draft_vocab_size"] == chosen["store_rows"] == -1
+    assert chosen["draft_vocab_size"] == chosen["store_rows"] == -1 and "max_steps" not in chosen
     machine(monkeypatch, "cpu", halves=False)
     assert (values()["bf16"], values()["target_dtype"]) == (False, "float32")
     assert values("num_draft_layers=3")["init_layers"] == [-3, -2, -1]
@@ -145,6 +146,16 @@ def test_vocabulary_follows_the_data(supervised, size):
     found = survey([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
     assert vocabulary_size(recipe, found, 49_152) == size
     assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
+
+
+def test_cpu_trains_for_a_number_of_steps(monkeypatch):
+    """By passes over the data, 60 answers had 90 steps and 50,000 ones a day."""
+    machine(monkeypatch, "cpu")
+    assert values()["max_steps"] == values("streaming=true")["max_steps"] == 3000
+    for given in ("max_minutes=10", "num_train_epochs=3", "max_steps=7"):
+        assert values(given).get("max_steps") in (None, 7)
+    machine(monkeypatch, "cuda")
+    assert values()["max_steps"] == -1 and "num_train_epochs" not in values()  # six passes, as the paper
 
 
 def test_gpu_takes_the_papers_settings(monkeypatch):

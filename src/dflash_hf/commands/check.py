@@ -28,7 +28,6 @@ def run(arguments, echo) -> Outcome:
     """`echo` the table; exit status 1 if there is an error, else 0."""
     from pathlib import Path
 
-    from dflash_hf.configs import read_config
     from dflash_hf.hub.check import check, render
     from dflash_hf.repositories import is_gguf, looks_local
 
@@ -37,14 +36,10 @@ def run(arguments, echo) -> Outcome:
         raise ValueError(f"{arguments.draft} is a file; name a drafter's folder, .gguf file or Hub name.")
     if looks_local(arguments.draft) and not file and not Path(arguments.draft).is_dir():
         raise FileNotFoundError(f"{arguments.draft}: there is no such folder.")
-    target = arguments.target
-    if target is not None and not Path(target).is_file():
-        config = read_config(target, f"--target {target}")
-        target = config.get("text_config", config)
     findings = check(
         arguments.draft,
         arguments.engine or ([LLAMA_CPP] if file else ENGINES),
-        target,
+        arguments.target,
         arguments.revision,
         arguments.subfolder,
         arguments.weights,

@@ -8,7 +8,6 @@ The exit status is 1 if a cause was found.
 """
 
 from itertools import islice
-from pathlib import Path
 
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
@@ -31,9 +30,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
     from dflash_hf.configs import check_names
-    from dflash_hf.doctor.diagnosis import diagnose
-    from dflash_hf.doctor.experiments import Case
-    from dflash_hf.doctor.texts import Writer
+    from dflash_hf.doctor import Case, diagnose
     from dflash_hf.evaluation.sets import rows_of, rows_of_every_kind
     from dflash_hf.pairs import Loading, load_target
     from dflash_hf.target import freeze
@@ -49,32 +46,8 @@ def run(arguments, echo) -> Outcome:
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
-    writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
-    case = Case(target, draft, writer, rows, encoder, base, _tokenizers(arguments), _names(arguments))
+    case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)
     return Outcome(0 if result.cause is None else 1, result.facts())
-
-
-def _names(arguments) -> dict[str, str]:
-    from dflash_hf.files import read_json
-
-    names = {"target": arguments.target, "draft": arguments.draft, "drafter": arguments.draft}
-    if arguments.base is not None:
-        names["base"] = names["origin"] = arguments.base
-    facts = Path(arguments.draft) / "card_facts.json"
-    if "origin" not in names and facts.is_file():
-        names["origin"] = read_json(facts).get("base_model") or "REPOSITORY"
-    return names
-
-
-def _tokenizers(arguments) -> dict:
-    """The tokenizers of the base model and of the drafter's folder, if they have one."""
-    from dflash_hf.data.prepare import load_tokenizer
-
-    found = {}
-    for origin, name in (("base", arguments.base), ("drafter", arguments.draft)):
-        if name is not None and (origin == "base" or (Path(name) / "tokenizer.json").is_file()):
-            found[origin] = load_tokenizer(name, None, None, arguments.trust_remote_code)
-    return found

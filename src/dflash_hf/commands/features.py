@@ -22,7 +22,7 @@ def add_arguments(parser) -> None:
     which.add_argument("--draft-config", metavar="CONFIG", help="their drafter: config.json, folder or Hub name")
     ids = "layers of the target, from 0 (default: five by the paper's rule)"
     which.add_argument("--target-layer-ids", type=count, nargs="+", metavar="N", help=ids)
-    states = "also store final hidden states: for KL losses and label_source=target"
+    states = "also store final hidden states: for losses against the target's distribution"
     parser.add_argument("--states", action="store_true", help=states)
     shared.add_encoding(parser)
     shared.add_dtype(parser, DTYPES, "bfloat16", "--store-dtype", "of the features: ")
@@ -57,5 +57,5 @@ def run(arguments, echo) -> Outcome:
     manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
     files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
     echo(f"{manifest.examples} examples in {files} are in {output}")
-    facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
+    facts = {"examples": manifest.examples, "tokens": report.tokens, "shards": len(manifest.shards)}
     return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(output)})

@@ -14,9 +14,10 @@ from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
-# A card's own, besides its text.
-_METADATA = ("base_model", "base_model_relation", "license", "license_name", "license_link", "datasets")
-_FACTS = (*_METADATA, "base_model_revision", "hardware", "evaluated_on")
+_FACTS = (
+    *("base_model", "base_model_revision", "base_model_relation", "license", "license_name", "license_link"),
+    *("datasets", "data_description", "hardware", "evaluated_on"),
+)
 
 
 def add_arguments(parser) -> None:
@@ -38,8 +39,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
     parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
     facts = parser.add_argument_group(
-        "model card, in addition to card_facts.json and eval_report.json in the folder; of a README.md written by "
-        "hand only the metadata changes"
+        "model card, in addition to card_facts.json and eval_report.json in the folder; a README.md written by hand "
+        "is taken as it is"
     )
     facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
@@ -70,22 +71,20 @@ def run(arguments, echo) -> Outcome:
         return _code_only(arguments, echo)
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
-    stated = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
-    stated |= {"data": arguments.data_description} if arguments.data_description else {}
-    facts, own = None, has_own_card(arguments.folder)
-    if own and (others := [name for name in stated if name not in _METADATA]):
+    facts, stated = None, {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
+    if stated and has_own_card(arguments.folder):
         raise UsageError(
-            f"{Path(arguments.folder, 'README.md')} was written by hand and is kept, so {', '.join(others)} has no "
-            "place in it: write it there and leave the option out, or remove the file for a rendered card."
+            f"{Path(arguments.folder, 'README.md')} was written by hand and is taken as it is: instead of "
+            f"{', '.join(given(arguments, _FACTS))}, change its metadata, or remove it for a rendered card."
         )
-    if stated and not own:
+    if stated:
+        stated["data"] = stated.pop("data_description", None)
         facts = CardFacts.from_folder(arguments.folder, **stated)
     speedup, report = None, Path(arguments.folder, REPORT_FILE)
     if report.is_file():
         evaluated = EvalReport.load(report)
         speedup = evaluated.methods[evaluated.fastest].gain
-    metadata = stated if own else None
-    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf, "metadata": metadata}
+    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))
@@ -110,7 +109,7 @@ def run(arguments, echo) -> Outcome:
 def _code_only(arguments, echo) -> Outcome:
     from dflash_hf.hub.code_only import publish_code
 
-    ignored = given(arguments, ("private", "output", "gguf", *_FACTS, "data_description"))
+    ignored = given(arguments, ("private", "output", "gguf", *_FACTS))
     if ignored or arguments.folder is not None:
         others = ", ".join(ignored or [arguments.folder])
         raise UsageError(f"--code-only {arguments.code_only} changes the code there alone: leave out {others}.")

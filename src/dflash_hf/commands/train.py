@@ -8,8 +8,8 @@
 
 settings to change first:
     per_device_train_batch_size  rows per step; 1 if memory is short
-    num_train_epochs             passes over the data (default: 6)
-    learning_rate                (default: 6e-4)
+    max_minutes                  the length of the run (default: 3,000 steps on a CPU, else 6 passes over the data)
+    learning_rate                (default: 1e-3 on a CPU, else 6e-4)
     bf16                         true on a GPU that supports it
 """
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import DetailedError, Outcome, check_writable, is_secret
+from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
@@ -49,7 +49,6 @@ def overrides_of(arguments) -> list[str]:
 
 def run(arguments, echo) -> Outcome:
     from dflash_hf import examples
-    from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
     from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import as_arguments, decide, key_lines
 
@@ -67,12 +66,11 @@ def run(arguments, echo) -> Outcome:
     recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
-    if training.get("push_to_hub") and not training.get("hub_model_id"):
-        raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    if training.get("push_to_hub") and not is_repository_id(training["hub_model_id"]):
-        raise ValueError(f"hub_model_id={training['hub_model_id']!r} is not {REPOSITORY_ID}.")
-    if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").is_dir():
-        raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
+    if training.get("push_to_hub"):
+        again = ["dflash", "publish", training["output_dir"], training.get("hub_model_id") or "me/my-drafter"]
+        raise ValueError(
+            f"push_to_hub=True: leave it out, and publish the finished drafter with `{shlex.join(again)}`."
+        )
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
     if arguments.dry_run:
@@ -86,8 +84,6 @@ def run(arguments, echo) -> Outcome:
         target = arguments.target_name or recipe.target
         words = ["dflash", "eval", "--target", target, "--draft", trainer.args.output_dir, "--data", "held_out.jsonl"]
         echo(f"Next, on prompts that it was not trained on: {shlex.join(words)}")
-        if training.get("push_to_hub"):
-            _publish(recipe, trainer.args, echo)
     outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
     del trainer
     leave_group()
@@ -109,7 +105,7 @@ def _check_before(recipe, training: dict) -> None:
     from dflash_hf.pairs import Loading
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    DFlashTrainingArguments(**{**training, "push_to_hub": False, "resume_from_checkpoint": None})
+    DFlashTrainingArguments(**{**training, "resume_from_checkpoint": None})
     if Path(training["output_dir"]).is_file():
         raise ValueError(f"output_dir={training['output_dir']} is a file; name a folder.")
     try:
@@ -121,23 +117,3 @@ def _check_before(recipe, training: dict) -> None:
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
     load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
-
-
-def _publish(recipe, args, echo) -> None:
-    from dflash_hf.hub.card import CardFacts
-    from dflash_hf.hub.publish import PublishError, publish
-
-    names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
-    of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]
-    facts = CardFacts.from_folder(args.output_dir, base_model=recipe.base_model, datasets=of_the_hub)
-    private, token = bool(args.hub_private_repo), args.hub_token
-    try:
-        result = publish(args.output_dir, args.hub_model_id, private, facts=facts, token=token)
-    except PublishError as error:
-        again = ["dflash", "publish", args.output_dir, args.hub_model_id, *["--private"] * private]
-        for option, values in (("--base-model", [recipe.base_model]), ("--dataset", of_the_hub)):
-            again += [word for value in values if value for word in (option, value)]
-        raise DetailedError(
-            f"The drafter is saved, but not published: {error}\nTry again with `{shlex.join(again)}`."
-        ) from error
-    echo(f"published         {result.url or args.hub_model_id}")

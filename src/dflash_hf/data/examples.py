@@ -102,13 +102,13 @@ class DFlashCollator:
 
     Returns:
         `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For packed rows also `document_ids`, -1 on
-        padding, and `position_ids`, which start again at 0 with each document. For rows of stored features also
-        `features` `[N, S, L*H]` and, if they were read, `states` `[N, S, H]`, 0 on padding.
+        padding, and `position_ids`, which start again at 0 with each document. For rows of stored
+        features also `stored`, which reads them when they are needed.
     """
 
     pad_token_id: int = 0
 
-    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+    def __call__(self, examples: list[dict]) -> dict:
         for example in examples:  # those of streams, and of `evaluate(dataset)`, were never checked
             check_example(example, "A row of a batch")
         lengths = [len(example["input_ids"]) for example in examples]
@@ -122,8 +122,8 @@ class DFlashCollator:
             documents = [example.get("document_ids", torch.zeros(length)) for example, length in pairs]
             batch["document_ids"] = padded(documents, -1)
             batch["position_ids"] = document_positions(batch["document_ids"])
-        for name in {"features", "states"} & examples[0].keys():
-            batch[name] = pad_sequence([example[name] for example in examples], batch_first=True)
+        if "stored" in examples[0]:
+            batch["stored"] = [example["stored"] for example in examples]
         return batch
 
 

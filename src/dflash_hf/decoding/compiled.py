@@ -3,7 +3,6 @@ Compiled forwards: one graph of each model for drafts of one size and each bucke
 """
 
 import functools
-import math
 import weakref
 
 import torch
@@ -129,13 +128,19 @@ class Compiled(Fixed):
         super().__init__(call)
         asked, on_gpu = call.draft.decoding_config.compile, call.target.device.type == "cuda"
         self.how = asked if isinstance(asked, str) else "reduce-overhead" if on_gpu else "default"
-        config = call.target.config.get_text_config(decoder=True)
-        places = getattr(config, "max_position_embeddings", None) or math.inf
-        last = call.columns + call.rules.max_new + self.nodes + call.draft.config.block_tokens
-        self.fits = last < places and self.support.session is SlotSession
-        if not self.fits:
-            why = "its states are recurrent" if last < places else f"the text may pass its {places} positions"
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the forwards can be compiled; not asked before it is known that the call drafts."""
+        call = self.call
+        ends = call.rules.max_new + self.nodes + call.draft.config.block_tokens >= self.places
+        if ends or self.support.session is not SlotSession:
+            why = (
+                f"the text may pass its {self.places + call.columns} positions" if ends else "its states are recurrent"
+            )
             logger.warning_once(f"The forwards of {type(call.target).__name__} are not compiled: {why}.")
+            return False
+        return True
 
     def drafter(self) -> Drafter:
         call = self.call

@@ -1,5 +1,7 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
+from itertools import accumulate, zip_longest
+
 import torch
 
 from dflash_hf.decoding.reliability import Reliability
@@ -15,7 +17,7 @@ class Copies:
     cost.
 
     Args:
-        prompt (`list[int]`): The tokens of the only row; those of the prompt say nothing about the target.
+        prompt (`list[int]`): The tokens of a row; those of the prompt say nothing about the target.
         vocab_size (`int`): Of the target: placeholders in a prompt, for images or the like, are not copied.
         reliability (`Reliability`): The drafter's statistics of its copies; extended.
     """
@@ -32,7 +34,9 @@ class Copies:
     def extend(self, tokens: list[int]) -> None:
         """Read the tokens that were committed."""
         if self.count + len(tokens) > len(self.tokens):
-            self.tokens = torch.cat([self.tokens, self.tokens.new_empty(len(self.tokens) + len(tokens))])
+            with torch.inference_mode(False):  # calls go on outside of it
+                room = torch.empty(len(self.tokens) + len(tokens), dtype=torch.long)
+                self.tokens = torch.cat([self.tokens, room])
         for token in tokens:
             if self.source is not None:
                 agrees = int(self.tokens[self.source]) == token
@@ -65,6 +69,22 @@ class Copies:
             tokens.append(token)
             gains.append(gains[-1] + chance)
         return tokens, gains
+
+
+def together(offers: list[tuple[list[int], list[float]]]) -> tuple[list[list[int]], list[float]]:
+    """
+    The copies of several rows as one draft: rows that have fewer tokens than others get zeros, which gain nothing.
+
+    Args:
+        offers (`list[tuple]`): For each row, what [`Copies.next`] returns.
+
+    Returns:
+        The tokens `[R][n]`, and what the first 0, 1, ... of them should gain in all rows together.
+    """
+    longest = max(len(tokens) for tokens, _ in offers)
+    steps = ([after - before for before, after in zip(gains, gains[1:])] for _, gains in offers)
+    gains = accumulate(map(sum, zip_longest(*steps, fillvalue=0.0)), initial=0.0)
+    return [tokens + [0] * (longest - len(tokens)) for tokens, _ in offers], list(gains)
 
 
 def _assumed(agreeing: int) -> float:

@@ -1,6 +1,7 @@
 """The cost of rounds on this machine: measured during normal rounds, constant during a call."""
 
 import copy
+import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -18,6 +19,27 @@ _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 # Tokens that a round verifies in each row besides the anchor, and whether they were drafted, rather than copied.
 Work = tuple[int, bool]
 NOTHING: Work = (0, False)  # a round without a draft
+ENOUGH = 3  # measurements of a size, after which its cost is known
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+class Timed:
+    """A streamer, and the seconds spent in it, which are not a cost of rounds."""
+
+    def __init__(self, streamer, device: torch.device):
+        self.streamer, self.device, self.seconds = streamer, device, 0.0
+
+    def __getattr__(self, name: str):
+        return getattr(self.streamer, name)
+
+    def put(self, value: torch.Tensor) -> None:
+        began = clock(self.device)
+        self.streamer.put(value)
+        self.seconds += clock(self.device) - began
 
 
 class CostTable:
@@ -51,7 +73,7 @@ class CostTable:
         """
         rounds = [one for one in rounds if one[-1] > 0]  # 0: a coarse clock
         usual = [self._known(rows, columns, work) for rows, columns, work, _ in rounds]
-        load = _typical([one[-1] / _typical(of) for one, of in zip(rounds, usual, strict=True) if len(of) > 2])
+        load = _typical([one[-1] / _typical(of) for one, of in zip(rounds, usual, strict=True) if len(of) >= ENOUGH])
         load = 1.0 if 1 / self.STEADY < load < self.STEADY else load
         for rows, columns, work, seconds in rounds:
             times = [*self._known(rows, columns, work), seconds / load]
@@ -71,31 +93,31 @@ class CostTable:
         other.samples = defaultdict(dict, {place: dict(known) for place, known in list(self.samples.items())})
         return other
 
-    def curve(self, rows: int, columns: int, most: int, drafted: bool = True) -> list[float]:
+    def curve(self, rows: int, columns: int, max_draft: int, drafted: bool = True) -> list[float]:
         """
-        Costs of rounds that verify 0, 1, ... `most` tokens besides the anchor, with or without drafting a block
+        Costs of rounds that verify 0, 1, ... `max_draft` tokens besides the anchor, with or without drafting a block
         before, in units of a round without either: measured if there are enough samples, otherwise interpolated and
         extrapolated along the expected shape; never decreasing.
         """
-        key = rows, self.bucket(columns), most, drafted
+        key = rows, self.bucket(columns), max_draft, drafted
         if key not in self.curves:
-            self.curves[key] = self._curve(rows, columns, most, drafted)
+            self.curves[key] = self._curve(rows, columns, max_draft, drafted)
         return self.curves[key]
 
-    def _curve(self, rows: int, columns: int, most: int, drafted: bool) -> list[float]:
+    def _curve(self, rows: int, columns: int, max_draft: int, drafted: bool) -> list[float]:
         drafting = self.drafting * self._forward(rows * self.block_size) if drafted else 0.0
-        expected = [drafting + self._forward(rows * (n + 1)) for n in range(most + 1)]
+        expected = [drafting + self._forward(rows * (n + 1)) for n in range(max_draft + 1)]
         plain, known = self._forward(rows), self._nearest(rows, columns)
         found = {size: value for (size, made), value in known.items() if made == drafted}
         # A larger round is never cheaper: where samples say so, their mean is likelier than the highest of them.
         rising = _rising([(n, *found[n]) for n in sorted(found)])
-        measured = {n: seconds / expected[min(n, most)] for n, seconds in rising.items()}
+        measured = {n: seconds / expected[min(n, max_draft)] for n, seconds in rising.items()}
         unit = [known[NOTHING][0] / plain] if NOTHING in known else []
         ratios = sorted([*measured.values(), *unit]) or [1.0]
         scale = ratios[len(ratios) // 2]
         places = sorted(rising)
         curve = [value * (_line(places, measured, n) if places else scale) for n, value in enumerate(expected)]
-        for n in range(1, most + 1):
+        for n in range(1, max_draft + 1):
             curve[n] = max(curve[n], curve[n - 1])
         return [value / (plain * (unit or [scale])[0]) for value in curve]
 
@@ -104,7 +126,7 @@ class CostTable:
         bucket = self.bucket(columns)
         for _, length in sorted((abs(length - bucket), length) for of, length in self.samples if of == rows):
             noted = self.samples[rows, length].items()
-            if known := {work: (_typical(seconds), len(seconds)) for work, seconds in noted if len(seconds) > 2}:
+            if known := {work: (_typical(seconds), len(seconds)) for work, seconds in noted if len(seconds) >= ENOUGH}:
                 return known
         return {}
 
@@ -149,23 +171,28 @@ class Costs:
         table (`CostTable`): The cost of rounds on this machine; extended by `close`.
         rows (`int`): Rows of the call.
         columns (`int`): Tokens of a row before the first round.
-        began (`float`): When the call began, in seconds.
+        device (`torch.device`): The target's device.
+        streamer (`Timed`, *optional*): The call's streamer.
     """
 
-    ENOUGH = 3  # times that a size is tried before its cost is known
-
-    def __init__(self, table: CostTable, rows: int, columns: int, began: float):
+    def __init__(self, table: CostTable, rows: int, columns: int, device: torch.device, streamer: Timed | None = None):
         self.table, self.known, self.rows, self.columns = table, table.copy(), rows, columns
-        self.began = self.ended = began
+        self.device, self.streamer = device, streamer
+        self.began = self.ended = self.now()
         self.rounds_began: float | None = None
         self.timed: list[tuple[int, int, Work, float]] = []
 
-    def curve(self, written: int, most: int, drafted: bool = True) -> list[float]:
-        """See [`CostTable.curve`], after `written` tokens."""
-        return self.known.curve(self.rows, self.columns + written, most, drafted)
+    def now(self) -> float:
+        """Seconds, without those spent in the streamer."""
+        return clock(self.device) - (self.streamer.seconds if self.streamer is not None else 0.0)
 
-    def note(self, written: int, work: Work, began: float, ended: float) -> None:
-        """Record a round. The first one of a call is slower than the others."""
+    def curve(self, written: int, max_draft: int, drafted: bool = True) -> list[float]:
+        """See [`CostTable.curve`], after `written` tokens."""
+        return self.known.curve(self.rows, self.columns + written, max_draft, drafted)
+
+    def note(self, written: int, work: Work, began: float) -> None:
+        """Record a round that ends now. The first one of a call is slower than the others."""
+        ended = self.now()
         if self.rounds_began is None:
             self.rounds_began = began
         else:
@@ -173,14 +200,14 @@ class Costs:
         self.ended = ended
 
     def speedup(self, of_rounds: float) -> float:
-        """Of the whole call over the target alone, whose rounds are faster than its by a factor; not of its prompt."""
+        """Speedup of the call, if its rounds, unlike its prompt, are `of_rounds` times as fast as the target's."""
         reading, rounds = self.rounds_began - self.began, self.ended - self.rounds_began
         return (reading + of_rounds * rounds) / (reading + rounds) if reading + rounds > 0 else of_rounds
 
     def is_new(self, written: int, work: Work) -> bool:
         """Whether a size has not been tried often enough to know its cost."""
         tried = sum(done == work for _, _, done, _ in self.timed)
-        return self.known.count(self.rows, self.columns + written, work) + tried < self.ENOUGH
+        return self.known.count(self.rows, self.columns + written, work) + tried < ENOUGH
 
     def close(self) -> None:
         """Serve later calls."""

@@ -50,6 +50,10 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
 class RecurrentSlots(SlotCache):
     """Slots next to recurrent states, which are shared with the cache they were adopted from."""
 
+    @staticmethod
+    def can_adopt(cache: Cache) -> bool:
+        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
+
     def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
         return (
             RecurrentSlotLayer(self, layer) if isinstance(layer, LinearAttentionLayer) else super().slot_layer(layer)
@@ -72,11 +76,6 @@ class ReplaySession(SlotSession):
         self.size = 0  # tokens of a verification that was not kept yet
         self.hooks = [(module, _record) for module in _moving_modules(target)]
         attach(self.hooks)
-
-    @staticmethod
-    def takes(cache: Cache) -> bool:
-        """Whether a session can be opened on such a cache."""
-        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
 
     @property
     def states(self) -> list[torch.Tensor]:

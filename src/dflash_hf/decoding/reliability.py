@@ -29,7 +29,7 @@ class Reliability:
         return min(probability * (accepted + trusted) / (said + trusted), 1.0)
 
 
-class Correction:
+class TextCalibration:
     """The share of the expected tokens that were accepted in one text; older rounds count less."""
 
     TRUST, MEMORY = 4.0, 0.9  # expected tokens that all other texts are worth; kept from each round to the next

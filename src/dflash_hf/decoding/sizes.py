@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import NormalDist
 
-from dflash_hf.decoding.reliability import Reliability
+from dflash_hf.decoding.reliability import Reliability, TextCalibration
 
 
 @dataclass
 class Throughput:
     """A drafter's statistics, kept between calls: how reliable its probabilities are, and whether drafting pays."""
 
-    EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen
-    SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
-    DECIDED = 2.5  # cost of the rounds, older ones counting less, after which it is decided whether drafting pays
+    # What each is worth: `examples/benchmarks/results/constants.md`.
+    EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen; 2.5: +1 to 3 % time
+    MEMORY = 0.95  # kept of older rounds with each new one; 0.8 and 0.99: within 1 %
+    SHARE = 0.015  # share of the time that may be lost to trying again what did not pay; 1: +7 % with four rows
+    LONGEST_REST = 128  # rounds without a draft; 16: +1 % with four rows
 
     reliability: Reliability = field(default_factory=Reliability)
     of_copies: Reliability = field(default_factory=Reliability)
@@ -39,17 +41,35 @@ class Throughput:
     def begin(self, cost: float) -> None:
         """If nothing was drafted before, set a prior on whether drafting pays, worth two observed rounds."""
         if not self.cost:
-            self.note(2 * self.EXPECTED, 2 * cost, rounds=2)
-            self.resting = min(self.resting, 32)  # nothing observed yet
+            self.tokens, self.cost = 2 * self.EXPECTED, 2 * cost
+            self._rest(cost)
 
-    def note(self, tokens: float, cost: float, rounds: int = 1) -> None:
-        """Record a round that drafted. If drafting does not pay, rest; the more a retry costs, the longer."""
-        self.tokens, self.cost = 0.95 * self.tokens + tokens, 0.95 * self.cost + cost
-        if self.cost > self.DECIDED and self.tokens < self.cost:
-            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # so that one or two rounds decide again
-            retried = 1 if 0.95 * self.cost + cost / rounds > self.DECIDED else 2
-            lost = retried * cost / rounds * (1 - self.tokens / self.cost)
-            self.resting = min(math.ceil(lost / self.SHARE), 128)
+    def note(self, tokens: float, cost: float) -> None:
+        """Record a round that drafted."""
+        self.tokens, self.cost = self.MEMORY * self.tokens + tokens, self.MEMORY * self.cost + cost
+        self._rest(cost)
+
+    def _rest(self, cost: float) -> None:
+        """If two rounds or more say that drafting does not pay, rest: the longer, the more another try would cost."""
+        rate = self.tokens / self.cost
+        if rate < 1 and self.cost > 1.5 * cost:
+            self.tokens, self.cost = cost * rate, cost  # as one round, so that the next one decides again
+            self.resting = min(math.ceil(cost * (1 - rate) / self.SHARE), self.LONGEST_REST)
+
+
+class Seen:
+    """
+    What a call has seen of its own text.
+
+    Attributes:
+        rounds (`list[tuple]`): Size, tokens committed per row, and cost of each round.
+        slowest (`SlowestRow`): How fast a batch is.
+        calibration (`TextCalibration`): How much of what is expected of a draft is accepted in this text.
+    """
+
+    def __init__(self, rows: int):
+        self.rounds: list[tuple[int, float, float]] = []
+        self.slowest, self.calibration = SlowestRow(rows), TextCalibration()
 
 
 class SlowestRow:
@@ -77,8 +97,8 @@ class SlowestRow:
         mean = self.total / self.seen
         lag = self.z * max(self.squares / self.seen - mean**2, 0.0) ** 0.5
         got = min(got for got, one in zip(self.got, alive, strict=True) if one)
-        pace = min(got / self.rounds + self.trust * lag / self.rounds**0.5, mean)
-        return pace / (1 + lag / ((got + left) * pace) ** 0.5)
+        rate = min(got / self.rounds + self.trust * lag / self.rounds**0.5, mean)
+        return rate / (1 + lag / ((got + left) * rate) ** 0.5)
 
 
 def gains(tree, alive: list[bool], left: int, reliability: Reliability) -> tuple[list[float], list[list[float]]]:
@@ -105,7 +125,7 @@ def gains(tree, alive: list[bool], left: int, reliability: Reliability) -> tuple
     return list(accumulate(each)), chances
 
 
-def worth(gains: list[float], costs: list[float], speed: float, bonus=lambda size: 0.0) -> int:
+def best_size(gains: list[float], costs: list[float], speed: float, bonus=lambda size: 0.0) -> int:
     """How many tokens to verify: the smallest number that is worth most, given gains, costs and tokens per cost."""
     worths = [gain - speed * (cost - costs[0]) + bonus(size) for size, (gain, cost) in enumerate(zip(gains, costs))]
     return worths.index(max(worths))

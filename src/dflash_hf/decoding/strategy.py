@@ -7,19 +7,18 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-from dflash_hf.decoding.copies import Copies
-from dflash_hf.decoding.costs import NOTHING, Costs, Work, adapters_of, table_of
+from dflash_hf.decoding.copies import Copies, together
+from dflash_hf.decoding.costs import NOTHING, Costs, Timed, Work, adapters_of, table_of
 from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.recurrent import ReplaySession
-from dflash_hf.decoding.reliability import Correction
-from dflash_hf.decoding.sizes import SlowestRow, Throughput, gains, worth
+from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains
 from dflash_hf.decoding.trees import TOP_K, Tree, tree, trial_tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.generation_dflash import Call, Strategy
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import support_of
-from dflash_hf.modeling.text_dflash import Text, clock
+from dflash_hf.modeling.text_dflash import Text
 
 
 logger = logging.get_logger(__name__)
@@ -42,12 +41,12 @@ def strategy(call: Call) -> Strategy:
     """The strategy of a call: for the sizes in its settings, or for the fastest sizes."""
     warn_if_emulated(call.target)
     _warn_of_ignored(call.config)
-    config, asked = call.draft.decoding_config, call.config.num_assistant_tokens
+    config = call.draft.decoding_config
     if config.compile:
         from dflash_hf.decoding.compiled import Compiled  # which builds on this file
 
         return Compiled(call)
-    chosen = config.block_size is None and config.tree_nodes is None and asked in (None, 20)
+    chosen = config.block_size is None and config.tree_nodes is None and call.asked_for is None
     return Fastest(call) if chosen else Fixed(call)
 
 
@@ -79,19 +78,20 @@ class Fixed(Strategy):
     def largest(self) -> int:
         return max(self.size, 1 + self.nodes)
 
+    def trees(self, text: Text) -> bool:
+        """Whether trees can be verified: not where the target runs out of positions."""
+        return self.support.trees and self.room(text) == text.left
+
     def draft(self, drafter: Drafter, text: Text):
-        if not self.nodes or not self.support.trees or self.room(text) == 1 or self.room(text) < text.left:
+        if not self.nodes or self.room(text) == 1 or not self.trees(text):
             return super().draft(drafter, text)
         return tree(drafter, text.last, text.next_draws, self.nodes)
 
 
-class Plan(NamedTuple):
+class Round(NamedTuple):
     """What a round of [`Fastest`] verifies, and what should come of it."""
 
     began: float  # seconds
-    written: int  # tokens of the longest row
-    alive: list[bool]  # rows that had not ended
-    left: int  # maximum number of tokens that any of them could still generate
     work: Work
     cost: float
     tree: Tree | None = None  # what was drafted
@@ -101,8 +101,8 @@ class Plan(NamedTuple):
 
 class Fastest(Fixed):
     """
-    For each round, the drafted tokens of a tree that are worth verifying, possibly none. A single row that repeats
-    what it or its prompt said before copies it, without a draft, where that is faster.
+    For each round, the drafted tokens of a tree that are worth verifying, possibly none. One row or two that repeat
+    what they or their prompts said before copy it, without a draft, where that is faster.
 
     Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
     clock. Measurements of this call serve later calls.
@@ -111,24 +111,31 @@ class Fastest(Fixed):
         call (`Call`): The call.
     """
 
-    LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
-    MARGIN = 0.1  # tokens that a copy must gain
+    # What each is worth: `examples/benchmarks/results/constants.md`.
+    SLACK = 0.1  # tokens that a copy must gain, and that a size may lose while its cost is not known; 0: +5 % time
+    COPYING = 2  # rows of a call that copies; 1: +43 % with two rows; more: -4 % with four, and none with eight
+    EXPECTED_SHARE = 0.75  # of a row's rate: tokens that were expected in place of those accepted; 0: +5 %
+    # Drafted tokens at most: of one row, of all rows, and of a row however many there are.
+    WIDEST = {"cpu": (16, 32, 2), "other": (64, 512, 15)}
 
     def __init__(self, call: Call):
         super().__init__(call)
-        rows, on_cpu = len(call.prompt), call.target.device.type == "cpu"
-        # More on devices where wide forwards are cheap.
-        self.widest = max(min(16, 32 // rows), 2) if on_cpu else max(min(64, 512 // rows), 15)
-        self.costs = Costs(table_of(call.target, call.draft), rows, call.columns, clock(call.target.device))
+        rows, device = len(call.prompt), call.target.device
+        of_one, of_all, least = self.WIDEST.get(device.type, self.WIDEST["other"])
+        self.max_draft = max(min(of_one, of_all // rows), least)
+        if call.rules.streamer is not None:
+            call.rules.streamer = Timed(call.rules.streamer, device)
+        self.costs = Costs(table_of(call.target, call.draft), rows, call.columns, device, call.rules.streamer)
         self.throughput = copy.deepcopy(self._throughputs.get(self._key, Throughput()))
-        self.slowest, self.here = SlowestRow(rows), Correction()
-        self.copies: Copies | None = None  # of a single row
-        self.plan: Plan | None = None
-        self.rounds: list[tuple[int, float, float]] = []  # size, tokens committed per row, cost of each round
+        self.throughput.begin(self.costs.curve(0, self.max_draft)[2])
+        vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
+        copying = call.prompt.tolist() if rows <= self.COPYING else []
+        self.copies = [Copies(row, vocab_size, self.throughput.of_copies) for row in copying]
+        self.seen, self.round = Seen(rows), None
 
     @property
     def largest(self) -> int:
-        return max(self.size, 1 + self.widest)
+        return max(self.size, 1 + self.max_draft)
 
     @property
     def _throughputs(self) -> dict:
@@ -138,85 +145,87 @@ class Fastest(Fixed):
     def _key(self) -> tuple:
         return len(self.call.prompt), self.call.config.do_sample, adapters_of(self.call.draft)
 
-    def _seconds(self, text: Text) -> float:
-        """A clock that stands still while tokens are streamed."""
-        return clock(self.call.target.device) - text.streaming
-
     def draft(self, drafter: Drafter, text: Text):
-        now = self._seconds(text), text.longest, [*text.alive], text.left
-        costs = self.costs.curve(text.longest, self.widest)
-        if not self.rounds:
-            self.throughput.begin(costs[min(2, self.widest)])
-            if len(text.alive) == 1:
-                vocab_size = self.call.target.config.get_text_config(decoder=True).vocab_size
-                self.copies = Copies(text.sequences[0].tolist(), vocab_size, self.throughput.of_copies)
-        resting = self.throughput.resting > 0
+        began, resting = self.costs.now(), self.throughput.resting > 0
+        speed = sum(text.alive) * self.throughput.speed
+        if not self.seen.rounds:
+            self._follow(text, [1] * len(text.alive))
         # 1. Every fourth round costs a token of the target alone, until that is known.
-        measured = len(self.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
+        measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
         # 2. A copy, if it is faster than drafting.
-        if self.copies is not None and not measured:
-            tokens, gained = self.copies.next(min(self.room(text) - 1, self.widest))
-            cost = self.costs.curve(text.longest, self.widest, drafted=False)
-            size = worth(gained, cost, self.throughput.speed, lambda size: self.MARGIN if size == 0 else 0.0)
+        if self.copies and not measured:
+            most = min(self.room(text) - 1, self.max_draft)
+            tokens, gained = together([one.next(most * alive) for one, alive in zip(self.copies, text.alive)])
+            costs = self.costs.curve(text.longest, self.max_draft, drafted=False)
+            size = best_size(gained, costs, speed, lambda size: self.SLACK * (size == 0))
             if size:
-                self.plan = Plan(*now, (size, False), cost[size])
-                return Block(torch.cat([text.last[:, None], text.last.new_tensor([tokens[:size]])], dim=1))
+                self.round = Round(began, (size, False), costs[size])
+                return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))
         # 3. Nothing, while drafting does not pay.
         if measured or resting or self.room(text) == 1:
-            self.throughput.resting -= resting and not measured
-            self.plan = Plan(*now, NOTHING, 1.0)
+            self.throughput.resting -= resting
+            self.round = Round(began, NOTHING, 1.0)
             return Block(text.last[:, None])
         # 4. The likeliest tokens of a tree, as many as are worth it; a single path where trees cannot be verified.
         slots = min(drafter.draft.config.block_tokens, self.room(text)) - 1
-        trees = self.support.trees and self.room(text) == text.left
-        nodes, top_k = (self.widest, TOP_K) if trees else (slots, 1)
+        nodes, top_k = (self.max_draft, TOP_K) if self.trees(text) else (slots, 1)
         drafted = tree(drafter, text.last, text.next_draws, nodes, top_k)
         gained, chances = gains(drafted, text.alive, text.left, self.throughput.reliability)
-        speed, ratio = sum(text.alive) * self.throughput.speed, self.here.ratio
+        costs, ratio = self.costs.curve(text.longest, self.max_draft), self.seen.calibration.ratio
 
         def bonus(size: int) -> float:
-            return 0.1 * speed * (size in self.LADDER and self.costs.is_new(text.longest, (size, True)))
+            """Powers of two are tried first while their cost is not known: what lies between them is interpolated."""
+            rung = size > 0 and size & (size - 1) == 0
+            return self.SLACK * speed * (rung and self.costs.is_new(text.longest, (size, True)))
 
-        size = worth([ratio * gain for gain in gained], costs, speed, bonus)
+        size = best_size([ratio * gain for gain in gained], costs, speed, bonus)
         kept = drafted.first(size + 1)
-        self.plan = Plan(*now, (size, True), costs[size], kept, chances, gained[size] / sum(text.alive))
+        self.round = Round(began, (size, True), costs[size], kept, chances, gained[size] / sum(text.alive))
         return kept.block or kept
 
-    def learn(self, text: Text, draft, verdict: Verdict) -> None:
+    def _follow(self, text: Text, counts: list[int]) -> None:
+        """Let the copies read the last tokens of each row."""
+        for row, copies in enumerate(self.copies):
+            end = self.call.rules.prompt_length + text.lengths[row]
+            copies.extend(text.buffer[row, end - counts[row] : end].tolist())
+
+    def learn(self, text: Text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
-        plan, counts = self.plan, verdict.counts
-        self.costs.note(plan.written, plan.work, plan.began, self._seconds(text))
+        done, seen, counts = self.round, self.seen, verdict.counts
+        alive = [count > 0 for count in counts]  # before this round
+        before = [length - count for length, count in zip(text.lengths, counts)]
+        left = self.call.rules.max_new - min(length for length, one in zip(before, alive) if one)
+        self.costs.note(max(before), done.work, done.began)
         # A batch is done when its slowest row is.
-        tokens = min(plan.left - (0 if text.done else text.left), max(counts))
-        self.rounds.append((plan.work[0], tokens, plan.cost))
-        if self.copies is not None:
-            self.copies.extend(text.sequences[0, -counts[0] :].tolist())
-        if plan.tree is None:
+        tokens = min(left - (0 if text.done else text.left), max(counts))
+        seen.rounds.append((done.work[0], tokens, done.cost))
+        self._follow(text, counts)
+        if done.tree is None:
             return
-        expected = min(1 + self.here.ratio * plan.expected, plan.left)
-        self.here.note(plan.expected, sum(counts) / sum(plan.alive) - 1)
-        parents, path = plan.tree.parents.tolist(), None if verdict.path is None else verdict.path.tolist()
-        for row in (row for row, alive in enumerate(plan.alive) if alive):
-            taken = (path[row] if path else range(plan.work[0] + 1))[: counts[row]]
+        expected = min(1 + seen.calibration.ratio * done.expected, left)
+        seen.calibration.note(done.expected, sum(counts) / sum(alive) - 1)
+        parents, path = done.tree.parents.tolist(), None if verdict.path is None else verdict.path.tolist()
+        for row in (row for row, one in enumerate(alive) if one):
+            taken = (path[row] if path else range(done.work[0] + 1))[: counts[row]]
             # The last token of a row that ends says nothing about the tokens drafted after it.
             judged = set(taken if text.alive[row] else taken[:-1])
-            for node in range(1, plan.work[0] + 1):
+            for node in range(1, done.work[0] + 1):
                 if parents[row][node] in judged:
-                    self.throughput.reliability.note(plan.chances[row][node], node in taken)
-        # For a single row, the expected number is as informative as the accepted one, and varies less.
-        paced = 0.25 * tokens + 0.75 * expected
+                    self.throughput.reliability.note(done.chances[row][node], node in taken)
         if len(counts) > 1:
-            paced = self.slowest.after(counts, plan.alive, plan.left)
-        self.throughput.note(paced, plan.cost)
+            rate = seen.slowest.after(counts, alive, left)
+        else:  # the expected number is as informative as the accepted one, and varies less
+            rate = self.EXPECTED_SHARE * expected + (1 - self.EXPECTED_SHARE) * tokens
+        self.throughput.note(rate, done.cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
         self.costs.close()
-        throughput, sizes = self.throughput, [size for size, _, _ in self.rounds]
+        throughput, sizes = self.throughput, [size for size, _, _ in self.seen.rounds]
         self._throughputs[self._key] = throughput
         if not sizes:
             return {"draft_sizes": [], "estimated_speedup": None}
-        speedup = sum(tokens for _, tokens, _ in self.rounds) / sum(cost for _, _, cost in self.rounds)
+        speedup = sum(tokens for _, tokens, _ in self.seen.rounds) / sum(cost for _, _, cost in self.seen.rounds)
         mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
         judged = any(observations for observations, *_ in throughput.reliability.seen)
         lost = judged and throughput.tokens < throughput.cost and speedup < 1.1  # copies may make up for it

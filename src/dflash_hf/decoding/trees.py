@@ -25,7 +25,7 @@ class Tree(NamedTuple):
     depths: torch.LongTensor  # [R, n]   0 for the anchor
     ancestors: torch.BoolTensor  # [R, n, n]  whether a node sees another: an ancestor or itself
     parents: torch.LongTensor  # [R, n]  0 for the anchor, too
-    log_probs: torch.Tensor  # [R, n]    of the path to a node; always below that of the path to its parent
+    log_probs: torch.Tensor  # [R, n]    of the path to a node; alk below that of the path to its parent
 
     def first(self, size: int) -> "Tree":
         """The tree of the `size` likeliest nodes, the anchor included."""
@@ -95,11 +95,11 @@ def grown(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, w
     prefixes = anchors.new_empty(len(anchors), 1, 0)  # [R, w, slot], the numbers of a path's prefixes
     for slot in range(depth):
         ids, log_probs = extend(slot, kept)
-        ways = ids.shape[-1]
+        k = ids.shape[-1]
         totals = (totals[..., None] + log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)).flatten(1)  # [R, w * k]
         totals, kept = totals.topk(min(width, totals.shape[1]), dim=-1)  # [R, w]
         numbers = torch.arange(count, count + kept.shape[1], device=kept.device).expand_as(kept)
-        prefixes = prefixes.gather(1, (kept // ways)[..., None].expand(-1, -1, slot))
+        prefixes = prefixes.gather(1, (kept // k)[..., None].expand(-1, -1, slot))
         prefixes = torch.cat([prefixes, numbers[..., None]], dim=-1)
         tokens = ids.expand(-1, len(log_probs[0]), -1).flatten(1).gather(1, kept)
         found.append((tokens, totals, torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1)))
@@ -132,15 +132,15 @@ def _chained(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, 
     first = head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
     query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
     later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
-    ways = min(top_k, ids.shape[-1])
-    tables = [one.log_softmax(dim=-1).to(drafter.offset.device).topk(ways, dim=-1) for one in (first, later)]
+    k = min(top_k, ids.shape[-1])
+    tables = [one.log_softmax(dim=-1).to(drafter.offset.device).topk(k, dim=-1) for one in (first, later)]
     ids, order = ids.to(drafter.offset.device), None
 
     def extend(slot: int, kept):
         nonlocal order
         best, following = (one[:, max(slot - 1, 0)] for one in tables[slot > 0])  # [R, c, k]
         if kept is not None:
-            places = order.flatten(1).gather(1, kept)[..., None].expand(-1, -1, ways)  # the candidates of these paths
+            places = order.flatten(1).gather(1, kept)[..., None].expand(-1, -1, k)  # the candidates of these paths
             best, following = best.gather(1, places), following.gather(1, places)  # [R, w, k]
         order = following
         return ids[:, slot].gather(1, order.flatten(1)).view_as(order), best
@@ -152,7 +152,7 @@ def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tens
     """Slots whose scores depend on the tokens before: each path carries the state of the drafter's head."""
     head, rows = drafter.head, len(anchors)
     ids, logits = drafter.candidates(hidden, lengths)  # [R, D, c]
-    state, before, ways = head.start(anchors), anchors[:, None], min(top_k, ids.shape[-1])
+    state, before, k = head.start(anchors), anchors[:, None], min(top_k, ids.shape[-1])
     device = drafter.offset.device
 
     def extend(slot: int, kept):
@@ -160,16 +160,16 @@ def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tens
         if kept is not None:
             kept = kept.to(before.device)
             if state is not None:
-                parents = kept // ways + torch.arange(rows, device=kept.device)[:, None] * (len(state) // rows)
+                parents = kept // k + torch.arange(rows, device=kept.device)[:, None] * (len(state) // rows)
                 state = state[parents.flatten()]
             before = before.gather(1, kept)
         width = before.shape[1]
         wide = [one[:, slot].repeat_interleave(width, dim=0) for one in (hidden, ids, logits)]  # [R * w, ...]
         query, state = head.step(state, drafter.known(before.flatten()), wide[0])
-        best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(ways, dim=-1)
-        tokens = wide[1].gather(-1, order).view(rows, width, ways)
+        best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(k, dim=-1)
+        tokens = wide[1].gather(-1, order).view(rows, width, k)
         before = tokens.flatten(1)
-        return tokens.to(device), best.view(rows, width, ways).to(device)
+        return tokens.to(device), best.view(rows, width, k).to(device)
 
     return extend
 

@@ -32,8 +32,7 @@ FACTS_FILE = "card_facts.json"
 TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
 # The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
 _SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
-# Facts that are not text in JSON.
-_KINDS = {"datasets": (list, "a list"), "training": (dict, "an object"), "report": (dict, "an object")}
+_KINDS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}  # of facts that are not text
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
 _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
@@ -103,11 +102,8 @@ class CardFacts:
         if unknown:
             raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
         for name, value in known.items():
-            kind, called = _KINDS.get(name, (str, "text"))
-            if not isinstance(value, kind):
-                raise ValueError(
-                    f"{folder / FACTS_FILE}: {name}={value!r} must be {called}; correct it or leave it out."
-                )
+            if not isinstance(value, kind := _KINDS.get(name, str)):
+                raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
             dataset = known["report"].get("setting", {}).get("dataset")
@@ -128,8 +124,7 @@ def training_facts(arguments) -> dict:
     """The training arguments that the card lists, if they are set."""
     absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
-    own = [one.name for one in fields(arguments) if getattr(one.metadata.get("help"), "on_card", False)]
-    names = [name for name in own if name not in unused]
+    names = [name for name in arguments.on_card if name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
     return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dflash_hf.configs import read_config
 from dflash_hf.files import read_json
 from dflash_hf.hub.drafter import LAYOUTS, Drafter, Finding, is_as_saved
-from dflash_hf.hub.limits import LIMITS, SERVED_HEADS, fields_read
+from dflash_hf.hub.limits import LIMITS, SERVED_HEADS, reads
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
 from dflash_hf.repositories import check_revision, is_gguf
@@ -91,11 +91,17 @@ def _merged(findings: Sequence[Finding], engines: Sequence[str]) -> list[Finding
     return sorted(merged.values(), key=lambda finding: finding.severity)
 
 
-def _walk(drafter: Drafter, engines: Sequence[str]) -> Iterator[Finding]:
-    """The findings of the table."""
+def _walk(drafter: Drafter, engines: Sequence[str], parsed=None) -> Iterator[Finding]:
+    """The findings of the table, and the fields of the parsed configuration that engines do not read."""
     for limit in LIMITS:
         if {*limit.engines} & {*engines}:
             yield from limit.find(drafter)
+    if parsed is not None:
+        from dflash_hf.configs import departures
+
+        for key, value, plain in departures(parsed):
+            blind = tuple(engine for engine in engines if not reads(engine, drafter.layout, key))
+            yield Finding("error", blind, key, f"{value!r} is not read; it drafts as with {plain!r}, or not at all.")
 
 
 def _findings(folder: Path, target: dict, weights: bool) -> Iterator[Finding]:
@@ -104,19 +110,19 @@ def _findings(folder: Path, target: dict, weights: bool) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("error", ENGINES, "config.json", one_line(error))
         return
-    drafter = Drafter(config, folder, target, code_is_ours=_has_our_code(folder))
+    drafter, parsed = Drafter(config, folder, target, code_is_ours=_has_our_code(folder)), None
     if weights or not is_as_saved(folder, config):
-        shapes = yield from _findings_of_reader(drafter, weights)
-        if shapes is None:
+        shapes, parsed = yield from _findings_of_reader(drafter, weights)
+        if parsed is None:
             return
         drafter = replace(drafter, shapes=shapes)
-    yield from _walk(drafter, ENGINES)
+    yield from _walk(drafter, ENGINES, parsed)
 
 
 def _findings_of_reader(drafter: Drafter, weights: bool):
     """
-    What this package's own reader says, and which tensors engines miss; returns the tensors' shapes, or `None` if
-    there is nothing more to say.
+    What this package's own reader says, and which tensors engines miss; returns the tensors' shapes and the parsed
+    configuration, or nothing if there is nothing more to say.
     """
     from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.layouts.heads import UnknownHeadError
@@ -132,7 +138,7 @@ def _findings_of_reader(drafter: Drafter, weights: bool):
         yield Finding("error", ("transformers",), "architectures", one_line(error))
         message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
         yield Finding("warning", SERVERS, "architectures", message)
-        return None
+        return {}, None
     except Exception:  # other errors are reported where the configuration is read
         pass
     if "transformer_layer_config" in config:
@@ -140,17 +146,17 @@ def _findings_of_reader(drafter: Drafter, weights: bool):
         yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
         if isinstance(config["transformer_layer_config"], dict):
             yield from _walk(drafter, ENGINES)
-        return None
+        return {}, None
     architectures = config.get("architectures")
     if architectures not in [[name] for name in (*LAYOUTS, *(head.architecture for head in HEADS))]:
         message = f"{architectures} is not one of {', '.join(LAYOUTS)}; {_remedy(folder)}"
         yield Finding("error", ENGINES, "architectures", one_line(message))
-        return None
+        return {}, None
     try:
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except Exception as error:  # upstream's own validation raises many types
         yield Finding("error", ENGINES, "config.json", one_line(error))
-        return None
+        return {}, None
     # 2. Its files.
     if (folder / "model.safetensors").is_file() and (folder / "model.safetensors.index.json").is_file():
         message = "exists next to model.safetensors.index.json; readers differ in which they use. Remove one."
@@ -159,7 +165,7 @@ def _findings_of_reader(drafter: Drafter, weights: bool):
         shapes = read_shapes(folder)
     except (ValueError, OSError) as error:
         yield Finding("error", ENGINES, "weights", one_line(error))
-        return None
+        return {}, None
     if weights:
         try:
             check_finite_weights(folder)
@@ -174,7 +180,7 @@ def _findings_of_reader(drafter: Drafter, weights: bool):
         message = f"{drafter.get(field)}: no engine has a {parsed.head.name}; decode with transformers' generate()."
         yield Finding("error", SERVERS, field, message)
     yield from _tensors(drafter, parsed, shapes, loads=refused is None)
-    return shapes
+    return shapes, parsed
 
 
 def _tensors(drafter: Drafter, parsed, shapes: dict, loads: bool) -> Iterator[Finding]:
@@ -214,7 +220,6 @@ def _parsed_findings(drafter: Path, engines: Sequence[str], target: dict) -> Ite
     """
     if not engines:
         return
-    from dflash_hf.configs import departures
     from dflash_hf.gguf_format import gguf_config, limits
     from dflash_hf.layouts.configuration import DFlashDraftConfig
 
@@ -225,19 +230,14 @@ def _parsed_findings(drafter: Path, engines: Sequence[str], target: dict) -> Ite
             parsed, refused = DFlashDraftConfig.from_pretrained(drafter), _load_without_weights(drafter)
     except (ValueError, OSError, ImportError) as error:
         refused = one_line(error)
-    for engine in engines:
-        if refused is not None:
-            yield Finding("error", (engine,), "weights", one_line(refused))
-        elif engine == LLAMA_CPP:
-            for key, reason in limits(parsed, target or None):
-                yield Finding("error", (engine,), key, one_line(reason))
-        else:
-            seen = Drafter(read_json(drafter / "config.json"), drafter, target, parsed=parsed)
-            for key, value, plain in departures(parsed):
-                if key not in fields_read(engine, seen.layout):
-                    message = f"{value!r} is not read; it drafts as with {plain!r}, or not at all."
-                    yield Finding("error", (engine,), key, message)
-            yield from _walk(seen, (engine,))
+    if refused is not None:
+        yield Finding("error", tuple(engines), "weights", one_line(refused))
+        return
+    if LLAMA_CPP in engines:
+        for key, reason in limits(parsed, target or None):
+            yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
+    if readers := [engine for engine in engines if engine in READERS]:
+        yield from _walk(Drafter(read_json(drafter / "config.json"), drafter, target, parsed=parsed), readers, parsed)
 
 
 def _has_our_code(folder: Path) -> bool:

@@ -76,7 +76,8 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     # 2. What differs.
     new = {name: path.read_bytes() for name, path in code_files().items()}
     new["config.json"] = _with_version(fetched["config.json"].read_text(encoding="utf-8")).encode()
-    changed = {name: content for name, content in new.items() if _content(fetched.get(name)) != content}
+    old = {name: path.read_bytes() for name, path in fetched.items()}
+    changed = {name: content for name, content in new.items() if old.get(name) != content}
     change.files = sorted(changed)
     change.removed = sorted(name for name in fetched if name not in new)
     if not dry_run and (change.files or change.removed):
@@ -86,25 +87,14 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         operations += [CommitOperationDelete(name) for name in change.removed]
         title = f"Code of dflash-hf {change.after}"
         text = f"Replaces the code of {change.before} beside the weights; weights and card are unchanged."
+        described = {"commit_message": title, "commit_description": text, "parent_commit": info.sha}
         with explained(repo):
-            commit = api.create_commit(
-                repo,
-                operations,
-                commit_message=title,
-                commit_description=text,
-                create_pr=True,
-                parent_commit=info.sha,
-            )
-        change.url = commit.pr_url
+            change.url = api.create_commit(repo, operations, create_pr=True, **described).pr_url
     return change
 
 
 def _is_code(name: str) -> bool:
     return name == "custom_generate/generate.py" or "/" not in name and fnmatch.fnmatchcase(name, "*_dflash.py")
-
-
-def _content(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
 
 
 def _with_version(config: str) -> str:

@@ -5,6 +5,7 @@ A drafter of plain layers or of DFlash 2, in the layout that this package writes
 tensors. Whatever else there is, and what is wrong with it, is left to the model's own reader, which takes seconds.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dflash_hf.files import read_json
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 SELECTOR = ("selector_rank", "selector_top_k")
 MASK_EMBEDDING = "mask_embedding.pt"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 OUR_MODEL = "modeling_dflash.DFlashDraftModel"
 LAYOUTS = {
     "DFlashDraftModel": "DFlash",
@@ -106,13 +108,14 @@ class Drafter:
         return [table["rope_theta"] for table in tables if table.get("rope_theta") is not None]
 
     @property
-    def rope_kinds(self) -> list[str]:
-        return [one.get("rope_type", one.get("type", "default")) for one in (self.rope, self.scaling) if one]
-
-    @property
     def kinds(self) -> list[str]:
         """Of the layers; Qwen3Config fills them in."""
         return self.config.get("layer_types") or ["full_attention"] * self.config.get("num_hidden_layers", 0)
+
+    @property
+    def speculators_kinds(self) -> list[str]:
+        """Of the layers, in speculators' layout."""
+        return self.config["transformer_layer_config"].get("layer_types") or []
 
     @property
     def has_own_head(self) -> bool:
@@ -141,22 +144,35 @@ class Drafter:
 
 # ------------------------------------------------------------------------------------------------- drafters as saved
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-# The keys of a file, by what their values must be, and those of `dflash_config` that have no field.
-_SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-    *("num_key_value_heads", "max_position_embeddings", "sliding_window", "block_size", "num_target_layers"),
-    *("target_hidden_size", "draft_vocab_size", "max_window_layers", *CONVOLUTION, *SELECTOR),
+# What the keys of such a file hold: values of one type, anything, or one of these JSON values.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), int),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "block_size"), int),
+    **dict.fromkeys(("mask_token_id", "num_target_layers", "target_hidden_size", "draft_vocab_size"), int),
+    **dict.fromkeys(("sliding_window", "max_window_layers", *CONVOLUTION, *SELECTOR), int),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta"), float),
+    **dict.fromkeys(("use_sliding_window", "is_causal", "use_cache"), bool),
+    **dict.fromkeys(("auto_map", "transformers_version", "dflash_hf_version", "trained_with"), object),
+    **dict.fromkeys(("chat_template_kwargs", "num_anchors", "bos_token_id", "eos_token_id", "pad_token_id"), object),
+    **dict.fromkeys(("architectures", "target_layer_ids", "layer_types", "rope_parameters", "dflash_config"), object),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings"), ("false",)),
+    **dict.fromkeys(("dtype", "torch_dtype"), ('"float32"', '"float16"', '"bfloat16"')),
+    **{
+        "model_type": ('"qwen3"',),
+        "hidden_act": ('"silu"',),
+        "attention_dropout": ("0.0",),
+        "rope_scaling": ("null",),
+    },
 }
-_NUMBERS = {"rms_norm_eps", "initializer_range", "rope_theta", "output_multiplier", "final_logit_softcapping"}
-_NUMBERS |= {"input_embedding_scale", "attention_value_scale"}
-_SWITCHES = {"attention_bias", "attention_sink_bias", "use_sliding_window", "is_causal", "use_cache"}
-_CHECKED = {"architectures", "model_type", "layer_types", "target_layer_ids", "mask_token_id", "rope_parameters"}
-_CHECKED |= {"attention_dropout", "hidden_act", "dtype", "torch_dtype", "tie_word_embeddings", "rope_scaling"}
-_FREE = {"auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "dflash_hf_version"}
-_NULLS = {"sliding_window", "draft_vocab_size", "use_sliding_window", "is_causal"}  # may be null
-_NESTED = {"target_layer_ids", "mask_token_id", "trained_with", "chat_template_kwargs", "num_anchors"}
+_NULLABLE = {"sliding_window", "draft_vocab_size", "use_sliding_window", "is_causal"}
+# Shapes of the tensors of a layer: width h, inner size i, size of a head d, of all queries q and of all keys k.
+_LAYER = {
+    **dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), "h"),
+    **dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "d"),
+    **dict.fromkeys(("self_attn.k_proj.weight", "self_attn.v_proj.weight"), "kh"),
+    **{"self_attn.q_proj.weight": "qh", "self_attn.o_proj.weight": "hq", "mlp.down_proj.weight": "hi"},
+    **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "ih"),
+}
 
 
 def is_as_saved(folder: Path, config: dict) -> bool:
@@ -169,102 +185,79 @@ def is_as_saved(folder: Path, config: dict) -> bool:
 
 def _is_valid(config: dict) -> bool:
     """Whether every key is known and has a possible value."""
-    nested = config["dflash_config"]
-    known = _SIZES | _NUMBERS | _SWITCHES
-    if config.keys() - known - _CHECKED - _FREE - {"dflash_config"} or nested.keys() - known - _NESTED:
+    if not all(_is_possible(*item) for item in (*config.items(), *config["dflash_config"].items())):
         return False
-    for key, value in (*config.items(), *nested.items()):
-        if key not in known or value is None and key in _NULLS:
-            continue
-        kinds = (bool,) if key in _SWITCHES else (int,) if key in _SIZES else (int, float)
-        if type(value) not in kinds or key not in _SWITCHES and not 0 < value < 2**24:
-            return False
-    get, layers = Drafter(config).get, config["num_hidden_layers"]
-    ids, kinds, theta = get("target_layer_ids"), config["layer_types"], config["rope_theta"]
-    mask, sizes = get("mask_token_id"), [get(key) for key in (*CONVOLUTION, *SELECTOR)]
+    get, vocabulary = Drafter(config).get, config["vocab_size"]
+    ids, kinds, sizes = get("target_layer_ids"), config["layer_types"], [get(key) for key in (*CONVOLUTION, *SELECTOR)]
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     return (
         config["architectures"] == ["DFlash2DraftModel" if any(sizes) else "DFlashDraftModel"]
-        and (not any(sizes) or None not in sizes)
-        and config["model_type"] == "qwen3"
-        and set(kinds) <= {"full_attention", "sliding_attention"}
-        and len(kinds) == layers <= 64
-        and ("sliding_attention" not in kinds or config["sliding_window"] is not None)
-        and all(type(i) is int and 0 <= i < get("num_target_layers", 64) <= 1024 for i in ids)
+        and (None not in sizes or not any(sizes))
+        and all(type(i) is int and 0 <= i < get("num_target_layers", 64) for i in ids)
         and len(ids) == len(set(ids)) > 0
-        and type(mask) is int
-        and 0 <= mask < config["vocab_size"]
+        and len(kinds) == config["num_hidden_layers"] <= 64
+        and set(kinds) <= {"full_attention", "sliding_attention"}
+        and ("sliding_attention" not in kinds or config["sliding_window"] is not None)
+        and config["num_attention_heads"] % config["num_key_value_heads"] == config["head_dim"] % 2 == 0
+        and config.get("rope_parameters") in (None, rope)
+        and get("mask_token_id") < vocabulary
         and 2 <= get("block_size") <= 1024
-        and config["num_attention_heads"] % config["num_key_value_heads"] == 0
-        and config["head_dim"] % 2 == 0
-        and config.get("rope_parameters") in (None, {"rope_type": "default", "rope_theta": theta})
-        and config.get("rope_scaling") is None
-        and type(theta) in (int, float)
-        and str(config.get("attention_dropout", 0.0)) == "0.0"
-        and config["hidden_act"] == "silu"
-        and str(config.get("tie_word_embeddings", False)) == "False"
-        and {config.get("dtype"), config.get("torch_dtype")} <= {None, "float32", "float16", "bfloat16", "float64"}
-        and get("draft_vocab_size", 1) <= config["vocab_size"]
         and get("conv_kernel_size", 1) <= get("block_size")
-        and get("selector_top_k", 1) <= get("draft_vocab_size", config["vocab_size"])
+        and get("selector_top_k", 1) <= get("draft_vocab_size", vocabulary) <= vocabulary
     )
+
+
+def _is_possible(key: str, value) -> bool:
+    kind = _KINDS[key]
+    if kind is object or value is None and key in _NULLABLE:
+        return True
+    if isinstance(kind, tuple):
+        return json.dumps(value) in kind
+    return type(value) in (kind, int if kind is float else kind) and (kind is bool or 0 < value < 2**24)
 
 
 def _tensors(config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a drafter that [`_is_valid`] knows."""
-    get = Drafter(config).get
-    width, inner, size, heads = (
-        config[key] for key in ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads")
-    )
-    queries, keys = heads * size, config["num_key_value_heads"] * size
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_norm.weight": (size,),
-        "self_attn.k_norm.weight": (size,),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
-    }
-    for name, shape in {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}.items():
-        layer[f"self_attn.{name}_proj.weight"] = shape
-        if config.get("attention_bias"):
-            layer[f"self_attn.{name}_proj.bias"] = shape[:1]
-    if get("attention_sink_bias"):
-        layer["self_attn.attention_sink_bias"] = (heads,)
-    if taps := get("conv_kernel_size"):
-        for name in ("attention_conv", "mlp_conv"):
-            layer[f"{name}.base_kernel"] = (2, taps, width)
-            layer[f"{name}.kernel_projection.weight"] = (2 * taps * (width // get("conv_group_size")), width)
+    get, names = Drafter(config).get, ("hidden_size", "intermediate_size", "head_dim")
+    sizes = dict(zip("hid", map(get, names), strict=True))
+    sizes |= {"q": get("num_attention_heads") * sizes["d"], "k": get("num_key_value_heads") * sizes["d"]}
+    width, vocabulary, taps, rank = sizes["h"], get("vocab_size"), get("conv_kernel_size"), get("selector_rank")
+    layer = {name: tuple(sizes[letter] for letter in letters) for name, letters in _LAYER.items()}
+    for name in ("attention_conv", "mlp_conv") if taps else ():
+        layer[f"{name}.base_kernel"] = (2, taps, width)
+        layer[f"{name}.kernel_projection.weight"] = (2 * taps * (width // get("conv_group_size")), width)
     features = len(get("target_layer_ids")) * get("target_hidden_size", width)
     found = {"fc.weight": (width, features), "hidden_norm.weight": (width,), "norm.weight": (width,)}
-    found |= {f"layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()}
-    if rank := get("selector_rank"):
-        for name in ("predecessor_codebook", "successor_codebook"):
-            found[f"candidate_selector.{name}"] = (config["vocab_size"], rank)
+    found |= {f"layers.{i}.{name}": shape for i in range(get("num_hidden_layers")) for name, shape in layer.items()}
+    if rank:
+        books = ("predecessor_codebook", "successor_codebook")
+        found |= {f"candidate_selector.{name}": (vocabulary, rank) for name in books}
         found["candidate_selector.hidden_projection.weight"] = (rank, width)
-    reduced = get("draft_vocab_size", config["vocab_size"])
-    if reduced != config["vocab_size"]:
-        found |= {"lm_head.weight": (reduced, width), "d2t": (reduced,)}
+    if Drafter(config).has_own_head:
+        found |= {"lm_head.weight": (get("draft_vocab_size"), width), "d2t": (get("draft_vocab_size"),)}
     return found
 
 
 def _headers(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in a folder's safetensors, if their dtypes are a drafter's."""
+    """
+    Names and shapes of all tensors in a folder's safetensors.
+
+    Raises:
+        `ValueError`: there is something beside them that the model's own reader knows.
+    """
     from safetensors import safe_open
 
     if (folder / MASK_EMBEDDING).exists() or (folder / _SINGLE).exists() == (folder / _INDEX).exists():
         raise ValueError("for the model's own reader")
-    names = {_SINGLE}
-    if (folder / _INDEX).exists():
-        names = set(read_json(folder / _INDEX)["weight_map"].values())
+    index = folder / _INDEX
+    names = set(read_json(index)["weight_map"].values()) if index.exists() else {_SINGLE}
     found: dict[str, tuple[int, ...]] = {}
     for name in names:
-        if Path(name).name != name:
-            raise ValueError("for the model's own reader")
         with safe_open(folder / name, framework="np") as file:
             for key in file.keys():
                 part = file.get_slice(key)
-                if part.get_dtype() not in ({"I64"} if key == "d2t" else _FLOATS) or key in found:
+                known = part.get_dtype() in ({"I64"} if key == "d2t" else {"F64", "F32", "F16", "BF16"})
+                if not known or key in found or Path(name).name != name:
                     raise ValueError("for the model's own reader")
                 found[key] = tuple(part.get_shape())
     return found

@@ -5,6 +5,7 @@ Engines do not report a wrong drafter: vLLM never reports a missing tensor, SGLa
 that they read differently only costs acceptance. Each row is read in the engine's source, at the version in `READ_IN`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,6 @@ MENDED = {"0.1.1": "transformers 5.24 fails with a KeyError"}
 FIRST_VERSION = "0.1.0"  # of drafters that name no version
 
 _MUSE_TYPE = "muse_glimmer_assistant"
-_GEMMA_VOCABULARY = 262144
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
 # The starts of the model types whose layers' outputs mlx-vlm gives to a drafter.
 _MLX_TARGETS = (
@@ -42,10 +42,26 @@ _MLX_TARGETS = (
     "deepseek_v4",
 )
 SERVED_HEADS = ("path selector", "Markov head", "Domino head")  # that engines have
-# Fields beyond a plain drafter that readers with their own loaders have; they ignore others, mostly in silence.
+# Fields beyond a plain drafter's. Servers read all but these, readers with their own loaders none but those, by
+# layout: they draft as without the others, or not at all, mostly in silence.
+_UNREAD = ("target_hidden_size", "v_head_dim", "backbone_rotary_base", "input_embedding_scale")
 _DFLASH2_READ = (*SELECTOR, "conv_kernel_size", "input_embedding_scale")
-_DSPARK_READ = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
-_MLX_READ = ("attention_sink_bias", "has_embed_tokens")
+_READ: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {"DFlash 2": ("input_embedding_scale",)},
+    "mlx": {
+        "any": ("attention_sink_bias", "has_embed_tokens"),
+        "DFlash 2": _DFLASH2_READ,
+        "DSpark": ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"),
+    },
+    "z-lab": {"any": _DFLASH2_READ},
+}
+
+
+def reads(engine: str, layout: str, field: str) -> bool:
+    """Whether an engine reads a field beyond a plain drafter's in a drafter of a layout."""
+    read = _READ.get(engine, {})
+    known = engine == "transformers" or engine in SERVERS and field not in _UNREAD
+    return known or field in (*read.get("any", ()), *read.get(layout, ()))
 
 
 @dataclass(frozen=True)
@@ -90,13 +106,6 @@ def is_older(version: str, than: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-def fields_read(engine: str, layout: str) -> tuple[str, ...]:
-    """The fields beyond a plain drafter's that one of `READERS` reads in a drafter of a layout."""
-    if engine == "mlx":
-        return (*_MLX_READ, *{"DFlash 2": _DFLASH2_READ, "DSpark": _DSPARK_READ}.get(layout, ()))
-    return _DFLASH2_READ if engine == "z-lab" else ()
-
-
 # ---------------------------------------------------------------------------------------------------------- conditions
 
 
@@ -120,30 +129,22 @@ def _missing_code(d: Drafter) -> str:
 
 
 def _foreign_code(d: Drafter) -> str:
-    """What is wrong with auto_map: it may name files beside the weights only."""
+    """A value of auto_map that is not a file beside the weights and its class."""
     auto_map = d.config.get("auto_map") or {}
-    if not isinstance(auto_map, dict):
-        return "must map names of Auto classes to classes."
-    for name, value in auto_map.items():
-        for one in value if isinstance(value, list) else [value]:
-            shown = one_line(one, 80)
-            if one is not None and "--" in str(one):
-                return f"{name} is code from another repository ({shown}), whose owner may change it; save it again."
-            parts = str(one).split(".")
-            if one is not None and (len(parts) != 2 or not all(part.isidentifier() for part in parts)):
-                return f"{name} is {shown!r}, not a file and a class like 'modeling_dflash.Name'."
-    return ""
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    names = [one for value in values for one in (value if isinstance(value, list) else [value]) if one is not None]
+    return next((one_line(repr(one), 80) for one in names if not re.fullmatch(r"\w+\.\w+", str(one))), "")
 
 
 def _unknown_quantisation(d: Drafter) -> str:
+    """A quantisation that transformers would skip, the codes taken for weights."""
     given = d.config.get("quantization_config")
     if given is None:
         return ""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = given.get("quant_method") if isinstance(given, dict) else None
-    known = sorted({*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"})
-    return "" if method in known else one_line(f"{one_line(repr(method), 60)} is unknown; one of {known}", 230)
+    return "" if method in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} else one_line(repr(method), 60)
 
 
 def _unknown_model_type(d: Drafter) -> bool:
@@ -158,63 +159,24 @@ def _differ(values: list) -> bool:
     return any(value != values[0] for value in values)
 
 
+def _kind(rope: dict) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def _differing_layer(d: Drafter) -> tuple | None:
     read = d.layers_as_read()
     both = enumerate(zip(read["vllm"], read["sglang"]))
     return next(((i, vllm, sglang) for i, (vllm, sglang) in both if vllm != sglang), None)
 
 
-def _contradicts(key: str) -> Callable[[Drafter], Any]:
-    """The key's values in both places, if they are there and differ."""
-
-    def places(d: Drafter):
-        both = d.nested.get(key), d.config.get(key)
-        return None not in both and both[0] != both[1] and both
-
-    return places
-
-
-def _unlike(ours: str, theirs: str) -> Callable[[Drafter], Any]:
-    """The drafter's value and the target's, if they are known and differ."""
+def _unlike(theirs: str, *ours: str) -> Callable[[Drafter], Any]:
+    """The drafter's value, of the first key that it has, and the target's, if they are known and differ."""
 
     def sizes(d: Drafter):
-        both = d.get(ours, d.get(theirs) if ours == "target_hidden_size" else None), d.target.get(theirs)
+        both = next((d.get(key) for key in ours if d.get(key) is not None), None), d.target.get(theirs)
         return None not in both and both[0] != both[1] and both
 
     return sizes
-
-
-def _last_of(d: Drafter, depth: int | None, past: bool) -> str:
-    """The highest layer id, if it is the last of a target of that depth, or past it."""
-    highest = max(d.ids, default=0)
-    found = depth is not None and (highest >= depth if past else highest == depth - 1)
-    return str(highest) if found and d.ids else ""
-
-
-def _missing(key: str) -> Callable[[Drafter], bool]:
-    return lambda d: d.get(key) is None
-
-
-def _only_nested(key: str) -> Callable[[Drafter], bool]:
-    return lambda d: d.config.get(key) is None and d.nested.get(key) is not None
-
-
-def _no_size(key: str, convolution: bool = True) -> Callable[[Drafter], bool]:
-    """Whether a size is none; of the convolution, if the engine needs one or the drafter has half of one."""
-
-    def none(d: Drafter) -> bool:
-        needed = convolution or key in SELECTOR or any(map(d.nested.get, CONVOLUTION))
-        return needed and (type(d.nested.get(key)) is not int or d.nested[key] < 1)
-
-    return none
-
-
-def _scaled(d: Drafter) -> bool:
-    return d.get("input_embedding_scale", 1.0) != 1.0
-
-
-def _is_causal(d: Drafter) -> bool:
-    return d.config.get("is_causal") is not None and d.nested.get("causal") not in (None, d.config["is_causal"])
 
 
 def _bidirectional_jetspec(d: Drafter) -> bool:
@@ -230,6 +192,24 @@ def _has_mask_file(d: Drafter) -> bool:
     return (d.folder / MASK_EMBEDDING).is_file()
 
 
+def _not_nested(key: str, d: Drafter) -> bool:
+    return not d.nested.get(key)
+
+
+def _contradicts(key: str, d: Drafter):
+    """The key's values in both places, if they are there and differ."""
+    both = d.nested.get(key), d.config.get(key)
+    return None not in both and both[0] != both[1] and both
+
+
+def _missing(key: str, d: Drafter) -> bool:
+    return d.get(key) is None
+
+
+def _only_nested(key: str, d: Drafter) -> bool:
+    return d.config.get(key) is None and d.nested.get(key) is not None
+
+
 # ----------------------------------------------------------------------------------------------------------- the table
 
 _error, _warning = partial(Limit, "error"), partial(Limit, "warning")
@@ -243,14 +223,11 @@ LIMITS: tuple[Limit, ...] = (
     # What it is.
     _error(_VS, "any", "model_type", _unknown_model_type,
            "{value!r} is unknown to the engines' AutoConfig; write 'qwen3'."),
-    _error(_ALL, "Muse", "model_type", lambda d: not _unknown_model_type(d) and d.config["model_type"] != _MUSE_TYPE,
-           "{value!r} does not match {d.architecture}; save or convert the drafter again."),
-    _error(_ALL, "not Muse", "model_type", lambda d: d.config.get("model_type") == _MUSE_TYPE,
+    _error(_ALL, "any", "model_type", lambda d: not _unknown_model_type(d)
+           and (d.config.get("model_type") == _MUSE_TYPE) != (d.layout == "Muse"),
            "{value!r} does not match {d.architecture}; save or convert the drafter again."),
     _error(_VS, "not Muse", "vocab_size", lambda d: "vocab_size" not in d.config,
            "is missing: engines use their default instead of the target's; write the target's vocab_size."),
-    _warning(_ALL, "any", "dtype", lambda d: not d.config.get("dtype", d.config.get("torch_dtype")),
-             "is missing; write dtype and torch_dtype."),
     _error(_VS, "any", "max_position_embeddings", lambda d: "max_position_embeddings" not in d.config,
            "is missing: engines use their default; write at least the length that will be served."),
 
@@ -260,38 +237,33 @@ LIMITS: tuple[Limit, ...] = (
     _error(_V, "any", "eagle_aux_hidden_state_layer_ids",
            lambda d: d.config.get("eagle_aux_hidden_state_layer_ids") not in (None, [], [i + 1 for i in d.ids]),
            "{value} is what vLLM reads first and must be target_layer_ids + 1; remove it."),
-    _warning(_ALL, "not Muse", "num_target_layers", lambda d: d.ids and d.get("num_target_layers") is None,
-             "is missing, so the range of target_layer_ids is not checked; write the target's depth."),
-    _warning(_VS, "any", "target_layer_ids", lambda d: _last_of(d, d.get("num_target_layers"), past=False),
-             "{found} is the target's last layer: engines read it before the final norm. Compare tau."),
-    *(_error(_ALL, "any", key, _contradicts(key),
+    _warning(_VS, "any", "target_layer_ids", lambda d: max(d.ids, default=0) + 1 == d.get("num_target_layers"),
+             "{value} has the target's last layer: engines read it before the final norm. Compare tau."),
+    *(_error(_ALL, "any", key, partial(_contradicts, key),
              "is {found[0]} in dflash_config and {found[1]} at the top; readers differ.") for key in _TWICE),
-    *(_error(_ALL, "any", key, _missing(key),
+    *(_error(_ALL, "any", key, partial(_missing, key),
              "is missing, so every reader uses its own default; write it in dflash_config.") for key in _TWICE),
-    *(_warning(_HF, "any", key, _only_nested(key),
+    *(_warning(_HF, "any", key, partial(_only_nested, key),
                "is in dflash_config only; transformers' own DFlash decoding reads the top level.") for key in _TWICE),
 
     # Attention: windows, and causality inside the block.
-    _warning(_ALL, "any", "layer_types", lambda d: d.config.get("layer_types") is None,
-             "is missing; write 'full_attention' or 'sliding_attention' by layer."),
     _error(_VS, "not Muse", "use_sliding_window",
            lambda d: "sliding_attention" in d.kinds and d.config.get("use_sliding_window") is not True,
            "must be true, or Qwen3Config drops the windows."),
     _warning(_V, "any", "layer_types", lambda d: _differ(d.kinds), f"mixes full and sliding layers, {_V2_RUNNER}"),
-    _warning(_ALL, "any", "causal", _is_causal,
+    _warning(_ALL, "any", "causal", lambda d: d.config.get("is_causal") is not None
+             and d.nested.get("causal") not in (None, d.config["is_causal"]),
              "{value} in dflash_config contradicts is_causal={d.config[is_causal]}, which engines use. Compare tau."),
     _error(_VS, "any", "causal_head", _bidirectional_jetspec,
            "is JetSpec's key, which engines do not read: they draft bidirectionally. Save the drafter again."),
     _error(_VS, "any", "is_causal", _differing_layer,
            "layer {found[0]}: vLLM reads (window, causal) = {found[1]}, SGLang {found[2]}; write layer_types, "
            "sliding_window and is_causal at the top level."),
-    _warning(_ALL, "speculators", "sliding_window",
-             lambda d: "sliding_attention" in (d.config["transformer_layer_config"].get("layer_types") or ()),
+    _warning(_ALL, "speculators", "sliding_window", lambda d: "sliding_attention" in d.speculators_kinds,
              "was counted from the anchor in training, for every slot, and not in the block; engines and this package "
              "count it from each slot. Compare tau."),
-    _warning(_V, "speculators", "sliding_window_non_causal",
-             lambda d: d.config.get("sliding_window_non_causal") is False
-             and "full_attention" in (d.config["transformer_layer_config"].get("layer_types") or ()),
+    _warning(_V, "speculators", "sliding_window_non_causal", lambda d: "full_attention" in d.speculators_kinds
+             and d.config.get("sliding_window_non_causal") is False,
              "is false, which vLLM applies to full layers too: they were trained bidirectionally in the block. "
              "`dflash convert` keeps them so."),
 
@@ -304,41 +276,25 @@ LIMITS: tuple[Limit, ...] = (
            "is {d.thetas} in rope_parameters, top level and rope_scaling; write one."),
     _warning(_VS, "any", "rope_theta", lambda d: d.thetas and not _differ(d.thetas) and "rope_theta" not in d.config,
              "is in rope_parameters only; readers before transformers 5 fall back to 10000. Write both."),
-    _error(_ALL, "any", "rope_scaling", lambda d: _differ(d.rope_kinds),
-           "has rope_type {d.rope_kinds[1]!r}, but rope_parameters has {d.rope_kinds[0]!r}; write one value in both."),
-    _warning(_VS, "any", "rope_scaling", lambda d: "yarn" in d.rope_kinds and not d.scaling,
+    _error(_ALL, "any", "rope_scaling", lambda d: d.rope and d.scaling and _kind(d.rope) != _kind(d.scaling),
+           "{value} and rope_parameters={d.rope} are of two types; write one in both."),
+    _warning(_VS, "any", "rope_scaling", lambda d: d.rope.get("rope_type") == "yarn" and not d.scaling,
              "is missing next to rope_parameters; readers before transformers 5 lose YaRN. Write both."),
-    _warning(_VS, "any", "rope_parameters",
-             lambda d: "yarn" in d.rope_kinds and {"mscale", "mscale_all_dim"} & {*d.rope, *d.scaling},
+    _warning(_VS, "any", "rope_parameters", lambda d: {"mscale", "mscale_all_dim"} & {*d.rope, *d.scaling},
              "has mscale, which engines turn into an attention factor in different ways; compare tau."),
     _warning(_VS, "any", "rope_is_neox_style",
              lambda d: False in (d.get("rope_is_neox_style"), d.get("is_neox_style")),
              "is false, which few readers support. `dflash convert` writes the same drafter in the usual order."),
-    _error(_VS, "any", "backbone_rotary_base",
-           lambda d: d.thetas and d.get("backbone_rotary_base", d.thetas[0]) != d.thetas[0],
-           "{value} differs from rope_theta={d.thetas[0]}: engines rotate context and block alike."),
 
-    # Sizes, embedding and vocabulary.
+    # Activation, vocabulary and embedding.
     _error(_VS, "any", "hidden_act", lambda d: d.get("hidden_act", "silu") != "silu",
            "{value!r} is not supported; engines only have silu."),
-    _error(_VS, "any", "target_hidden_size",
-           lambda d: d.get("target_hidden_size") not in (None, d.get("hidden_size")),
-           "{value} differs from hidden_size={d.config[hidden_size]}, but the target's embedding feeds the drafter."),
-    _error(_VS, "any", "v_head_dim", lambda d: d.get("v_head_dim") not in (None, d.get("head_dim")),
-           "{value} differs from head_dim={d.config[head_dim]}; engines have one size for both."),
-    _error(_V, "any", "input_embedding_scale",  # vLLM's DFlash 2 model alone has it, and reads it nested
-           lambda d: _scaled(d) and not (d.layout == "DFlash 2" and "input_embedding_scale" in d.nested),
-           "{value} is not read: the raw embedding is fed."),
-    _error(_S, "any", "input_embedding_scale", _scaled,
-           "{value} is not read: the raw embedding is fed."),
-    _error(_V, "DFlash 2", "draft_vocab_size", lambda d: d.has_own_head,  # it takes draft ids for the target's
-           "{value} is a reduced vocabulary, which is not supported: `dflash convert DRAFT OUTPUT --share-head` "
-           "writes a drafter without it."),
-    _error(_S, "any", "draft_vocab_size", lambda d: d.has_own_head,
-           "{value} is a reduced vocabulary, which is not supported: `dflash convert DRAFT OUTPUT --share-head` "
-           "writes a drafter without it."),
-    _warning(_V, "any", "vocab_size", lambda d: d.get("vocab_size") == _GEMMA_VOCABULARY
-             or str(d.target.get("model_type")).startswith("gemma"),
+    *(_error(engines, layout, "draft_vocab_size", lambda d: d.has_own_head,
+             "{value} is a reduced vocabulary, which is not supported: `dflash convert DRAFT OUTPUT --share-head` "
+             "writes a drafter without it.")
+      for engines, layout in ((_V, "DFlash 2"), (_S, "any"))),  # vLLM takes draft ids for the target's
+    _warning(_V, "any", "vocab_size",
+             lambda d: d.get("vocab_size") == 262144 or str(d.target.get("model_type")).startswith("gemma"),
              "looks like Gemma, whose embeddings are scaled: vLLM feeds raw values. Compare tau before serving."),
 
     # Heads: DFlash 2's path selector with its convolution, DSpark's Markov head, Domino's.
@@ -347,12 +303,9 @@ LIMITS: tuple[Limit, ...] = (
     _error(_VS, "not DFlash 2", "architectures",
            lambda d: next((key for key in (*CONVOLUTION, *SELECTOR) if d.get(key)), ""),
            "{d.architecture} has no {found}; engines need DFlash2DraftModel to build it."),
-    *(_error(_V, "DFlash 2", key, _no_size(key),
+    *(_error(engines, "DFlash 2", key, partial(_not_nested, key),
              "{value} in dflash_config must be a positive integer; it is read nowhere else.")
-      for key in (*CONVOLUTION, *SELECTOR)),
-    *(_error(_S, "DFlash 2", key, _no_size(key, convolution=False),
-             "{value} in dflash_config must be a positive integer; it is read nowhere else.")
-      for key in (*CONVOLUTION, *SELECTOR)),
+      for engines, keys in ((_V, CONVOLUTION), (_VS, SELECTOR)) for key in keys),
     _error(_V, "not DSpark", "architectures", lambda d: d.get("markov_rank"),
            "{d.architecture} has no Markov head in vLLM; it needs Qwen3DSparkModel."),
     _error(_V, "DSpark", "markov_rank", lambda d: not d.get("markov_rank"),
@@ -380,16 +333,17 @@ LIMITS: tuple[Limit, ...] = (
     _warning(_HF, "not Muse", "dflash_hf_version", _not_mended,
              "the code beside the weights is older than this package's: {found}. `dflash publish --code-only REPO` "
              "replaces it; a folder is saved again."),
-    _error(_HF, "any", "auto_map", _foreign_code, "{found}"),
-    _error(_ALL, "any", "quantization_config", _unknown_quantisation, "quant_method {found}"),
+    _error(_HF, "any", "auto_map", _foreign_code,
+           "{found} is not a file beside the weights and its class: others may change their code. Save it again."),
+    _error(_ALL, "any", "quantization_config", _unknown_quantisation, "quant_method {found} is unknown."),
 
     # The target.
-    *(_error(_ALL, "any", key, _unlike(ours, theirs), "{found[0]} is not the target's " + theirs + "={found[1]}.")
-      for key, ours, theirs in (("hidden_size", "target_hidden_size", "hidden_size"),
-                                ("vocab_size", "vocab_size", "vocab_size"),
-                                ("num_target_layers", "num_target_layers", "num_hidden_layers"))),
-    _error(_ALL, "any", "target_layer_ids", lambda d: _last_of(d, d.target.get("num_hidden_layers"), past=True),
-           "{found} is past the last of the target's {d.target[num_hidden_layers]} layers."),
+    *(_error(_ALL, "any", ours[-1], _unlike(theirs, *ours), f"{{found[0]}} is not the target's {theirs}={{found[1]}}.")
+      for theirs, ours in (("hidden_size", ("target_hidden_size", "hidden_size")), ("vocab_size", ("vocab_size",)),
+                           ("num_hidden_layers", ("num_target_layers",)))),
+    _error(_ALL, "any", "target_layer_ids",
+           lambda d: max(d.ids, default=0) >= (d.target.get("num_hidden_layers") or 1e9),
+           "{value} is past the last of the target's {d.target[num_hidden_layers]} layers."),
     _error(_ALL, "any", "mask_token_id",
            lambda d: d.get("mask_token_id", 0) >= (d.target.get("vocab_size") or 1e9),
            "{value} is not one of the target's {d.target[vocab_size]} ids."),
@@ -397,8 +351,6 @@ LIMITS: tuple[Limit, ...] = (
              lambda d: d.get("max_position_embeddings", 1e9) < (d.target.get("max_position_embeddings") or 0),
              "{value} is below the target's {d.target[max_position_embeddings]}; vLLM before 0.33 reads past its "
              "rotary table. Raise it."),
-    _warning(_S, "any", "tie_word_embeddings", lambda d: d.target.get("tie_word_embeddings") and _has_mask_file(d),
-             "is written into the target's embedding, which is also its head: that token's logits change."),
 
     # Readers with their own loaders, of the configuration as this package reads it.
     _error((*_MLX, *_OV), "any", "hidden_act", lambda d: d.parsed.hidden_act != "silu",

@@ -1,9 +1,9 @@
 """Publishing a drafter: the preflight, the card, and one commit that holds everything."""
 
-import ast
 import filecmp
 import fnmatch
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.repocard import metadata_load
-from huggingface_hub.utils import yaml_dump
 
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
@@ -81,7 +78,6 @@ def publish(
     token: str | None = None,
     write_to: str | Path | None = None,
     gguf_target: str | Path | None = None,
-    metadata: dict | None = None,
 ) -> Publication:
     """
     Check a drafter's folder, render its card and upload both in one commit, with this package's code if the folder
@@ -101,8 +97,6 @@ def publish(
             that was rendered is replaced.
         gguf_target (`str` or `Path`, *optional*): The target's GGUF file, folder or repository: `dflash-<name>.gguf`
             is (re)created in `folder` for llama.cpp, which finds it in the repository by its name.
-        metadata (`dict`, *optional*): Added to the metadata of the folder's own README.md, or replaces it by name; the
-            text is unchanged. Not for a card from `facts`.
 
     Raises:
         `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, `write_to` holds
@@ -127,7 +121,7 @@ def publish(
         raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
     # 2. llama.cpp's file, and the card.
     _lay_gguf(folder, repo, gguf_target)
-    card = _card(folder, repo, facts, metadata)
+    card = _card(folder, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
     sources |= code
@@ -145,9 +139,10 @@ def publish(
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic(path) as half:
-                half.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
-                if isinstance(source, Path):
-                    shutil.copystat(source, half)  # a GGUF file is compared with the weights by time
+                if isinstance(source, bytes):
+                    half.write_bytes(source)
+                else:
+                    shutil.copy2(source, half)  # a GGUF file is compared with the weights by time
     if not dry_run:
         # 4. One commit.
         result.url = _upload(repo, everything, card, private, token)
@@ -186,15 +181,12 @@ def _check_place(folder: Path, files: dict[str, Path | bytes]) -> None:
             raise PublishError(f"{path} exists, and would be replaced; remove it, or name a new folder.")
 
 
-def _card(folder: Path, repo: str, facts: CardFacts | None, changes: dict | None) -> ModelCard:
+def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
     try:
         if facts is None and own.is_file():
             card = ModelCard(own.read_text(encoding="utf-8"))
-            if changes:
-                known = yaml_dump({**(metadata_load(own) or {}), **changes}, sort_keys=False)
-                card = ModelCard(f"---\n{known}---\n{card.text}")
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
@@ -209,7 +201,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None, changes: dict | None
     except Exception as error:  # YAML has its own errors
         raise PublishError(f"The card of {folder} is not valid: {error}") from error
     if not metadata.get("base_model"):
-        raise PublishError(f"{own} names no base_model; add it to its metadata, or pass `--base-model`.")
+        raise PublishError(f"{own} names no base_model; add it to its metadata.")
     return card
 
 
@@ -223,10 +215,13 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":
             continue
-        if name in weights | code or _is_one_of(name, _PUBLISHED):
-            chosen[name] = _real_file(folder, path)
-        else:
+        if name not in weights | code and not _is_one_of(name, _PUBLISHED):
             left_out.append(name)
+            continue
+        chosen[name], real = path, path.resolve()
+        if not real.is_file() or not real.is_relative_to(folder.resolve()):  # anywhere on this machine
+            remedy = "copy the file there, or remove the link"
+            raise PublishError(f"{name} of {folder} is a link to {real}, outside the folder; {remedy}.")
     return chosen, left_out
 
 
@@ -235,25 +230,10 @@ def _code(folder: Path, auto_map) -> set[str]:
     found = set()
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
-        path = folder / f"{module}.py"
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
-        except (ValueError, SyntaxError) as error:
-            raise PublishError(f"{path}, which auto_map names, is not Python: {error}") from error
-        if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+        path, its_class = folder / f"{module}.py", rf"(?m)^class {re.escape(name)}\b"
+        if path.is_file() and re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
             found.add(path.name)
     return found
-
-
-def _real_file(folder: Path, path: Path) -> Path:
-    """The resolved file, which must be in the folder: links may point anywhere on this machine."""
-    real = path.resolve()
-    if not real.is_file() or not real.is_relative_to(folder.resolve()):
-        name = path.relative_to(folder)
-        raise PublishError(
-            f"{name} of {folder} is a link to {real}, outside the folder; copy the file there, or remove the link."
-        )
-    return path
 
 
 def needs_token(token: str | None = None) -> None:
@@ -272,17 +252,12 @@ def explained(repo: str, again: str = "Nothing was committed; run the same comma
         yield
     except PublishError:
         raise
-    except HfHubHTTPError as error:
-        status = None if error.response is None else error.response.status_code
-        reason = _REFUSALS.get(status, f"the Hub answered {status}")
-        raise PublishError(f"{repo} was not published: {reason}. {again} ({one_line(error, 90)})") from error
-    except ValueError as error:  # from the card or single files
-        raise PublishError(
-            f"{repo} was not published: the Hub rejected it ({one_line(error, 140)}). {again}"
-        ) from error
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
-        message = one_line(str(error) or repr(error), 120)
-        raise PublishError(f"{repo} was not published: the upload was interrupted ({message}). {again}") from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = "the Hub rejected it" if isinstance(error, ValueError) else "the upload was interrupted"
+        reason = _REFUSALS.get(status, reason if status is None else f"the Hub answered {status}")
+        said = one_line(str(error) or repr(error), 120)
+        raise PublishError(f"{repo} was not published: {reason} ({said}). {again}") from error
 
 
 def _upload(

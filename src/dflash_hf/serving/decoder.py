@@ -1,6 +1,6 @@
 """
 Decoding for several requests with one pair, in one thread: a request that waits alone is decoded with the drafter;
-several that wait are decoded together, by transformers' continuous batching, which others may join.
+it and all that come before its end are decoded together, by transformers' continuous batching.
 """
 
 import copy
@@ -8,13 +8,11 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from typing import Any
 
 import torch
 from transformers import (
     ContinuousBatchingConfig,
-    GenerationConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,7 +23,7 @@ from transformers.utils import logging
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.private import with_own_config
 from dflash_hf.serving.conversations import Conversations
-from dflash_hf.serving.request import Over, Request
+from dflash_hf.serving.request import Request
 
 
 logger = logging.get_logger(__name__)
@@ -55,9 +53,9 @@ class Decoder:
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.stops, target.generation_config.stop_strings = target.generation_config.stop_strings, None
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.waiting: deque = deque()  # requests, and functions to call
+        self.waiting: deque[Request] = deque()
         self.conversations = Conversations(target)
-        self.managers: dict[tuple, object] = {}  # of batches, by what their requests share; the latest last
+        self.managers: dict[tuple, Any] = {}  # of batches, by what their requests share; the latest last
         self.failures = 0 if hasattr(target, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
         threading.Thread(target=self._run, daemon=True).start()
@@ -68,29 +66,13 @@ class Decoder:
         self.inbox.put(request)
         return request
 
-    def call(self, function: Callable, *args, **kwargs) -> Future:
-        """Call a function in this thread, between requests."""
-        future: Future = Future()
-
-        def run():
-            try:
-                future.set_result(function(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.inbox.put(run)
-        return future
-
     def kind_of(self, request: Request) -> tuple | None:
         """What the requests of a batch must share; `None` if a request cannot be batched."""
-        settings: GenerationConfig = request.settings
-        if set(request.inputs) - _TEXT_ONLY or settings.max_new_tokens is None:
+        settings = request.settings
+        alone = request.processors, settings.bad_words_ids, settings.max_time, request.seed and settings.do_sample
+        if any(alone) or set(request.inputs) - _TEXT_ONLY or settings.max_new_tokens is None:
             return None
-        if request.processors or (request.seed is not None and settings.do_sample):
-            return None
-        if (settings.num_beams or 1) > 1 or settings.bad_words_ids or settings.max_time:
-            return None
-        if (settings.repetition_penalty or 1.0) != 1.0:
+        if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
             return None
         processors = [type(one) for one in self.target._get_logits_processor(settings)]
         return (settings.do_sample, *processors) if all(one in _PER_REQUEST for one in processors) else None
@@ -105,33 +87,41 @@ class Decoder:
     def _run(self) -> None:
         while True:
             self._receive(wait=not self.waiting)
-            first, *others = self.waiting
-            if not isinstance(first, Request):
-                self.waiting.popleft()()
-            elif first.over:  # nobody waits any more
-                self.waiting.popleft().finish()
-            elif self._batches(first) and others and getattr(others[0], "kind", None) == first.kind:
-                self._together(first.kind)
+            request = self.waiting.popleft()
+            if request.over:  # nobody waits any more
+                request.finish()
+            elif self._joins(request.kind):
+                self.waiting.appendleft(request)
+                self._together(request.kind)
             else:
-                self._alone(self.waiting.popleft())
-
-    def _batches(self, request: Request) -> bool:
-        return request.kind is not None and self.failures < _FAILURES
+                self._alone(request)
 
     def _receive(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
             self.waiting.append(self.inbox.get())
             wait = False
 
+    def _joins(self, kind: tuple | None) -> bool:
+        """Whether the first that waits may be decoded together with others of a kind."""
+        batches = kind is not None and self.failures < _FAILURES
+        return batches and bool(self.waiting) and self.waiting[0].kind == kind
+
     def _alone(self, request: Request) -> None:
-        """Decode a request with the drafter; one that a batch has begun is continued."""
-        settings = copy.copy(request.settings)
-        inputs, text = request.inputs, [*request.prompt, *request.tokens]
+        """Decode a request with the drafter, from where a batch has left it, and until others wait to join it."""
+
+        leaves = False
+
+        def ends(input_ids, scores, **kwargs) -> torch.BoolTensor:
+            nonlocal leaves
+            self._receive(wait=False)
+            leaves = self._joins(request.kind)
+            return torch.full((len(input_ids),), request.over or leaves, device=input_ids.device)
+
+        inputs, settings, text = request.inputs, copy.copy(request.settings), request.text
         if request.tokens:
             ids = torch.tensor([text], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            settings.max_new_tokens -= len(request.tokens)
-        settings.return_dict_in_generate = True
+        settings.max_new_tokens, settings.return_dict_in_generate = request.left, True
         options: dict = {"assistant_model": self.draft if request.drafts else None}
         keeps = not set(inputs) - _TEXT_ONLY and (settings.num_beams or 1) == 1 and not settings.cache_implementation
         try:
@@ -146,23 +136,25 @@ class Decoder:
                 generation_config=settings,
                 streamer=request,
                 logits_processor=[*request.processors],
-                stopping_criteria=[Over(request)],
+                stopping_criteria=[ends],
             )
             if keeps:
                 self.conversations.keep(output.sequences[0].tolist(), output.get(CACHE_NAME))
-            request.finish()
+            if leaves and request.left and not request.over and not request.ended:
+                self.waiting.appendleft(request)
+            else:
+                request.finish()
         except BaseException as error:
-            request.fail(error)
+            request.done.set_exception(error)
 
     def _together(self, kind: tuple) -> None:
         """Decode in a batch until it is empty; requests that arrive meanwhile join it, up to one of another kind."""
         running: dict[str, Request] = {}
-        manager = None
         try:
-            manager = self._manager(kind, self.waiting[0].settings)
+            manager = self._manager(kind)
             while True:
                 self._receive(wait=False)
-                while self.waiting and getattr(self.waiting[0], "kind", None) == kind:
+                while self._joins(kind):
                     self._join(manager, running)
                 if not running:
                     return
@@ -171,47 +163,25 @@ class Decoder:
                     raise RuntimeError("it has ended")
                 if output is not None and output.request_id in running:
                     self._take(output, manager, running)
-        except Exception as error:
-            self._failed(kind, manager, error)
+        except Exception as error:  # its requests go on one by one; a batch that could not start is not tried again
+            logger.warning(f"Continuous batching failed; its requests continue one by one ({error}).")
+            manager = self.managers.pop(kind, None)
+            self.failures = _FAILURES if manager is None else self.failures + 1
+            for name in running if manager is not None else ():
+                manager.cancel_request(name)
+            if manager is not None:  # its thread may never end
+                threading.Thread(target=manager.stop, daemon=True).start()
             for request in reversed(running.values()):
                 request.kind = None
                 self.waiting.appendleft(request)
 
-    def _join(self, manager, running: dict[str, Request]) -> None:
-        """The first waiting request joins a batch."""
-        request, settings = self.waiting[0], self.waiting[0].settings
-        own = {_PER_REQUEST[one]: getattr(settings, _PER_REQUEST[one]) for one in request.kind[1:]}
-        name, limit, ends = f"request {next(self.numbers)}", settings.max_new_tokens, settings.eos_token_id
-        request.begin()
-        if not manager.add_request(request.prompt, name, limit, streaming=True, eos_token_id=ends, **own):
-            raise RuntimeError("it takes no more requests")
-        request.batched = True
-        running[name] = self.waiting.popleft()
-
-    def _take(self, output, manager, running: dict[str, Request]) -> None:
-        """The next tokens of a request in a batch, which leaves it when it is complete."""
-        request = running[output.request_id]
-        if output.error is not None:
-            raise RuntimeError(output.error)
-        try:
-            for token in output.generated_tokens[len(request.tokens) :]:
-                if not request.over:
-                    request.take(token)
-            if request.over or output.is_finished():
-                running.pop(output.request_id).finish()
-        except Exception as error:  # of its streamer
-            running.pop(output.request_id).fail(error)
-        if output.request_id not in running and not output.is_finished():
-            manager.cancel_request(output.request_id)
-
-    def _manager(self, kind: tuple, settings: GenerationConfig):
+    def _manager(self, kind: tuple):
         if kind not in self.managers:
             if len(self.managers) == _MOST_BATCHES:
                 self.managers.pop(next(iter(self.managers))).stop(block=True, timeout=2)
             # Its own configuration: upstream changes the attention that drafted requests use, too.
-            twin = with_own_config(self.target)
-            manager = twin.init_continuous_batching(
-                generation_config=copy.deepcopy(settings),
+            manager = with_own_config(self.target).init_continuous_batching(
+                generation_config=copy.deepcopy(self.waiting[0].settings),
                 continuous_batching_config=ContinuousBatchingConfig(
                     auto_switch_to_flash=False,
                     per_request_processors=True,
@@ -223,10 +193,27 @@ class Decoder:
             self.managers[kind] = manager
         return self.managers[kind]
 
-    def _failed(self, kind: tuple, manager, error: Exception) -> None:
-        """Its requests go on one by one; a batch that could not be started is not tried again."""
-        logger.warning(f"Continuous batching failed; its requests continue one by one ({error}).")
-        self.failures = _FAILURES if manager is None else self.failures + 1
-        self.managers.pop(kind, None)
-        if manager is not None:
-            manager.stop(block=True, timeout=2)
+    def _join(self, manager, running: dict[str, Request]) -> None:
+        """The first waiting request joins a batch."""
+        request, settings = self.waiting[0], self.waiting[0].settings
+        own = {_PER_REQUEST[one]: getattr(settings, _PER_REQUEST[one]) for one in request.kind[1:]}
+        name, ends = f"request {next(self.numbers)}", settings.eos_token_id
+        request.begin()
+        if not manager.add_request(request.text, name, request.left, streaming=True, eos_token_id=ends, **own):
+            raise RuntimeError("it takes no more requests")
+        request.batched = len(request.text)
+        running[name] = self.waiting.popleft()
+
+    def _take(self, output, manager, running: dict[str, Request]) -> None:
+        """The next tokens of a request in a batch, which leaves it when it is complete."""
+        request = running[output.request_id]
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        try:
+            request.take(output.generated_tokens[len(request.text) - request.batched :])
+            if request.over or output.is_finished():
+                running.pop(output.request_id).finish()
+        except Exception as error:  # of its streamer
+            running.pop(output.request_id).done.set_exception(error)
+        if output.request_id not in running and not output.is_finished():
+            manager.cancel_request(output.request_id)

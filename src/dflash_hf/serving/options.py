@@ -1,147 +1,140 @@
 """What a request's body asks for beyond what upstream's handlers understand."""
 
+import functools
 import json
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
-
-from dflash_hf.serving.request import Request
+from transformers import LogitsProcessor
 
 
-# Fields that upstream ignores although they change the answer, and the values that change nothing.
-_NOT_SERVED = {
-    **dict.fromkeys(("n", "best_of"), (None, 1)),
-    **dict.fromkeys(("echo", "background"), (None, False)),
-    **dict.fromkeys(("functions", "function_call", "suffix", "audio", "web_search_options"), (None,)),
-    **dict.fromkeys(("previous_response_id", "conversation"), (None,)),
-    "presence_penalty": (None, 0),
-    "modalities": (None, ["text"]),
-}
-_MOST_LIKELY = 20  # of `top_logprobs`, as in OpenAI's API
+# Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty
+# stops, searches the vocabulary for stop strings in each call, and ignores the others.
+_OURS = {"seed", "stop", "logit_bias", "logprobs", "top_logprobs", "tool_choice", "response_format", "text"}
+_OURS_OF_RESPONSES = {"seed", "tool_choice", "text"}
 
 
 @dataclass
 class Options:
     """
-    Args:
-        seed (`int`, *optional*): Of the request's samples.
-        stops (`list[str]`): Stop strings.
-        biases (`dict`): Biases by token id.
-        temperature (`float`, *optional*): 0 is greedy.
-        likely (`int`, *optional*): Number of tokens whose log-probabilities are listed in each place, besides the
-            chosen one's.
-        schema (`dict`, *optional*): JSON schema of the answer.
-        tool (`bool`): Whether the answer is a call of a tool.
-
-    Attributes:
-        processors (`list[LogitsProcessor]`): Made from these options.
-        request (`Request`, *optional*): The request that was made with them.
+    The fields of a body that upstream ignores although they change the answer, or misreads. Those that can only be
+    `None`, or a single value, are not supported.
     """
 
     seed: int | None = None
-    stops: list[str] = field(default_factory=list)
-    biases: dict = field(default_factory=dict)
+    stop: str | list[str] | None = None
+    logit_bias: dict[int, float] | None = None
     temperature: float | None = None
-    likely: int | None = None
-    schema: dict | None = None
-    tool: bool = False
-    processors: list[LogitsProcessor] = field(default_factory=list)
-    request: Request | None = None
+    messages: list[dict] | None = None
+    stream_options: dict | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    tools: list[dict] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict | None = None
+    response_format: dict | None = None
+    text: dict | None = None
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    modalities: list[Literal["text"]] | None = None
+    echo: Literal[False] | None = None
+    background: Literal[False] | None = None
+    functions: None = None
+    function_call: None = None
+    suffix: None = None
+    audio: None = None
+    web_search_options: None = None
+    previous_response_id: None = None
+    conversation: None = None
 
     @classmethod
     def of(cls, body: dict) -> "Options":
         """
-        From a request's body. What upstream would misread is taken out: it seeds torch as soon as a request arrives,
-        in the middle of another's answer, fails on integer biases and empty stops, and searches the whole vocabulary
-        for stop strings.
+        From a request's body; what upstream would misread is taken out.
 
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        for name, plain in _NOT_SERVED.items():
-            value = body.get(name)
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in plain):
-                raise ValueError(f"{name}={value!r} is not supported; leave it out.")
-        seed, stop, biases = body.pop("seed", None), body.pop("stop", None) or [], body.pop("logit_bias", None) or {}
-        if seed is not None and type(seed) is not int:
-            raise ValueError(f"seed={seed!r} must be a whole number.")
-        temperature = None if body.get("temperature") is None else float(body["temperature"])
-        if temperature is not None and not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
-        stops = stop if isinstance(stop, list) else [stop]
-        if not all(isinstance(text, str) for text in stops):
-            raise ValueError(f"stop={stop!r} must be a string or a list of strings.")
-        if not isinstance(biases, dict):
-            raise ValueError(f"logit_bias={biases!r} must be an object of token ids and their biases.")
-        schema, tool = _form(body)
-        return cls(
-            seed=None if seed is None else seed % 2**32,  # numpy's limit; OpenAI's seeds have 64 bits
-            stops=[text for text in stops if text],
-            biases={(int(token),): float(bias) for token, bias in biases.items()},
-            temperature=temperature,
-            likely=_likely(body),
-            schema=schema,
-            tool=tool,
-        )
+        from pydantic import ValidationError
 
-    def apply(self, settings: GenerationConfig) -> None:
-        """Complete upstream's settings, which ignore the temperature if the model's own are greedy."""
-        if self.biases:
-            settings.sequence_bias = self.biases
-        settings.do_sample = bool(settings.do_sample) if self.temperature is None else self.temperature > 0
+        try:
+            options = _reader().validate_python(body)
+        except ValidationError as error:
+            name = error.errors()[0]["loc"][0]
+            why = "; ".join(dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name))
+            raise ValueError(f"{name}={body[name]!r} is not supported: {why}.") from error
+        if not 0 <= (options.temperature or 0) < math.inf:
+            raise ValueError(f"temperature={options.temperature:g} must be 0, for greedy decoding, or positive.")
+        if not 0 <= (options.likely or 0) <= 20:
+            raise ValueError(f"{options.likely} log-probabilities are asked for; at most 20 are listed.")
+        if options.top_logprobs is not None and not options.logprobs:
+            raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
+        if options.tool_choice == "none":
+            body.pop("tools", None)
+        for name in body.keys() & (_OURS_OF_RESPONSES if "input" in body else _OURS):
+            del body[name]
+        return options
 
-    def logprobs(self) -> list[dict]:
-        """The log-probabilities of the tokens since the last call, if they are asked for."""
-        for one in self.processors:
-            if isinstance(one, LogProbs):
-                return [one.content.popleft() for _ in range(len(one.content))]
-        return []
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
 
+    @property
+    def likely(self) -> int | None:
+        """How many tokens' log-probabilities are listed in each place besides the chosen one's."""
+        if self.logprobs is True:  # in a chat; a completion has a number
+            return self.top_logprobs or 0
+        return None if self.logprobs is False else self.logprobs
 
-def _likely(body: dict) -> int | None:
-    """`logprobs` and `top_logprobs` of a chat, or `logprobs` of a completion."""
-    wanted, most = body.pop("logprobs", None), body.pop("top_logprobs", None)
-    if "messages" not in body and type(wanted) is int:
-        wanted, most = True, wanted
-    if wanted not in (None, False, True) or (most is not None and not wanted) or "input" in body and wanted:
-        name, value = ("top_logprobs", most) if most is not None else ("logprobs", wanted)
-        raise ValueError(f"{name}={value!r} is not supported here; in a chat, pass logprobs=true with it.")
-    if most is not None and (type(most) is not int or not 0 <= most <= _MOST_LIKELY):
-        raise ValueError(f"top_logprobs={most!r} must be a whole number from 0 to {_MOST_LIKELY}.")
-    return (most or 0) if wanted else None
+    @property
+    def is_call(self) -> bool:
+        """Whether the answer is the call of a tool."""
+        return self.tool_choice not in (None, "auto", "none")
 
+    def schema_of_answer(self) -> dict | None:
+        """
+        The JSON schema that the answer must follow.
 
-def _form(body: dict) -> tuple[dict | None, bool]:
-    """The schema that an answer must follow, and whether it is the call of a tool."""
-    choice = body.pop("tool_choice", None)
-    tools = [tool.get("function", tool) for tool in body.get("tools") or [] if isinstance(tool, dict)]
-    if choice == "none":
-        body.pop("tools", None)
-    elif choice not in (None, "auto"):
-        named = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
-        wanted = [tool for tool in tools if choice == "required" or tool.get("name") == named]
-        if not wanted:
-            raise ValueError(f"tool_choice={choice!r} names none of the tools.")
-        calls = [
-            _object(name={"const": tool["name"]}, arguments=tool.get("parameters") or {"type": "object"})
-            for tool in wanted
-        ]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}, True
-    asked = body.pop("response_format", None) or (body.pop("text", None) or {}).get("format") or {"type": "text"}
-    kind = asked.get("type") if isinstance(asked, dict) else None
-    if kind == "json_schema":
-        schema = asked.get("json_schema", asked).get("schema")
-        if isinstance(schema, dict):
-            return schema, False
-    elif kind in ("text", "json_object"):
-        return (None if kind == "text" else {"type": "object"}), False
-    raise ValueError(f"response_format={asked!r} is not supported; use text, json_object or json_schema.")
+        Raises:
+            `ValueError`: the format is not supported, or the tool is unknown.
+        """
+        if self.is_call:
+            tools = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in self.tools or []]
+            match self.tool_choice:
+                case {"function": {"name": name}} | {"name": name}:
+                    tools = [tool for tool in tools if tool.get("name") == name]
+                case dict():
+                    tools = []
+            if not (calls := [_call_of(tool) for tool in tools if tool.get("name")]):
+                raise ValueError(f"tool_choice={self.tool_choice!r} names none of the tools.")
+            return calls[0] if len(calls) == 1 else {"anyOf": calls}
+        match self.response_format or (self.text or {}).get("format") or {"type": "text"}:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return schema
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return schema
+            case asked:
+                raise ValueError(f"response_format={asked!r} is not supported: text, json_object and json_schema are.")
 
 
-def _object(**properties) -> dict:
+@functools.cache
+def _reader():
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Options)
+
+
+def _call_of(tool: dict) -> dict:
+    """The JSON schema of a tool's call."""
+    properties = {"name": {"const": tool.get("name")}, "arguments": tool.get("parameters") or {"type": "object"}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -152,9 +145,6 @@ class LogProbs(LogitsProcessor):
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         likely (`int`): Number of the likeliest tokens to list in each place.
-
-    Attributes:
-        content (`deque[dict]`): An entry for each token, as in OpenAI's chats, until it is taken.
     """
 
     def __init__(self, tokenizer, likely: int):
@@ -174,16 +164,16 @@ class LogProbs(LogitsProcessor):
         text = self.tokenizer.decode([token])
         return {"token": text, "logprob": max(float(self.last[token]), -9999.0), "bytes": [*text.encode()]}
 
-
-def legacy(content: list[dict]) -> dict:
-    """The same in the older form of completions."""
-    texts = [one["token"] for one in content]
-    return {
-        "tokens": texts,
-        "token_logprobs": [one["logprob"] for one in content],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in content],
-        "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
-    }
+    def since(self, chat: bool) -> dict | None:
+        """The entries since the last call, if any, in the form of chats or in the older one of completions."""
+        content = [self.content.popleft() for _ in range(len(self.content))]
+        if chat or not content:
+            return {"content": content} if content else None
+        return {
+            "tokens": [one["token"] for one in content],
+            "token_logprobs": [one["logprob"] for one in content],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in content],
+        }
 
 
 class Grammars:

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor
 
 from dflash_hf.configs import positions_of
-from dflash_hf.serving.stop_strings import CompletesStop, UpToStop
+from dflash_hf.responses import eos_ids
+from dflash_hf.serving.stop_strings import CompletesStop
 
 
 class Request:
     """
+    A streamer of `generate`, for one answer.
+
     Args:
         decoder (`Decoder`): Who answers.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
@@ -26,11 +29,11 @@ class Request:
 
     Attributes:
         done (`Future`): Its result is the request itself, its exception what went wrong.
+        gone (`threading.Event`): Set when nobody waits for the answer any more.
         tokens (`list[int]`): The answer so far.
         rounds (`int`), drafted (`int`), accepted (`int`): Verifications; tokens that they verified, and kept.
         cached (`int`): Tokens of the prompt that were in the cache of an earlier answer.
-        batched (`bool`): Whether it was decoded together with others.
-        ended (`bool`): Whether the answer has ended by itself, rather than at its limit.
+        batched (`int`): Tokens that it had when it joined others, to be decoded together; 0 if it has not.
 
     Raises:
         `ValueError`: the prompt is empty, or leaves no room for an answer.
@@ -56,16 +59,12 @@ class Request:
         stops, settings.stop_strings = stops or settings.stop_strings or decoder.stops or [], None
         self.stops: Sequence[str] = [stops] if isinstance(stops, str) else stops
         self.completes = CompletesStop(decoder.tokenizer.decode, self.stops) if self.stops else None
-        if self.stops and hasattr(streamer, "_enqueue"):  # upstream's: its text ends before the stop string
-            streamer._enqueue = UpToStop(streamer._enqueue, self.stops)
-        ends = settings.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [ends])
         self.done, self.gone = Future(), threading.Event()
         self.done.set_running_or_notify_cancel()  # who stops waiting for it sets `gone`
-        self.arrived, self.begun, self.finished = time.perf_counter(), None, None
+        self.arrived, self.begun = time.perf_counter(), 0.0
         self.tokens: list[int] = []
-        self.rounds = self.drafted = self.accepted = self.cached = 0
-        self.batched = self.stopped = self._reads_prompt = False
+        self.rounds = self.drafted = self.accepted = self.cached = self.batched = 0
+        self.stopped = self._reads_prompt = self._verified = False
         self.kind: tuple | None = None  # what it shares with others of a batch
 
     @property
@@ -75,85 +74,80 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return self.stopped or bool(self.tokens) and self.tokens[-1] in self.ends
-
-    # A streamer of `generate`.
+        """Whether the answer has ended by itself, rather than at its limit."""
+        return self.stopped or bool(self.tokens) and self.tokens[-1] in eos_ids(self.settings)
 
     def begin(self) -> None:
         """Decoding begins; streamers are given the prompt first."""
-        if self.begun is None:
+        if not self.begun:
             self.begun = time.perf_counter()
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(self.prompt))
-        self._reads_prompt = True
+        self._reads_prompt, self._verified = True, False
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then each token."""
         if self._reads_prompt:
             self._reads_prompt = False
             return
-        for token in value.flatten().tolist():
-            if not self.over:
-                self.take(token)
+        before = len(self.tokens)
+        self.take(value.flatten().tolist())
+        if self._verified:
+            self.accepted += len(self.tokens) - before
 
-    def take(self, token: int) -> None:
-        """The next token of the answer."""
-        self.tokens.append(token)
-        self.accepted += self.rounds > 0
-        for processor in self.processors:
-            if hasattr(processor, "take"):
-                processor.take(token)
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor([token]))
-        self.stopped = self.completes is not None and self.completes(token)
+    def take(self, tokens: list[int]) -> None:
+        """The next tokens of the answer; those after its end are dropped."""
+        for token in tokens:
+            if self.over:
+                return
+            self.tokens.append(token)
+            for processor in self.processors:
+                if hasattr(processor, "take"):
+                    processor.take(token)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            self.stopped = self.completes is not None and self.completes(token)
 
     def next_round(self, drafted: int) -> None:
         """The following tokens come from a new verification, the last of them from the target itself."""
         self.rounds, self.drafted, self.accepted = self.rounds + 1, self.drafted + drafted, self.accepted - 1
+        self._verified = True
         if hasattr(self.streamer, "next_round"):
             self.streamer.next_round(drafted)
 
     def end(self) -> None:
         """A call of `generate` has ended, but not necessarily the answer."""
 
-    # The end.
+    @property
+    def text(self) -> list[int]:
+        """Prompt and answer so far."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def left(self) -> int | None:
+        """How many tokens may follow; `None` if there is no limit."""
+        limit = self.settings.max_new_tokens
+        return None if limit is None else limit - len(self.tokens)
 
     def finish(self) -> None:
         """The answer is complete."""
-        self.finished = time.perf_counter()
         if self.ended:
             self.settings.max_new_tokens = None  # or upstream says that an answer of this length was cut
         if self.streamer is not None:
             self.streamer.end()
         self.done.set_result(self)
 
-    def fail(self, error: BaseException) -> None:
-        """There is no answer."""
-        self.finished = time.perf_counter()
-        self.done.set_exception(error)
-
     def status(self) -> str:
-        """Tokens, speed, tau and waiting time, as they are logged."""
-        now = self.finished or time.perf_counter()
-        begun = self.begun or now
-        seconds, count = max(now - begun, 1e-9), len(self.tokens)
+        """Tokens, speed, tau and waiting time until now, as they are logged."""
+        begun = self.begun or time.perf_counter()
+        seconds, count = max(time.perf_counter() - begun, 1e-9), len(self.tokens)
         read = f"{len(self.prompt)} ({self.cached} cached)" if self.cached else len(self.prompt)
         tau = f", tau {(self.accepted + self.rounds) / self.rounds:.2f}" if self.rounds else ""
-        waited, together = begun - self.arrived, ", together with others" if self.batched else ""
+        together = ", together with others" if self.batched else ""
         return (
             f"{read} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "
-            f"after {waited:.2f} s in the queue{together}"
+            f"after {begun - self.arrived:.2f} s in the queue{together}"
         )
-
-
-class Over(StoppingCriteria):
-    """Ends `generate` when a request is over."""
-
-    def __init__(self, request: Request):
-        self.request = request
-
-    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
-        return torch.full((len(input_ids),), self.request.over, device=input_ids.device)
 
 
 def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:

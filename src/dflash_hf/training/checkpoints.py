@@ -39,41 +39,24 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     return max(earlier, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
 
 
-def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> Path | None:
+def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | None:
     """
-    The checkpoint to resume from; `True` is the last whole one.
+    The checkpoint to resume from; `True` is the last whole one, `"auto"` the same if there is one.
 
-    Raises:
-        `ValueError`: there is no whole checkpoint, it has no optimizer, or it belongs to a drafter with another mask
-            token, block size, features, masks, vocabulary, head or convolution.
-    """
-    if not resume:
-        return None
-    checkpoint = last_checkpoint(output_dir) if resume is True else Path(resume)
-    if checkpoint is None:
-        raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no whole checkpoint; leave it out to "
-            "start a new run."
-        )
-    check_resumable(checkpoint)
-    if (checkpoint / "config.json").is_file():  # otherwise an adapter, whose drafter the user loads
-        saved = type(draft_config).from_pretrained(checkpoint)
-        for name in (*_FIXED_ON_RESUME, *part_keys()):
-            ours, theirs = getattr(draft_config, name), getattr(saved, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"{name}={ours!r} of this drafter is not the {theirs!r} that {checkpoint} was trained with; "
-                    f"resume with {theirs!r}, or start a new run from `from_pretrained`."
-                )
-    return checkpoint
-
-
-def check_resumable(checkpoint: Path) -> None:
-    """
     Raises:
         `FileNotFoundError`: there is no such folder.
         `ValueError`: the checkpoint is unfinished, or of weights alone, with which a run would start over.
     """
+    if not resume:
+        return None
+    checkpoint = last_checkpoint(output_dir) if resume in (True, "auto") else Path(str(resume))
+    if checkpoint is None and resume == "auto":
+        return None
+    if checkpoint is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={str(output_dir)!r} holds no whole checkpoint; leave it out "
+            "to start a new run."
+        )
     if not checkpoint.is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint={checkpoint}: there is no such folder.")
     if not is_whole(checkpoint):
@@ -87,6 +70,25 @@ def check_resumable(checkpoint: Path) -> None:
             f"{checkpoint} was saved without optimizer and scheduler (save_only_model=true), which would start over: "
             f"start a new run from its weights, with draft={checkpoint} and another output_dir."
         )
+    return checkpoint
+
+
+def check_same_drafter(checkpoint: Path, draft_config) -> None:
+    """
+    Raises:
+        `ValueError`: a checkpoint belongs to a drafter with another mask token, block size, features, masks,
+            vocabulary, head or convolution.
+    """
+    if not (checkpoint / "config.json").is_file():  # an adapter, whose drafter the user loads
+        return
+    saved = type(draft_config).from_pretrained(checkpoint)
+    for name in (*_FIXED_ON_RESUME, *part_keys()):
+        ours, theirs = getattr(draft_config, name), getattr(saved, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{name}={ours!r} of this drafter is not the {theirs!r} that {checkpoint} was trained with; "
+                f"resume with {theirs!r}, or start a new run from `from_pretrained`."
+            )
 
 
 class AtomicTrainer(Trainer):
@@ -113,10 +115,15 @@ class AtomicTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # everything else is there before the state
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        before = [set(group) for group in getattr(self.optimizer, "param_groups", [])]
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
-        except ValueError as error:
+            for keys, group in zip(before, getattr(self.optimizer, "param_groups", []), strict=False):
+                if lost := keys - group.keys():
+                    raise ValueError(f"without {sorted(lost)}")
+        except (ValueError, KeyError) as error:
             raise ValueError(
-                f"{checkpoint} holds the optimizer of other parameters ({error}): resume with its head_only and "
-                f"peft_config, or start a new run from its weights, with draft={checkpoint} and another output_dir."
+                f"{checkpoint} holds the optimizer of other parameters or another one ({error}): resume with its "
+                "head_only, peft_config, muon and optim, or start a new run from its weights, with "
+                f"draft={checkpoint} and another output_dir."
             ) from error

@@ -9,7 +9,6 @@ complete when all shards are there, and a run that was interrupted at any time s
 
 import json
 import shutil
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,13 +19,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
-from dflash_hf.target import check_logits, digest_of_target, target_forward
+from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
 from dflash_hf.training.rows import lengths_of, survey
 
 
@@ -40,7 +40,6 @@ class FeatureManifest:
 
     Args:
         target (`str`): Name or folder of the target.
-        revision (`str`, *optional*): Its commit on the Hub.
         weights (`dict[str, str]`): Digests of the target's `ends` (embedding and head) and `layers`.
         layer_ids (`list[int]`): Layers whose outputs are stored, in this order.
         width (`int`): `L * H`.
@@ -51,12 +50,10 @@ class FeatureManifest:
         max_length (`int`): Tokens at which examples were cut.
         states (`bool`): Whether the final hidden states are stored too.
         data (`str`): Digest of all ids and loss masks.
-        tokens (`int`): Tokens of all examples.
         shards (`list[int]`): Examples of each shard.
     """
 
     target: str
-    revision: str | None
     weights: dict[str, str]
     layer_ids: list[int]
     width: int
@@ -67,7 +64,6 @@ class FeatureManifest:
     max_length: int | None
     states: bool = False
     data: str = ""
-    tokens: int = 0
     shards: list[int] = field(default_factory=list)
 
     @property
@@ -133,7 +129,6 @@ def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, state
         )
     return FeatureManifest(
         target=name,
-        revision=getattr(target.config, "_commit_hash", None),
         weights=digest_of_target(target),
         layer_ids=list(layer_ids),
         width=len(layer_ids) * target.config.get_text_config().hidden_size,
@@ -153,6 +148,7 @@ def store_features(
     batch_size: int = 8,
     shard_bytes: int = 1 << 30,
     say: Callable[[str], None] = lambda line: None,
+    enough: Callable[[], bool] | None = None,
 ) -> FeatureManifest:
     """
     Store the features of every token of a dataset, or the shards that an earlier call left out.
@@ -165,6 +161,8 @@ def store_features(
         batch_size (`int`): Examples per forward.
         shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
         say: Called with the size before anything is read.
+        enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. A set that was
+            ended so is complete, and is not continued.
 
     Raises:
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
@@ -177,18 +175,16 @@ def store_features(
         # 1. The size, from the lengths alone.
         lengths = lengths_of(examples).tolist()
         before = FeatureManifest.load(folder) if (folder / MANIFEST).exists() else None
-        manifest.tokens, manifest.shards = sum(lengths), _plan(lengths, shard_bytes // manifest.token_bytes)
-        if before is not None and before.examples == len(lengths):
-            manifest.shards = before.shards
+        manifest.shards = before.shards if before else _plan(lengths, shard_bytes // manifest.token_bytes)
         starts = [0, *accumulate(manifest.shards)]
-        missing = manifest.missing(folder)
+        missing = [number for number in manifest.missing(folder) if starts[number + 1] <= len(lengths)]
         needed = sum(sum(lengths[starts[one] : starts[one + 1]]) for one in missing) * manifest.token_bytes
-        whole, free = manifest.tokens * manifest.token_bytes, shutil.disk_usage(folder).free
+        whole, free = sum(lengths) * manifest.token_bytes, shutil.disk_usage(folder).free
         say(
-            f"{manifest.examples:,} examples, {manifest.tokens:,} tokens at {manifest.token_bytes:,} bytes: "
-            f"{_size(whole)}, of which {_size(whole - needed)} are stored; {_size(free)} are free in {folder}"
+            f"{len(lengths):,} examples, {sum(lengths):,} tokens at {manifest.token_bytes:,} bytes: {_size(whole)}; "
+            f"{_size(needed)} are missing, {_size(free)} are free in {folder}"
         )
-        if needed > free:
+        if needed > free and enough is None:
             raise ValueError(
                 f"{folder} has {_size(free)} left, but {_size(needed)} are needed; choose another output."
             )
@@ -200,9 +196,12 @@ def store_features(
         _claim(folder, manifest, before)
 
         # 3. Shard by shard.
-        with logging.tqdm(total=manifest.tokens, unit="token", unit_scale=True, desc="features") as bar:
-            bar.update(manifest.tokens - needed // manifest.token_bytes)
+        with logging.tqdm(total=needed // manifest.token_bytes, unit="token", unit_scale=True, desc="features") as bar:
             for number in missing:
+                if enough is not None and number > 0 and enough():
+                    manifest.shards = manifest.shards[:number]
+                    write_json(folder / MANIFEST, asdict(manifest))
+                    break
                 rows = [examples[i] for i in range(starts[number], starts[number + 1])]
                 tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update)
                 with atomic(folder / shard_name(number)) as half:
@@ -225,10 +224,8 @@ def _plan(lengths: list[int], most: int) -> list[int]:
 
 def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | None) -> None:
     """Write the manifest of a folder; one that is there must be of the same features, wherever the target lay."""
-    where = {"target", "revision", "shards"}
     if before is not None:
-        now = {name: value for name, value in asdict(manifest).items() if name not in where}
-        if others := differences(asdict(before), now):
+        if others := differences(asdict(before), {**asdict(manifest), "target": before.target}):
             raise ValueError(
                 f"{folder} was stored with {'; '.join(others)}; choose another output, or remove this one."
             )
@@ -257,9 +254,8 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, to
         for row, i in enumerate(chosen):
             place = slice(offsets[i], offsets[i + 1])
             for name, tensor in tensors.items():
-                computed = found[name][row, : lengths[i + 1]]
-                tensor[place] = computed.to("cpu", dtype)
-                _check_finite(tensor[place], computed, first + i, manifest)
+                tensor[place] = found[name][row, : lengths[i + 1]].to("cpu", dtype)
+                _check_finite(tensor[place], f"Example {first + i}", manifest)
             on_tokens(int(lengths[i + 1]))
     return {
         **tensors,
@@ -269,21 +265,16 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, to
     }
 
 
-def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manifest: FeatureManifest) -> None:
+def _check_finite(stored: torch.Tensor, row: str, manifest: FeatureManifest) -> None:
     """Reject features `[S, L*H]` with inf or NaN: training on them would turn all weights into NaN."""
     wrong = ~stored.isfinite().all(0)  # [L*H]
-    if not wrong.any():
-        return
-    layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
-    what = f"features of layer {layer}" if stored.shape[1] == manifest.width else "final states"
-    where = f"Example {row}: {what} of {manifest.target}"
-    if computed.isfinite().all():
+    if wrong.any():
+        layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
+        what = f"features of layer {layer}" if stored.shape[1] == manifest.width else "final states"
         raise ValueError(
-            f"{where} reach {computed.abs().max().item():.3g}, which overflows {manifest.dtype}; store them with "
-            "--store-dtype bfloat16 in another output."
+            f"{row}: {what} of {manifest.target} are inf or NaN as {manifest.dtype}; load the target with --dtype "
+            "bfloat16 or float32, and store them with --store-dtype bfloat16 in another output."
         )
-    dtype = str(computed.dtype).removeprefix("torch.")
-    raise ValueError(f"{where} are inf or NaN as {dtype}; load the target with --dtype bfloat16 or float32.")
 
 
 @dataclass(frozen=True)
@@ -308,7 +299,8 @@ class StoredRow:
 
 class StoredFeatures(torch.utils.data.Dataset):
     """
-    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]` and `stored`, a [`StoredRow`] that reads
+    Stored features as a dataset for `DFlashTrainer`, which needs only the target's embedding and head then (see
+    [`drop_layers`]): rows `input_ids` `[S]`, `loss_mask` `[S]` and `stored`, a [`StoredRow`] that reads
     the features when they are needed.
 
     Args:
@@ -326,8 +318,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         if states and not manifest.states:
             raise ValueError(
                 f"{folder} was stored without the final states, from which the target's distribution is computed: "
-                "store the features again with `dflash features --states`, or train with label_source=data and "
-                "loss_type=ce or dpace."
+                "store the features again with `dflash features --states`, or train with loss_type=ce or dpace."
             )
         self.layer_ids = manifest.layer_ids if layer_ids is None else list(layer_ids)
         if not set(self.layer_ids) <= set(manifest.layer_ids):
@@ -377,50 +368,51 @@ def _offsets(path: str, changed: int) -> list[int]:
     return _opened(path, changed).get_tensor("offsets").tolist()
 
 
-def rows_to_store(rows, run, seconds: float | None, folder: Path):
-    """
-    The rows whose features a run stores, drawn at random: as many as asked or, for -1, as many as the target reads in
-    a third of the time and as half of the free disk holds. A set that was begun in the folder is finished.
-    """
-    count = run.recipe.store_rows
-    if (folder / MANIFEST).is_file():
-        count = FeatureManifest.load(folder).examples
-    elif count == -1:
-        count = len(rows)
-        sample = [rows[i] for i in range(0, count, max(count // 16, 1))]
-        tokens = sum(len(row["input_ids"]) for row in sample) / len(sample)
-        size = run.target.config.get_text_config().hidden_size * run.target.dtype.itemsize
-        free = next(shutil.disk_usage(one).free for one in folder.parents if one.exists())
-        count = min(count, int(free / 2 / (tokens * size * (len(run.layer_ids) + 1))))
-        if seconds is not None:
-            count = min(count, int(seconds / 3 / _seconds_per_row(run, sample)))
-    if not 0 < count < len(rows):
-        return rows
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(run.args.seed))[:count]
-    return rows.select(sorted(chosen.tolist()))
-
-
-def _seconds_per_row(run, sample: list[dict]) -> float:
-    """The time in which the target reads a row; the first batch warms up."""
-    batch = DFlashCollator()([{name: row[name] for name in ("input_ids", "loss_mask")} for row in sample])
-    ids, mask = (batch[name].to(run.target.device) for name in ("input_ids", "attention_mask"))
-    for rows in (2, 8):
-        start = time.perf_counter()
-        target_forward(run.target, run.layer_ids, ids[:rows], attention_mask=mask[:rows], states=run.args.reads_states)
-        took = time.perf_counter() - start
-    return took / len(ids[:8])
-
-
-def store_rows(rows, folder: Path, run) -> StoredFeatures | None:
+def store_rows(rows, folder: Path, run, enough: Callable[[], bool] | None = None) -> StoredFeatures | None:
     """Features of a run's dataset, if there is one: the first process stores them, the others follow."""
     if rows is None:
         return None
-    target, states = run.target, run.args.reads_states
+    target, states = run.target, run.args.has_teacher
     if run.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, run.recipe.target, run.layer_ids, run.encoder, dtype, states)
-        store_features(target, rows, folder, made_with)
+        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough)
     return StoredFeatures(folder, run.layer_ids, states)
+
+
+def stored_output(batch: dict) -> TargetOutput:
+    """The target's output for a batch of stored rows, read from disk."""
+    device = batch["input_ids"].device
+    features = pad_sequence([row.features() for row in batch["stored"]], batch_first=True)  # [N, S, L*H]
+    states = [row.last_hidden_state() for row in batch["stored"]]
+    of_all = None if states[0] is None else pad_sequence(states, batch_first=True).to(device)  # [N, S, H]
+    return TargetOutput(features.to(device), of_all)
+
+
+def check_features(dataset: StoredFeatures, draft_config, target, states: bool) -> None:
+    """
+    Check that stored features fit a drafter, its target, and a loss that needs the final states.
+
+    Raises:
+        `ValueError`: names the mismatch and the remedy.
+    """
+    manifest, folder = dataset.manifest, dataset.folder
+    if dataset.layer_ids != draft_config.target_layer_ids:
+        raise ValueError(
+            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter reads "
+            f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
+        )
+    for part, digest in digest_of_target(target).items():
+        if manifest.weights[part] != digest:
+            raise ValueError(
+                f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
+                f"{type(target).__name__} has {digest}: load that target, or store the features again."
+            )
+    if states and not dataset.states:
+        raise ValueError(
+            "This loss_type needs the target's final states: pass `StoredFeatures(folder, states=True)`, or use ce or "
+            "dpace."
+        )
 
 
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
@@ -445,8 +437,4 @@ def parts_of(dataset) -> list:
 
 
 def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

@@ -302,8 +302,21 @@ def scored_losses(
     return TokenLosses(values, nll, correct, known, alone=alone)
 
 
+def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
+    """
+    Spec-AUF (arXiv 2607.01893): 1 up to and including the first counted token of a block that is drafted wrong, and 0
+    behind it, where verification has stopped; `[..., B]`.
+    """
+    right = (correct | ~counted).long().cumprod(-1)  # [..., B]
+    return functional.pad(right[..., :-1], (1, 0), value=1) * counted
+
+
 def block_loss(
-    losses: TokenLosses, counted: torch.BoolTensor, slot_weights: torch.Tensor | None, alpha: float = 0.5
+    losses: TokenLosses,
+    counted: torch.BoolTensor,
+    slot_weights: torch.Tensor | None,
+    alpha: float = 0.5,
+    weighting: str = "dpace",
 ) -> torch.Tensor:
     """
     The weighted sum of the token losses of each sequence, to be divided by [`loss_normalizer`] of the whole batch.
@@ -311,24 +324,27 @@ def block_loss(
     Args:
         losses (`TokenLosses`): `[N, A, B]`.
         counted (`torch.BoolTensor`): `[N, A, B]`.
-        slot_weights (`torch.Tensor`): `[B]`. `None`: [`dpace_weights`].
+        slot_weights (`torch.Tensor`): `[B]`. `None`: weights that depend on what is drafted.
         alpha (`float`): Smoothing of D-PACE.
+        weighting (`str`): Which these are: `"dpace"`: [`dpace_weights`]; `"auf"`: [`first_failure_weights`].
 
     Returns:
         `torch.Tensor` `[N]`, differentiable.
     """
-    if slot_weights is None:
+    if slot_weights is not None:
+        weights = counted * slot_weights
+    elif weighting == "auf":
+        weights = first_failure_weights(losses.correct, counted)
+    else:
         nll = losses.nll.masked_fill(counted & ~losses.known, math.inf)  # never drafted
         weights = dpace_weights(nll, counted, alpha)
-    else:
-        weights = counted * slot_weights
     return (losses.values * weights).sum((1, 2))
 
 
 def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None) -> torch.Tensor:
     """
-    The divisor of [`block_loss`], `[N]`, to be summed over the whole batch: slot weights, or valid anchors for D-PACE,
-    whose weights are credits and would cancel out.
+    The divisor of [`block_loss`], `[N]`, to be summed over the whole batch: slot weights, or valid anchors for weights
+    that depend on what is drafted, and would cancel out.
     """
     if slot_weights is None:
         return counted.any(-1).sum(1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.target import TargetOutput, target_labels, target_logits
+from dflash_hf.target import TargetOutput, target_logits
 from dflash_hf.training.attention import attend_in_groups
 from dflash_hf.training.blocks import (
     Blocks,
@@ -54,8 +54,8 @@ class Objective:
         self.draft, self.target, self.args, self.read = draft, target, args, read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
-        self.slot_weights = None  # D-PACE computes its own
-        if not args.uses_dpace:
+        self.slot_weights = None  # others depend on what is drafted
+        if args.weighting == "decay":
             tokens = draft.config.block_size + draft.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
@@ -66,7 +66,7 @@ class Objective:
 
     def draw_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
-        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
+        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
         batch["anchors"], batch["valid"] = sample_anchors(
             batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
@@ -92,13 +92,10 @@ class Objective:
         args, config = self.args, self.config
 
         # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
-        output, label_ids = self.read(batch), batch["input_ids"]
-        if args.label_source == "target":
-            states, chunk_size = output.last_hidden_state, args.loss_chunk_size
-            label_ids = target_labels(self.target, states, label_ids, batch["loss_mask"], chunk_size)
+        output = self.read(batch)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
-        blocks = self.build_blocks(batch, label_ids)
+        blocks = self.build_blocks(batch)
         noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
         if self.draft.layers[0].gradient_checkpointing and model.training:
             noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
@@ -115,14 +112,14 @@ class Objective:
         hidden = by_token(hidden, config.block_size, config.sample_from_anchor)  # [N, A, T, H]
 
         # 4. Token losses through the target's head, chunk by chunk.
-        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
+        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(blocks.labels.device)[blocks.labels]
         before, teacher = batch["input_ids"].flatten()[blocks.before], None  # [N, A, T]
         if args.has_teacher:
             teacher = Teacher(output.last_hidden_state.flatten(0, 1), blocks.before, self.teacher_head, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
 
         # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
-        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]

@@ -107,19 +107,11 @@ class StepCount(TrainerCallback):
         left = duration((total - state.global_step) * each)
         self.say(f"time              about {total:,} steps of {each:.2g} s, {left} left")
         if total < FEWEST_STEPS:
-            remedy = self._remedy(args, each)
-            self.warn(f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: {remedy}.")
-
-    @staticmethod
-    def _remedy(args, seconds: float) -> str:
-        if args.device.type != "cpu" or seconds < 5:
-            return "give it more time or more passes over the data"
-        return (
-            f"a step takes {seconds:.0f} s with num_anchors={args.num_anchors} and per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}, which suit an accelerator. On a CPU use num_anchors=16, "
-            "per_device_train_batch_size=4, bf16=True if the processor has units for it, and a drafter of 2 layers "
-            "with block_size=8 and draft_vocab_size=8192, as `dflash train` does"
-        )
+            self.warn(
+                f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
+                f"passes over the data, or shorter steps (now num_anchors={args.num_anchors}, "
+                f"per_device_train_batch_size={args.per_device_train_batch_size}; a CPU takes 16 and 4)."
+            )
 
 
 class OpenEnded(ProgressCallback):

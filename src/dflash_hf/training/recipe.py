@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.features import FeatureManifest
-from dflash_hf.training.presets import PAPER, preset
+from dflash_hf.training.presets import APART, PAPER, WHY_APART, preset
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -52,7 +52,6 @@ class RecipeArguments:
     target_dtype: str = key("auto, float32, bfloat16 or float16.", "auto")
     trust_remote_code: bool = key("Run the target's own code.", False)
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
-    base_model: str | None = key("Hub name of the target, for the model card, if `target` is a folder.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
     num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
     block_size: int | None = key("Block size of a new drafter, including the anchor; default: 8 on a CPU, else 16.")
@@ -87,7 +86,6 @@ class RecipeArguments:
     features: list[str] | str | None = key("Folder or folders of stored features, instead of `data`.")
     eval_features: list[str] | str | None = key("Stored features to evaluate on.")
     decode_prompts: int = key("Prompts to decode at each evaluation, to measure tau; 0: none.", 0)
-    decode_steps: int | None = key("Also decode every N steps.")
     decode_max_new_tokens: int = key("Maximum number of tokens of their answers.", 128)
     store_rows: int = key(
         "First store the features of N rows of `data` in output_dir, train on them, and remove them; -1: of all rows "
@@ -101,17 +99,13 @@ class RecipeArguments:
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one.")
-        if self.features and (self.packing or self.streaming or self.eval_data):
-            raise ValueError("features are read as stored: leave out packing, streaming and eval_data.")
-        if self.features and self.decode_prompts:
-            raise ValueError("decode_prompts needs the target's layers, which stored features replace; set it to 0.")
-        if self.streaming and (self.num_proc or self.eval_split):
-            raise ValueError("streaming=True reads in one process and one split: leave out num_proc and eval_split.")
-        if self.streaming and self.draft_vocab_size:
-            raise ValueError("draft_vocab_size counts the tokens of all rows, which streaming=True reads only once.")
-        for name in ("init_layers", "draft_vocab_size"):
-            if self.draft and getattr(self, name):
-                raise ValueError(f"{name} is for a fresh drafter, but draft={self.draft!r} is given; leave one out.")
+        for name, others in APART.items():
+            for other in others:
+                if getattr(self, name) and getattr(self, other):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} and {other}={getattr(self, other)!r} contradict each other: "
+                        f"{WHY_APART[name]}; leave one out."
+                    )
         for name in PAPER:
             if not self.draft and getattr(self, name) is None:
                 setattr(self, name, PAPER[name])
@@ -120,17 +114,11 @@ class RecipeArguments:
                 f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
                 f"{self.num_draft_layers}."
             )
-        if self.store_rows and (self.features or self.packing or self.streaming):
-            raise ValueError(
-                f"store_rows={self.store_rows} stores rows of data: leave out features, packing, streaming."
-            )
         if self.head not in (None, *HEADS):
             raise ValueError(f"head={self.head!r} must be one of {', '.join(HEADS)}.")
-        for name in ("num_draft_layers", "block_size", "max_length"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.block_size == 1:
-            raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
+        for name, least in (("num_draft_layers", 1), ("block_size", 2), ("max_length", 1)):  # a block has its anchor
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
     @cached_property
     def manifests(self) -> dict[str, FeatureManifest]:
@@ -215,26 +203,16 @@ def as_arguments(settings: dict[str, Setting]) -> tuple[RecipeArguments, dict]:
 
 
 def key_lines(word: str = "") -> list[str]:
-    """The keys whose name or help contains `word`, with their defaults, each under its heading."""
+    """The keys whose name or help contains `word`, with their defaults: pair and data, DFlash's, transformers'."""
+    known = [*dataclasses.fields(RecipeArguments), *dataclasses.fields(DFlashTrainingArguments)]
+    own = [*RecipeArguments.__annotations__, *DFlashTrainingArguments.__annotations__]
     lines = []
-    for title, cls, inherited in (
-        ("pair and data", RecipeArguments, False),
-        ("training, of DFlash", DFlashTrainingArguments, False),
-        ("training, as in transformers.TrainingArguments", DFlashTrainingArguments, True),
-    ):
-        found = []
-        for one in dataclasses.fields(cls):
-            if not one.init or (one.name not in cls.__annotations__) != inherited:
-                continue
-            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-            help = " ".join(one.metadata.get("help", "").replace("%%", "%").split())
-            line = f"  {one.name}={default}  {help}".rstrip()
-            if word.lower() in line.lower():
-                found.append(line)
-        if found:
-            lines += [f"{title}:", *found]
-    return lines or [f"No key contains {word!r}."]
+    for one in sorted((one for one in known if one.init), key=lambda one: one.name not in own):
+        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        default = None if default is dataclasses.MISSING else getattr(default, "value", default)
+        help = " ".join(one.metadata.get("help", "").replace("%%", "%").split())
+        lines.append(f"{one.name}={default}  {help}".rstrip())
+    return [line for line in lines if word.lower() in line.lower()] or [f"No key contains {word!r}."]
 
 
 def _set(values: dict, names: list[str], value) -> None:

@@ -1,8 +1,10 @@
 """A recipe, from its data to a saved drafter."""
 
 import gc
+import math
 import shutil
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,18 +22,17 @@ from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs import Loading, draft_config_of, load_target
 from dflash_hf.terminal import note
-from dflash_hf.training.adapters import merged
+from dflash_hf.training.adapters import add_adapter, merged
 from dflash_hf.training.callbacks import DecodingCallback
-from dflash_hf.training.checkpoints import check_resumable, last_checkpoint
-from dflash_hf.training.features import drop_layers, rows_to_store, store_rows, stored, stored_tokens
-from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.checkpoints import checkpoint_of, last_checkpoint
+from dflash_hf.training.features import drop_layers, store_rows, stored, stored_tokens
 from dflash_hf.training.pace import Pace, StepCount
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.trainer_card import kept_report, save_facts
+from dflash_hf.training.trainer_card import save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -73,10 +74,10 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     Returns:
         `DFlashTrainer`: After training.
     """
-    # 1. The arguments. Only the finished drafter is published, once, with its card.
+    # 1. The arguments.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    options = {**training, "output_dir": str(folder), "push_to_hub": False, "resume_from_checkpoint": None}
+    options = {**training, "output_dir": str(folder), "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
@@ -114,12 +115,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         if recipe.features:
             drop_layers(target, args.device)
             names = (recipe.features, recipe.eval_features)
-            rows, eval_rows = (stored(one, run.layer_ids, args.reads_states) if one else None for one in names)
+            rows, eval_rows = (stored(one, run.layer_ids, args.has_teacher) if one else None for one in names)
         elif recipe.store_rows:
-            seconds = None if args.max_minutes is None else 60 * args.max_minutes
             with args.main_process_first(desc="features"):
-                parts = {"train": rows_to_store(rows, run, seconds, folder / STORED / "train"), "eval": eval_rows}
-                rows, eval_rows = (store_rows(part, folder / STORED / name, run) for name, part in parts.items())
+                rows = store_rows(_drawn(rows, run), folder / STORED / "train", run, _enough(run, folder))
+                eval_rows = store_rows(eval_rows, folder / STORED / "eval", run)
+            say(f"features          of {len(rows):,} rows are stored")
         # 5. Training.
         trainer = _trainer(run, rows, eval_rows, [*callbacks, StepCount(say)])
         if resume:
@@ -127,8 +128,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
-        with kept_report(folder) if first else nullcontext():
-            _save(run, trainer)
+        _save(run, trainer)
     if first:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
@@ -168,10 +168,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         raise ValueError(
             f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."
         )
-    last = last_checkpoint(folder)
-    checkpoint = last if resume == "auto" else Path(resume) if resume else None
-    if checkpoint is not None:
-        check_resumable(checkpoint)
+    checkpoint, last = checkpoint_of(resume, folder), last_checkpoint(folder)
     used = "a finished drafter" if any(folder.glob("*.safetensors")) else last and last.name
     elsewhere = checkpoint is None or checkpoint.resolve().parent != folder.resolve()
     if used and elsewhere and not overwrite:
@@ -222,24 +219,41 @@ def _encoded(recipe: RecipeArguments, encoder: RowEncoder, say) -> tuple:
     return rows, eval_rows
 
 
+def _drawn(rows, run: Run):
+    """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
+    count, args = run.recipe.store_rows, run.args
+    if count == -1 and args.max_steps > 0:
+        count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
+    return rows.select(order[: count if count > 0 else None].tolist())
+
+
+def _enough(run: Run, folder: Path) -> Callable[[], bool] | None:
+    """Whether storing features, as many as a run can, has taken a third of its time or half of the free disk."""
+    if run.recipe.store_rows != -1:
+        return None
+    start, free = Pace.clock(), shutil.disk_usage(folder).free
+    seconds = 20 * run.args.max_minutes if run.args.max_minutes else math.inf
+    return lambda: Pace.clock() - start > seconds or shutil.disk_usage(folder).free < free / 2
+
+
 def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
-    """The trainer of a run, which reads the target's features from disk or computes them."""
+    """The trainer of a run."""
     recipe = run.recipe
-    kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
-    trainer = kind(run.draft, run.target, run.args, rows, eval_rows, peft_config=recipe.peft_config)
+    model = add_adapter(run.draft, recipe.peft_config) if recipe.peft_config else run.draft
+    trainer = DFlashTrainer(model, run.target, run.args, rows, eval_rows)
     trainer.remove_callback(StepCount)
     for one in callbacks:
         trainer.add_callback(one)
     if recipe.decode_prompts:
-        tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
-        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
+        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, recipe.decode_max_new_tokens))
     return trainer
 
 
 def _save(run: Run, trainer: DFlashTrainer) -> None:
     """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
     folder = Path(run.args.output_dir)
-    if run.recipe.peft_config is None:
+    if not run.recipe.peft_config:
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             _halved(trainer.draft, trainer.args)
         trainer.save_model(str(folder))
@@ -247,9 +261,10 @@ def _save(run: Run, trainer: DFlashTrainer) -> None:
     trainer.save_model(str(folder / "adapter"))
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model))
-        _halved(whole, trainer.args).save_pretrained(folder)
+        with without_stale_report(folder):
+            _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
-        save_facts(trainer, folder)
+        save_facts(trainer, folder, trainer.trained_steps)
 
 
 def _halved(draft, args):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,21 @@ from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.hub.card import CardFacts, origin, render_card
 from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
 from dflash_hf.terminal import DetailedError
-from dflash_hf.training.adapters import add_adapter, is_adapted
+from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
-from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of, last_checkpoint
+from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
+from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import survey
-from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
+from dflash_hf.training.trainer_card import PushesCode, save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
 
@@ -33,13 +35,8 @@ from dflash_hf.weights import is_finite
 logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
-# Arguments of upstream's Trainer that this one would ignore, and why.
-_REFUSED = {
-    "compute_loss_func": "loss_type and draft_config choose the loss",
-    "compute_metrics": "a drafter's metrics are computed without gathering its logits",
-    "preprocess_logits_for_metrics": "a drafter's metrics are computed without gathering its logits",
-    "model_init": "pass the drafter as `model`, and build a trainer for each trial of a search",
-}
+# Arguments of upstream's Trainer that this one would ignore.
+_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
 
 
 class NotFiniteError(DetailedError):
@@ -58,20 +55,18 @@ class DFlashTrainer(AtomicTrainer):
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
-        model (`DFlashDraftModel` or `str`): The drafter, or its folder or name on the Hub.
+        model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
+            `peft.get_peft_model(draft, ...)` an adapter on it is trained.
         target (`PreTrainedModel` or `str`): Its target, or the target's folder or name; needs a head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
-            [`~dflash_hf.data.examples.make_example`].
+            [`~dflash_hf.data.examples.make_example`]; or [`~dflash_hf.training.features.StoredFeatures`], several of
+            them as a `ConcatDataset`.
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
-        peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
-            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` merges both into a plain drafter.
         kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
     Attributes:
         draft (`DFlashDraftModel`): The drafter itself, without adapter and training wrappers.
-        eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
-            weights; dropped when they change.
         objective_class (`type`): The class of its loss, [`~dflash_hf.training.objective.Objective`] or a subclass.
 
     Raises:
@@ -79,7 +74,7 @@ class DFlashTrainer(AtomicTrainer):
             not apply to drafters.
     """
 
-    objective_class, collator_class = Objective, DFlashCollator
+    objective_class = Objective
 
     def __init__(
         self,
@@ -89,7 +84,6 @@ class DFlashTrainer(AtomicTrainer):
         train_dataset=None,
         eval_dataset=None,
         data_collator=None,
-        peft_config=None,
         **kwargs,
     ):
         if args is None:
@@ -102,14 +96,14 @@ class DFlashTrainer(AtomicTrainer):
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:
-                self.check_dataset(dataset, args, model.config, target)
+                check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = self.collator_class(0 if pad_token_id is None else pad_token_id)
-        prepare_draft(model, args, peft_config)
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
+        prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(
-            model=model if peft_config is None else add_adapter(model, peft_config),
+            model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -122,29 +116,28 @@ class DFlashTrainer(AtomicTrainer):
                 "head_only=True would train nothing under FSDP, which only reduces gradients of the drafter's "
                 "forward; use DDP (examples/accelerate/ddp.yaml)."
             )
+        if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
         self.objective = self.objective_class(self.draft, target, args, self.reader())
-        self.meter, self.figures = Meter(args.device), WeightsHaveFigures(self)
+        self.meter = Meter(args.device)
         self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.add_callback(self.figures)
+        self.add_callback(PushesCode())
         self.add_callback(StepCount())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEnded())
 
-    @property
-    def eval_report(self) -> EvalReport | None:
-        """The last report, if the drafter still has the weights that it was measured with."""
-        return self.figures.report
-
-    @eval_report.setter
-    def eval_report(self, report: EvalReport | None) -> None:
-        self.figures.report = report
+    def create_optimizer(self, *args):
+        """As upstream, or with `muon` Muon and AdamW."""
+        if self.args.muon and self.optimizer is None:
+            self.optimizer = muon_of(self.draft, self.args)
+        return super().create_optimizer(*args)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -159,14 +152,10 @@ class DFlashTrainer(AtomicTrainer):
         self.add_callback(self.pace)
         return self.lr_scheduler
 
-    def check_dataset(self, dataset, args, draft_config, target) -> None:
-        """Reject rows that cannot be trained on, see [`~dflash_hf.training.rows.survey`]."""
-        if has_rows(dataset):
-            survey(dataset)
-
     def reader(self) -> Callable[[dict], TargetOutput]:
-        """What reads the target's output for a batch: a forward of the target, as far as needed."""
-        if self.args.has_teacher:
+        """What reads the target's output for a batch: a forward of the target, as far as needed, or the disk."""
+        whole = not any(parameter.is_meta for parameter in self.target.parameters())
+        if self.args.has_teacher and whole:  # stored states were checked when they were stored
             check_logits(self.target)
         return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args)
 
@@ -286,13 +275,23 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
         if not is_finite(self.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        super().save_model(output_dir, _internal_call)
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with without_stale_report(folder) if self.args.should_save else nullcontext():
+            super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
+            save_facts(self, folder, self.state.global_step if _internal_call else self.trained_steps)
+
+    @property
+    def trained_steps(self) -> int:
+        """Steps of the weights after training: of the best ones, if they were loaded at the end."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        return self.state.global_step if best is None else best
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a whole checkpoint of this drafter; `True` is the last whole checkpoint."""
-        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
+        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            check_same_drafter(checkpoint, self.draft.config)
         self.latest = None if checkpoint is None else checkpoint.resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -308,27 +307,18 @@ class DFlashTrainer(AtomicTrainer):
             restore(self.draft.config)
 
     def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
+        self, model_name=None, license=None, tags=None, finetuned_from=None, dataset=None, dataset_tags=None, **unused
     ) -> None:
         """
         Write the drafter's card, rendered from facts, as README.md of the output folder; `push_to_hub` calls this.
 
         Args:
+            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
             license (`str`): The Hub's short name, e.g. `"mit"`.
             tags (`str` or `list[str]`): Added to the card's own tags.
-            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
             finetuned_from (`str`): Repository of the target. Default: the repository it was loaded from.
             dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
-            language, tasks, dataset_args: Not part of a drafter's card.
+            unused: Upstream's other arguments, which are not part of a drafter's card.
 
         Raises:
             `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
@@ -336,20 +326,38 @@ class DFlashTrainer(AtomicTrainer):
         if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes an adapter's card
             return
         folder = Path(self.args.output_dir)
-        datasets = dataset_tags if dataset is None else dataset
-        datasets = [datasets] if isinstance(datasets, str) else datasets
+        datasets = _listed(dataset_tags if dataset is None else dataset)
         facts = CardFacts.from_folder(folder, base_model=finetuned_from, license=license, datasets=datasets)
         repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
         card = render_card(folder, facts, repo)
-        wanted = [tags] if isinstance(tags, str) else tags or []
-        card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
+        card.data.tags += [tag for tag in _listed(tags) if tag not in card.data.tags]
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
 
-def read_target(target, layer_ids: list[int], args, batch: dict[str, torch.Tensor]) -> TargetOutput:
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> TargetOutput:
     """The target's output for a batch, as far as its features and the loss need it."""
+    if "stored" in batch:
+        return stored_output(batch)
     masks = packed_masks(target, layer_ids, batch)
-    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.reads_states)
+    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.has_teacher)
+
+
+def check_dataset(dataset, args, draft_config, target) -> None:
+    """
+    Raises:
+        `ValueError`: rows cannot be trained on, or stored features, whose rows were checked when they were stored,
+            are those of something else.
+    """
+    parts = parts_of(dataset)
+    if all(isinstance(part, StoredFeatures) for part in parts):
+        for part in parts:
+            check_features(part, draft_config, target, args.has_teacher)
+    elif has_rows(dataset):
+        survey(dataset)
 
 
 def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
@@ -359,8 +367,12 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
     Raises:
         `ValueError`: one of `kwargs`, upstream's, would be ignored, or two contradict each other.
     """
-    for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value is not None}:
-        raise ValueError(f"{name} does not apply to DFlashTrainer: {_REFUSED[name]}.")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} does not apply to DFlashTrainer, which is given the drafter as `model` and has its own loss "
+                "(loss_type) and metrics; leave it out."
+            )
     limit = f"max_minutes={args.max_minutes}"
     if args.max_minutes is not None and (kwargs.get("optimizers") or (None, None))[1] is not None:
         raise ValueError(
@@ -379,57 +391,46 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
         )
 
 
-def prepare_draft(model, args, peft_config) -> None:
+def prepare_draft(draft, args, adapted: bool) -> None:
     """
     Choose which parameters of a drafter are trained, in which dtype.
 
     Raises:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
-    config = model.config
-    model.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
-    if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
-        logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
-        model.float()
+    config, head = draft.config, draft.config.head
+    draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
+    if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
+        logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
+        draft.float()
     if needs_teacher(config) and not args.has_teacher:
         logger.warning(
-            f"Part of the {config.head.name} learns from the target's distribution only and is not trained "
+            f"Part of the {head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark, kl or tv."
         )
-    choose_parameters(model, args.head_only, peft_config)
-    if config.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
-        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
-        args.ddp_find_unused_parameters = False
-    if config.has_own_head:
-        model.lm_head.requires_grad_(False)  # rows of the target's
-
-
-def choose_parameters(model, head_only: bool, peft_config) -> None:
-    """
-    Freeze all but the drafter's head if it is trained alone.
-
-    Raises:
-        `ValueError`: there is no head, or it would be trained alone without `head_only`.
-    """
-    head = model.config.head
     with torch.device("meta"):
-        modules = head.modules(model.config)
-    if head_only:
-        if not modules or peft_config is not None:
+        modules = head.modules(config)
+    if args.head_only:
+        if not modules or adapted:
             raise ValueError(
                 "head_only=True trains the head of a drafter, and no adapter: set the fields of a head, such as "
                 "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
                 "16}), and leave out peft_config."
             )
-        model.requires_grad_(False)
+        draft.requires_grad_(False)
         for name in modules:
-            getattr(model, name).requires_grad_(True)
-    elif modules and peft_config is None:
-        trained = {name.split(".")[0] for name, one in model.named_parameters() if one.requires_grad}
+            getattr(draft, name).requires_grad_(True)
+    elif modules and adapted:
+        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
+    elif modules:
+        trained = {name.split(".")[0] for name, one in draft.named_parameters() if one.requires_grad}
         if trained and trained <= modules.keys():
             raise ValueError(
                 "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
                 "`model.requires_grad_(True)`, or set head_only=True again."
             )
-    elif modules:
-        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
+    if config.has_head and not adapted and args.ddp_find_unused_parameters is None:
+        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
+        args.ddp_find_unused_parameters = False
+    if config.has_own_head:
+        draft.lm_head.requires_grad_(False)  # rows of the target's

