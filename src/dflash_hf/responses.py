@@ -143,7 +143,7 @@ def responses(
     from where that ends.
 
     Args:
-        target (`PreTrainedModel`): The target; see also [`~dflash_hf.attention.use_single_queries`].
+        target (`PreTrainedModel`): The target.
         prompts: A number (or another key) and the ids of each prompt.
         max_new_tokens (`int`): Longest response.
         config (`GenerationConfig`): Sampling, end-of-sequence ids.
@@ -176,25 +176,12 @@ class _Row:
         return len(self.ids) + len(self.text) - 1
 
 
-class _All(SlotCache):
+class _Cache(SlotCache):
     SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
 
 
-class _Whole(_All):
-    """Attention gets whole buffers, which matrix products do not copy; few of their slots are unused."""
-
-    def reserve(self, used: int) -> None:
-        if not used <= self.capacity <= used * 9 // 8 + 16:
-            self._resize(-(-used * 17 // 128) * 8)
-        self.view = self.capacity
-
-
-class _Reader(SlotSession):
-    CACHE = _All
-
-
-class _Steps(SlotSession):
-    CACHE = _Whole
+class _Session(SlotSession):
+    CACHE = _Cache
 
 
 class _Slots:
@@ -205,8 +192,8 @@ class _Slots:
         accepted = inspect.signature(target.forward).parameters
         last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        self.session = _Steps(target, empty_cache(target), [0] * rows, offset, {})
-        self.reader = _Reader(target, empty_cache(target), [0], offset[:1], last_only)
+        self.session = _Session(target, empty_cache(target), [0] * rows, offset, {})
+        self.reader = _Session(target, empty_cache(target), [0], offset[:1], last_only)
         self.last: tuple = ()  # the prompt that the reader holds
         self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
 

@@ -463,57 +463,40 @@ def test_half_a_surrogate_pair_leaves_a_file_that_can_be_read(data, tmp_path, ca
     assert len(load_rows(output)) == len(QUESTIONS)
 
 
-def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
-    for options, message in (
-        (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
-        (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
-        (("--server", "http://127.0.0.1:1", "--packed", "--dtype", "fp16"), "leave out --packed, --dtype"),
-        (("--server", "http://127.0.0.1:1", "--batch-size", "4"), "leave out --batch-size"),
-    ):
-        code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-        assert code == (2 if "leave out" in message else 1) and message in error
-    for options, message in (
-        (("--temperature", "-1"), "argument --temperature: -1 must be 0"),
-        (("--temperature", "inf"), "argument --temperature: inf must be 0"),
-        (("--top-p", "2"), "argument --top-p: 2 must be above 0"),
-        (("--mask-token-id", "-7"), "argument --mask-token-id: -7 is not a token id"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-        assert stopped.value.code == 2 and message in capsys.readouterr().err
-    code, _, error = regenerate(
-        capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
-    )
-    assert code == 2 and "--top-p 0.9 has no effect in greedy decoding" in error
-    code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
-    assert code == 1 and "there is no such folder" in error
-    assert not (tmp_path / "out.jsonl").exists()
+ELSEWHERE = ("--server", "http://127.0.0.1:1")
 
 
-def test_what_changes_nothing_for_a_greedy_target_is_told(folder, data, tmp_path, capsys):
-    code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", "--top-p", "0.5", *HERE)
-    assert code == 1 and "generation config is greedy" in error
-    assert not (tmp_path / "out.jsonl").read_bytes()
-
-
-def test_a_row_without_a_prompt_is_named(folder, tmp_path, capsys):
-    data = tmp_path / "odd.jsonl"
-    for text, message in (
-        ('{"text": "Say 1"}\n', f"None of 1 rows of {data} has a prompt: 1 because it has no column to read"),
-        ('{"prompt": 3}\n', f"Row 0 of {data}: `prompt` is 3; give a list of messages with `role` and"),
-    ):
-        data.write_text(text, encoding="utf-8")
-        code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
-        assert code == 1 and message in error and not (tmp_path / "out.jsonl").exists()
-
-
-def test_an_output_that_is_the_input_stays_as_it_is(folder, tmp_path, capsys):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "Say 1"}\n{"prompt": "Say 2"}\n', encoding="utf-8")
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (("--server", "localhost:8000"), 1, "server='localhost:8000' must be an address"),
+        ((*ELSEWHERE, "--raw"), 2, "leave out --raw"),
+        ((*ELSEWHERE, "--packed", "--dtype", "fp16", "--batch-size", "4"), 2, "out --packed, --batch-size, --dtype"),
+        (("--temperature", "-1"), 2, "argument --temperature: -1 must be 0"),
+        (("--top-p", "2"), 2, "argument --top-p: 2 must be above 0"),
+        (("--mask-token-id", "-7"), 2, "argument --mask-token-id: -7 is not a token id"),
+        (("--temperature", "0", "--top-p", "0.9"), 2, "--top-p 0.9 has no effect in greedy decoding"),
+        (("--top-p", "0.5"), 1, "generation config is greedy"),
+        (("--target", "absent"), 1, "there is no such folder"),
+        (("--output", "prompts.jsonl"), 2, "is the data itself, which would be overwritten; choose another file"),
+        (("--data", "text.jsonl"), 1, "None of 1 rows of text.jsonl has a prompt: 1 because it has no column to read"),
+        (("--data", "null.jsonl"), 1, "None of 2 rows of null.jsonl has a prompt: 1 because all of its columns are"),
+        (("--data", "odd.jsonl"), 1, "Row 0 of odd.jsonl: `prompt` is 3; give a list of messages with `role` and"),
+    ],
+)
+def test_errors_are_one_line(options, status, message, folder, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     before = data.read_bytes()
-    code, _, error = regenerate(capsys, data, folder, data)
-    assert code == 2 and "is the data itself, which would be overwritten; choose another file" in error
-    assert data.read_bytes() == before and not list(tmp_path.glob("data.jsonl.*"))
+    rows = {"text": '{"text": "Say 1"}', "null": '{"messages": null}\n{"messages": []}', "odd": '{"prompt": 3}'}
+    for name, text in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{text}\n", encoding="utf-8")
+    try:
+        code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *options)
+    except SystemExit as stopped:
+        code, error = stopped.code, capsys.readouterr().err
+    assert code == status and message in error
+    assert data.read_bytes() == before and not list(tmp_path.glob("prompts.jsonl.*"))
+    assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_bytes()
 
 
 def command(*arguments):

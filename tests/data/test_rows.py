@@ -219,17 +219,6 @@ def test_regenerate_leaves_out_rows_without_a_prompt(served, target, tmp_path, c
         assert asked[4] == "system: Be kind.<|im_end|>user: Hi<|im_end|>assistant: "
 
 
-def test_regenerate_needs_a_prompt(target, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"messages": null}\n{"messages": []}\n', encoding="utf-8")
-    words = ["regenerate", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "o.jsonl", "--target", target]
-    assert main([str(word) for word in words]) == 1
-    error = capsys.readouterr().err
-    assert (
-        "None of 2 rows of" in error
-        and "1 because all of its columns are null; 1 because its `messages` is em" in error
-    )
-
-
 def test_floats_of_calls_keep_their_digits(tmp_path):
     calls = [{"function": {"name": "f", "arguments": {"x": 3.141592653589793}}}]
     row = {"messages": [json.loads(HI), {"role": "assistant", "content": None, "tool_calls": calls}]}

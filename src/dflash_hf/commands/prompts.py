@@ -46,7 +46,6 @@ def run(arguments, echo) -> Outcome:
     from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from dflash_hf.attention import use_single_queries
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.magpie import PromptSettings, judged_samples, rows_of_file, user_turn
     from dflash_hf.data.response_file import ResponseFile
@@ -74,7 +73,6 @@ def run(arguments, echo) -> Outcome:
         target = pair.target()
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
         pack(arguments.packed, target)
-        use_single_queries(target)
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:

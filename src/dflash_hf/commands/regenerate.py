@@ -164,7 +164,6 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     """The rows as they are answered."""
     import copy
 
-    from dflash_hf.attention import use_single_queries
     from dflash_hf.data.regenerate import generate_rows
     from dflash_hf.pairs import pack
     from dflash_hf.responses import rows_that_fit
@@ -192,7 +191,6 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
             "The target's generation config is greedy, so --top-p has no effect; add --temperature, such as 1."
         )
     pack(arguments.packed, target)
-    use_single_queries(target)
     longest = arguments.max_new_tokens
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + longest // 2, len(questions))
     return generate_rows(target, encoder, questions, longest, rows, config, arguments.seed)
