@@ -106,7 +106,8 @@ def trained(keys: dict, features: list[str], eval_features: list[str], folder: s
         **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
         **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},
     }
-    recipe, training = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+    recipe, training = read_recipe(None, [f"{key}={text}" for key, text in texts.items()])
     trainer = train(recipe, training)
     figures = trainer.evaluate()
     log = [line for line in trainer.state.log_history if "simulated_tau" in line]

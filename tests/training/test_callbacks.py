@@ -12,7 +12,6 @@ import torch
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
-from transformers import EarlyStoppingCallback
 
 from dflash_hf import DecodingCallback
 from dflash_hf.evaluation.measure import evaluate
@@ -81,15 +80,6 @@ def test_the_best_model_is_the_one_that_decodes_best(target, tmp_path):
         assert not torch.equal(tensor, weights[3][name])
     trainer.save_model()
     assert json.loads((tmp_path / "card_facts.json").read_text())["training"]["optimizer_steps"] == 2
-
-
-def test_early_stopping_watches_tau(target, tmp_path):
-    trainer, _ = best_trainer(
-        tmp_path, target, [2, 4, 1, 1, 1, 1], load_best_model_at_end=True, metric_for_best_model="eval_tau"
-    )
-    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
-    trainer.train()
-    assert history(trainer, "eval_tau") == [2, 4, 1, 1] and trainer.state.best_global_step == 2
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,6 @@ def test_a_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
         assert torch.equal(saved, resumed.draft.state_dict()[name])
 
 
-def test_nothing_is_left_aside(whole):
-    folder, trainer = whole
-    assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
-    assert trainer.args.output_dir == trainer._get_output_dir(None) == str(folder)
-
-
 @pytest.fixture
 def two(whole, tmp_path):
     """The first two checkpoints of that run, to be spoilt."""
@@ -223,43 +217,6 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(replaces, who
         assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
     assert {path.name for path in folders[-1].iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
     assert is_whole(folders[-1] / "checkpoint-2")
-
-
-def test_a_checkpoint_of_an_earlier_run_is_replaced(whole, tmp_path):
-    """Resumed from the first, a run meets the second on its way."""
-    rows = counting_rows(8)
-    fields = {**FIELDS, "max_steps": 2}
-    make_trainer(tmp_path, make_target(), rows, **fields).train()
-    (tmp_path / "checkpoint-2" / "old").touch()
-    trainer = make_trainer(tmp_path, make_target(), rows, **fields)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
-    assert not (tmp_path / "checkpoint-2" / "old").exists()
-
-
-def test_the_best_checkpoint_is_named_kept_and_loaded(tmp_path):
-    fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
-    fields |= {"metric_for_best_model": "simulated_tau", "greater_is_better": True}
-    target, rows = make_target(), counting_rows(8)
-    trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:2], **FIELDS, **fields)
-    taus = iter([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
-    evaluation_loop = trainer.evaluation_loop
-
-    def with_tau(*args, **kwargs):
-        output = evaluation_loop(*args, **kwargs)
-        output.metrics["eval_simulated_tau"] = next(taus)
-        return output
-
-    trainer.evaluation_loop = with_tau
-    trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
-    for step in (2, 6):
-        state = (tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text()
-        assert f'"best_model_checkpoint": "{tmp_path}/checkpoint-2"' in state
-    best = DFlashDraftModel.from_pretrained(tmp_path / "checkpoint-2").state_dict()
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, best[name])
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):

@@ -33,15 +33,6 @@ def test_warm_up_then_cosine_to_zero(clock):
     assert factors[2:] == sorted(factors[2:], reverse=True) and pace.over
 
 
-def test_what_is_skipped_does_not_count(clock):
-    pace = Pace(20.0, warmup=0.1)
-    pace(0), pace(1)
-    clock[0] += 1000
-    pace.on_train_begin(None, None, None)
-    pace(2)
-    assert pace.spent == 2.0
-
-
 def run(folder, minutes, **overrides):
     torch.manual_seed(0)
     target = make_target()

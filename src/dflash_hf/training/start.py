@@ -77,8 +77,11 @@ def _draft_to_go_on(recipe, say):
         given, has = getattr(recipe, key), getattr(config, "num_hidden_layers" if key == "num_draft_layers" else key)
         if given not in (None, has):
             raise ValueError(f"{key}={given}, but {name} was trained with {has}; leave it out.")
-    new = {key: value for key, value in fields.items() if getattr(config, key, None) != value}
-    return with_parts(draft, new) if new else draft
+    parts = {key: value for key, value in fields.items() if key in part_keys()}
+    for key, value in fields.items():
+        if key not in parts and getattr(config, key, None) != value:
+            say(f"draft_config.{key}={value} is for a fresh drafter: {name} is not changed")
+    return with_parts(draft, parts) if parts else draft
 
 
 def _fresh_draft(recipe, target, mask_token_id: int, say):
