@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 _GRAPHS = 1024  # at most, of both forwards; torch gives up after 8: those of one pair and a few numbers of rows
 _MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-# The modes and backends that could not compile the forward of a model.
+# The modes and backends that could not compile the forward of a model, with a line to log, until it is logged.
 _failed: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ def _drafted(draft, inputs: dict):
 
 def _run(function, how: str, model, *args):
     """Run a compiled function, or, if that fails, the function itself."""
-    failed = _failed.setdefault(model, set())
+    failed = _failed.setdefault(model, {})
     if how in failed:
         return function(model, *args)
     try:
@@ -81,8 +81,7 @@ def _run(function, how: str, model, *args):
         raise
     except Exception as error:
         output = function(model, *args)  # raises an error that is not the compiler's again
-        failed.add(how)
-        logger.warning(f"Decoding eagerly: {type(model).__name__} cannot be compiled ({str(error).strip()[:200]}).")
+        failed[how] = f"Decoding eagerly: {type(model).__name__} cannot be compiled ({str(error).strip()[:200]})."
         return output
 
 
@@ -149,6 +148,14 @@ class Compiled(Fixed):
 
     def session(self, *prompt) -> SlotSession:
         return CompiledSession(self.how, self.call.target, *prompt) if self.fits else super().session(*prompt)
+
+    def summary(self) -> dict:
+        for model in (self.call.target, self.call.draft):  # now: not in the middle of a text that is streamed
+            failed = _failed.get(model, {})
+            if failed.get(self.how):
+                logger.warning(failed[self.how])
+                failed[self.how] = ""
+        return super().summary()
 
     def trees(self, text: Text) -> bool:
         return self.support.trees if self.fits else super().trees(text)
