@@ -15,6 +15,7 @@ from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
 from dflash_hf.smollm2 import smollm2_folder
 from dflash_hf.training.features import StoredFeatures, check_features, stored_output
+from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -25,7 +26,7 @@ class Observer(Objective):
     def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
         draft = self.draft
         head, known = draft.config.head(draft, partial(draft.embed, self.target)), counted & (labels >= 0)
-        queries = head.forced(before, hidden, known)
+        queries = forced_queries(head, before, hidden, known)
         ids, logits = head.candidates(self.draft_head(hidden[known]))
         log_probs = head.scores(queries, ids, logits).log_softmax(-1)  # [M, V]
         wanted = teacher.head(teacher.states[teacher.rows[known]])[..., : log_probs.shape[-1]]

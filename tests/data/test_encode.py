@@ -126,6 +126,17 @@ def test_prompt_and_completion():
         encode({"prompt": "Hi", "completion": [ANSWER]})
 
 
+def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
+    """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
+    encode = encoder(CHATML, max_length=6)
+    turns = [([5, 6, 7], [0, 1, 1]), ([5] * 8, [0] * 6 + [1, 1])]
+    monkeypatch.setattr(encode, "_conversation", lambda *args: turns)
+    assert encode({"messages": TWO_TURNS}) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
+    del turns[0]
+    with pytest.raises(UnusableRow, match="begins beyond max_length=6"):
+        encode({"messages": TWO_TURNS})
+
+
 def test_ids_with_a_mask_or_labels():
     encode = RowEncoder()
     expected = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]}]

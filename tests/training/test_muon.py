@@ -64,3 +64,12 @@ def test_muon_of_an_old_torch_is_named(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, make_target(), counting_rows(4), muon=True)
     with pytest.raises(ImportError, match="muon=True needs torch 2.9"):
         trainer.train()
+
+
+def test_muon_needs_matrices_and_others(tmp_path):
+    target = make_target()
+    trainer = make_trainer(tmp_path, target, counting_rows(4), make_draft(target, block_size=BLOCK), muon=True)
+    for name, parameter in trainer.draft.named_parameters():
+        parameter.requires_grad_(name.endswith("q_proj.weight"))
+    with pytest.raises(ValueError, match="2 are such matrices and 0 are not; leave it out"):
+        trainer.train()

@@ -213,6 +213,19 @@ def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
         )
 
 
+def test_resuming_with_other_tokens_is_refused(tmp_path):
+    """As many of them load, and every label would be another's."""
+    target = make_target()
+    draft, other = (make_draft(target, block_size=BLOCK, draft_vocab_size=48) for _ in range(2))
+    with torch.no_grad():
+        draft.d2t.copy_(torch.arange(48))  # every second token; the other drafts the first 48
+    make_trainer(tmp_path, target, counting_rows(4), draft, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match="The 48 tokens that this drafter drafts are not those of"):
+        make_trainer(tmp_path, target, counting_rows(4), other, max_steps=2).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
 # ------------------------------------------------------------------------------------------------------------- anchors
 
 

@@ -114,7 +114,15 @@ class RowEncoder:
         else:
             messages = messages_in(row, *columns)
             examples = self._conversation(row, messages, _learned(row, messages))
-        return [self._checked(np.asarray(ids), np.asarray(mask)) for ids, mask in examples]
+        found, unusable = [], None
+        for ids, mask in examples:  # of several turns, those that can be learned
+            try:
+                found.append(self._checked(np.asarray(ids), np.asarray(mask)))
+            except UnusableRow as error:
+                unusable = error
+        if unusable is not None and not found:
+            raise unusable
+        return found
 
     def _checked(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Cut to length; reject examples that would teach nothing, or something wrong."""

@@ -69,7 +69,8 @@ class Decoder:
     def kind_of(self, request: Request) -> tuple | None:
         """What the requests of a batch must share; `None` if a request cannot be batched."""
         settings = request.settings
-        alone = request.processors, settings.bad_words_ids, settings.max_time, request.seed and settings.do_sample
+        seeded = settings.do_sample and request.seed is not None
+        alone = request.processors, settings.bad_words_ids, settings.max_time, seeded
         if any(alone) or set(request.inputs) - _TEXT_ONLY or settings.max_new_tokens is None:
             return None
         if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
@@ -89,12 +90,18 @@ class Decoder:
             self._receive(wait=not self.waiting)
             request = self.waiting.popleft()
             if request.over:  # nobody waits any more
-                request.finish()
+                self._finish(request)
             elif self._joins(request.kind):
                 self.waiting.appendleft(request)
                 self._together(request.kind)
             else:
                 self._alone(request)
+
+    def _finish(self, request: Request) -> None:
+        try:
+            request.finish()
+        except Exception as error:  # of its streamer
+            request.done.set_exception(error)
 
     def _receive(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
@@ -157,6 +164,7 @@ class Decoder:
                 while self._joins(kind):
                     self._join(manager, running)
                 if not running:
+                    self.failures = 0
                     return
                 output = manager.get_result(timeout=_NEWS)
                 if output is None and not manager.is_running():
@@ -211,9 +219,10 @@ class Decoder:
             raise RuntimeError(output.error)
         try:
             request.take(output.generated_tokens[len(request.text) - request.batched :])
-            if request.over or output.is_finished():
-                running.pop(output.request_id).finish()
         except Exception as error:  # of its streamer
             running.pop(output.request_id).done.set_exception(error)
+        else:
+            if request.over or output.is_finished():
+                self._finish(running.pop(output.request_id))
         if output.request_id not in running and not output.is_finished():
             manager.cancel_request(output.request_id)

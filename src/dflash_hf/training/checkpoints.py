@@ -3,10 +3,12 @@
 import shutil
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from dflash_hf.files import read_json
 from dflash_hf.modeling.configuration_dflash import part_keys
@@ -73,7 +75,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
     return checkpoint
 
 
-def check_same_drafter(checkpoint: Path, draft_config) -> None:
+def check_same_drafter(checkpoint: Path, draft) -> None:
     """
     Raises:
         `ValueError`: a checkpoint belongs to a drafter with another mask token, block size, features, masks,
@@ -81,6 +83,7 @@ def check_same_drafter(checkpoint: Path, draft_config) -> None:
     """
     if not (checkpoint / "config.json").is_file():  # an adapter, whose drafter the user loads
         return
+    draft_config = draft.config
     saved = type(draft_config).from_pretrained(checkpoint)
     for name in (*_FIXED_ON_RESUME, *part_keys()):
         ours, theirs = getattr(draft_config, name), getattr(saved, name)
@@ -88,6 +91,15 @@ def check_same_drafter(checkpoint: Path, draft_config) -> None:
             raise ValueError(
                 f"{name}={ours!r} of this drafter is not the {theirs!r} that {checkpoint} was trained with; "
                 f"resume with {theirs!r}, or start a new run from `from_pretrained`."
+            )
+    weights = checkpoint / SAFE_WEIGHTS_NAME
+    if draft_config.draft_vocab_size is not None and weights.is_file():
+        with safe_open(weights, "pt") as tensors:
+            known = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else draft.d2t.cpu()  # noqa: SIM118
+        if not torch.equal(known, draft.d2t.cpu()):
+            raise ValueError(
+                f"The {draft_config.draft_vocab_size} tokens that this drafter drafts are not those of {checkpoint}: "
+                "resume on the data that they were counted in, or start a new run from `from_pretrained`."
             )
 
 

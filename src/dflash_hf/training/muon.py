@@ -48,5 +48,10 @@ def muon_of(draft, args) -> MuonAdamW:
     modules = [one for part in (draft.layers, draft.fc) for one in part.modules() if isinstance(one, nn.Linear)]
     matrices = {id(one.weight): one.weight for one in modules if one.weight.requires_grad}
     others = [one for one in draft.parameters() if one.requires_grad and id(one) not in matrices]
+    if not matrices or not others:
+        raise ValueError(
+            f"muon=True trains matrices of layers with Muon and the rest with AdamW, but of what is trained here "
+            f"{len(matrices)} are such matrices and {len(others)} are not; leave it out."
+        )
     betas = (args.adam_beta1, args.adam_beta2)
     return MuonAdamW(list(matrices.values()), others, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)

@@ -116,6 +116,11 @@ class DFlashTrainer(AtomicTrainer):
                 "head_only=True would train nothing under FSDP, which only reduces gradients of the drafter's "
                 "forward; use DDP (examples/accelerate/ddp.yaml)."
             )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process cannot train on {args.n_gpu} GPUs: start one for each with `accelerate launch`, or set "
+                "CUDA_VISIBLE_DEVICES=0."
+            )
         if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
@@ -291,7 +296,7 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, from a whole checkpoint of this drafter; `True` is the last whole checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
-            check_same_drafter(checkpoint, self.draft.config)
+            check_same_drafter(checkpoint, self.draft)
         self.latest = None if checkpoint is None else checkpoint.resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
