@@ -251,6 +251,7 @@ def test_trying_the_target_is_not_timed(line, run, monkeypatch):
 def test_warnings_wait_for_the_end_of_the_text(line, name, run, monkeypatch):
     """One of the decoding was printed in the middle of it: "where playersDecoding mostly without drafts"."""
     put, logger = PieceStreamer.put, transformers_logging.get_logger(name)
+    logging.getLogger("transformers").setLevel(logging.WARNING)  # as it is in a process of its own
     handler = logging.StreamHandler(sys.stdout)  # the same stream as the text, to see the order
 
     def warn(self, value):

@@ -354,6 +354,12 @@ def test_check_on_headers_needs_no_torch(folder):
     assert done.stdout.splitlines()[-1] == "0 False False"
 
 
+def test_features_of_another_width_are_named(target, tmp_path):
+    """In a whole drafter, too, which was taken for one that engines read."""
+    make_draft(target, target_hidden_size=64, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path)
+    assert {(one.severity, one.key) for one in check(tmp_path)} == {("error", "target_hidden_size")}
+
+
 @pytest.mark.parametrize(
     ("version", "old"),
     [(None, True), ("0.1.0", True), ("0.1.1", False), ("0.2.0.dev1", False), ("1", False), ("x", True)],

@@ -200,6 +200,7 @@ def _is_valid(config: dict) -> bool:
         and ("sliding_attention" not in kinds or config["sliding_window"] is not None)
         and config["num_attention_heads"] % config["num_key_value_heads"] == config["head_dim"] % 2 == 0
         and config.get("rope_parameters") in (None, rope)
+        and get("target_hidden_size", config["hidden_size"]) == config["hidden_size"]  # else engines depart from it
         and get("mask_token_id") < vocabulary
         and 2 <= get("block_size") <= 1024
         and get("conv_kernel_size", 1) <= get("block_size")

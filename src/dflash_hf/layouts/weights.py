@@ -50,7 +50,7 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
             )
         raise OSError(
             f"{name_or_path} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
-            "read; convert other files with `dflash convert`."
+            "read; write other tensors with `safetensors.torch.save_file`."
         )
     try:
         with open(index, encoding="utf-8") as file:
