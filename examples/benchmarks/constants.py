@@ -29,6 +29,7 @@ from dflash_hf.decoding.strategy import TOP_K, Fastest, Fixed
 from dflash_hf.decoding.trees import Tree, tree
 from dflash_hf.demo.run import load_pair
 from dflash_hf.modeling.accept_dflash import Block, Verdict
+from dflash_hf.modeling.text_dflash import Text
 
 
 WIDTH = 16  # nodes that are recorded at each token
@@ -68,39 +69,23 @@ def recorded(pair, prompts: int, tokens: int) -> dict[str, list[Row]]:
     return found
 
 
-class Replay:
+class Replay(Text):
     """A text of one or more rows that is written as it was recorded."""
 
     def __init__(self, rows: list[Row]):
-        self.rows, self.lengths = rows, [1] * len(rows)
-        longest = max(len(row.prompt) for row in rows)
+        longest, self.limit = max(len(row.prompt) for row in rows), min(len(row.answer) for row in rows)
         self.prompt = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])
-        answers = max(len(row.answer) for row in rows)
-        written = torch.tensor([row.answer + [0] * (answers - len(row.answer)) for row in rows])
-        self.buffer = torch.cat([self.prompt, written], dim=1)
-        self.limit = min(len(row.answer) for row in rows)
+        super().__init__(
+            self.prompt, SimpleNamespace(streamer=None, listed=(), prompt_length=longest, max_new=self.limit)
+        )
+        self.rows = rows
+        self.buffer = torch.cat([self.prompt, torch.tensor([row.answer[: self.limit] for row in rows])], dim=1)
+        self._advance([1] * len(rows))
 
-    @property
-    def alive(self) -> list[bool]:
-        return [length < self.limit for length in self.lengths]
-
-    @property
-    def done(self) -> bool:
-        return not any(self.alive)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def left(self) -> int:
-        return self.limit - min(self.lengths)
-
-    @property
-    def last(self) -> torch.LongTensor:
-        return torch.tensor([row.answer[length - 1] for row, length in zip(self.rows, self.lengths, strict=True)])
-
-    next_draws = None
+    def _advance(self, counts: list[int]) -> None:
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.alive = [length < self.limit for length in self.lengths]
+        self.last = torch.tensor([row.answer[n - 1] for row, n in zip(self.rows, self.lengths, strict=True)])
 
     def drafted(self, nodes: int) -> Tree:
         trees = [row.trees[min(length, self.limit - 1) - 1] for row, length in zip(self.rows, self.lengths)]
@@ -115,7 +100,7 @@ class Replay:
                 path.append(place)
                 place = children.get((place, self.rows[row].answer[length + len(path) - 1]))
             paths.append(path)
-        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        self._advance([*map(len, paths)])
         longest = max(map(len, paths))
         path = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
         return Verdict([len(path) for path in paths], path)
@@ -138,9 +123,10 @@ def cost_of(factor: float, rows: int, work: tuple[int, bool]) -> float:
 def replayed(pair, rows: list[Row], factor: float, memory: dict) -> float:
     """What a plain call costs for these rows."""
     now, text = [0.0], Replay(rows)
-    rules = SimpleNamespace(streamer=None, prompt_length=text.prompt.shape[1], max_new=text.limit)
     target, draft = SimpleNamespace(config=pair.target.config, device=torch.device("cpu")), pair.draft
-    call = SimpleNamespace(target=target, draft=draft, prompt=text.prompt, rules=rules, columns=text.prompt.shape[1])
+    call = SimpleNamespace(
+        target=target, draft=draft, prompt=text.prompt, rules=text.rules, columns=text.prompt.shape[1]
+    )
     call.config, call.asked_for = SimpleNamespace(do_sample=False), None
 
     class Replayed(Fastest):
