@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+from unittest import mock
 
 import pytest
 from support.pairs import make_draft, make_target
@@ -13,9 +14,6 @@ from transformers.utils import logging
 
 from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
-
-
-os.environ["DFLASH_HF_REMEMBER"] = "0"  # a test finds out for itself, and leaves nothing at home
 
 
 def pytest_collection_modifyitems(items):
@@ -33,6 +31,13 @@ def pytest_collection_finish():
 def warnings_anew():
     """What is said once in a process is said once in a test."""
     logging.get_logger("dflash_hf").warning_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def environment_anew():
+    """What a command sets for its process, such as `-q`, is set for one test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -68,16 +68,11 @@ def check_complete(path):
 
 
 HERE = ("--device", "cpu", "--batch-size", "5")
-QUIET = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY", "TQDM_DISABLE")
-QUIET += ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 
 def test_responses_are_the_target_s_own(folder, data, tmp_path, capsys, monkeypatch):
     target, tokenizer, outputs, packed = AutoModelForCausalLM.from_pretrained(folder).eval(), make_tokenizer(), [], []
     monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
-    for name in QUIET:  # restored afterwards: `-q` sets them for the process
-        monkeypatch.setenv(name, "warning")
-        monkeypatch.delenv(name)
     for name, options in (("quietly", ("-q",)), ("packed", ("--packed",))):
         output = tmp_path / f"{name}.jsonl"
         code, out, _ = regenerate(capsys, data, folder, output, *HERE, "--mask-token-id", 279, *options)
