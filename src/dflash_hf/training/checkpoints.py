@@ -93,10 +93,10 @@ def check_same_drafter(checkpoint: Path, draft) -> None:
                 f"resume with {theirs!r}, or start a new run from `from_pretrained`."
             )
     weights = checkpoint / SAFE_WEIGHTS_NAME
-    if draft_config.draft_vocab_size is not None and weights.is_file():
+    if draft_config.has_own_head and weights.is_file():
         with safe_open(weights, "pt") as tensors:
-            known = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else draft.d2t.cpu()  # noqa: SIM118
-        if not torch.equal(known, draft.d2t.cpu()):
+            same = torch.equal(tensors.get_tensor("d2t"), draft.d2t.cpu())
+        if not same:
             raise ValueError(
                 f"The {draft_config.draft_vocab_size} tokens that this drafter drafts are not those of {checkpoint}: "
                 "resume on the data that they were counted in, or start a new run from `from_pretrained`."
