@@ -75,7 +75,8 @@ def test_clients_that_leave_are_not_answered(server):
         time.sleep(0.1)
     # The second may have left before its request was seen, and the first's answer may have been complete.
     assert gone and not any("+ 180 tokens" in line for line in gone)
-    assert not any("Traceback" in line for line in server.log), "".join(server.log)
+    # Of these requests: a wrong body of another test fails inside of upstream, which is answered and logged.
+    assert not any("Traceback" in line for line in server.log[before:]), "".join(server.log[before:])
 
 
 def test_a_stop_string_is_no_part_of_an_answer(server):
