@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -452,6 +453,25 @@ def test_a_row_that_a_server_refuses_is_left_out(data, tmp_path, capsys):
     with chat_server(lambda body: "Yes.") as (url, _):
         code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url, "--limit", "4")
     assert code == 0 and "4 of 4 rows are in" in out  # not 12 of 4
+
+
+def test_a_row_that_takes_too_long_is_left_out(data, tmp_path, capsys, caplog, quick):
+    """One above `--timeout` ended the run: all others were lost, again and again."""
+
+    ended = threading.Event()
+
+    def reply(body):
+        if body["messages"][0]["content"] == QUESTIONS[3]:
+            ended.wait()
+        return "Yes."
+
+    with chat_server(reply) as (url, _):
+        options = ("--server", url, "--timeout", "0.5", "--concurrency", "3")
+        code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", *options)
+        ended.set()
+    assert code == 1 and "11 of 12 rows are in" in out and "1 rows were refused" in out
+    reason = "A row is left out: the server did not answer within 0.5 seconds (--timeout), tried 6 times"
+    assert reason in caplog.text
 
 
 def test_half_a_surrogate_pair_leaves_a_file_that_can_be_read(data, tmp_path, capsys):

@@ -75,6 +75,9 @@ class ChatClient:
             hint = _HINTS.get(status, f"tried {RETRIES + 1} times; see its log" if status >= 429 else "see its log")
             raise ServerError(f"{self.where} answers {status}: {detail}; {hint}.") from error
         except self.errors.APIConnectionError as error:
+            if type(error.__cause__).__name__ == "ReadTimeout":  # it is there, and shorter answers may be in time
+                seconds = f"{self.client.timeout:g} seconds (--timeout)"
+                raise UnusableRow(f"the server did not answer within {seconds}, tried {RETRIES + 1} times") from error
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(
                 f"{self.where} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"
