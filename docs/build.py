@@ -52,7 +52,6 @@ REFERENCE = {
     "Training": (
         "DFlashTrainer",
         "DFlashTrainingArguments",
-        "DecodingCallback",
         "StoredFeatures",
     ),
 }

@@ -7,14 +7,12 @@ from support.tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf import target as target_module
 from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import (
     check_fit,
     freeze,
     generate_responses,
-    packed_masks,
     target_features,
     target_forward,
 )
@@ -190,17 +188,3 @@ def test_layers_are_found_in_odd_models(model_type, kind, input_ids):
     config = DFlashDraftConfig.for_target(target.config, MASK, num_hidden_layers=2, target_layer_ids=[0, 3])
     assert config.num_target_layers == 4
     check_pair(target, config)
-
-
-def test_packing_is_tried_for_each_attention(monkeypatch):
-    """The remedy of the error is another attention, which may be set on the same target."""
-    target = make_target(attn="eager")
-    batch = {"position_ids": torch.arange(4).repeat(2, 2)}
-    monkeypatch.setattr(target_module, "_keeps_documents_apart", lambda t, _: t.config._attn_implementation == "sdpa")
-    with pytest.raises(ValueError, match="attn_implementation='eager' the documents of a row see each other"):
-        packed_masks(target, [0], batch)
-    target.set_attn_implementation("sdpa")
-    assert packed_masks(target, [0], batch).keys() == {"position_ids"}
-    target.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="see each other"):
-        packed_masks(target, [0], batch)

@@ -136,14 +136,10 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
 def test_a_stream_gives_the_same_examples(tmp_path):
     encoder = RowEncoder(make_tokenizer(), max_length=60)
     path = write(tmp_path / "a.jsonl", ROWS)
-    for packing in (False, True):
-        whole, _ = prepare_dataset(load_rows(path), encoder, packing)
-        stream, report = prepare_dataset(load_rows(path, streaming=True), encoder, packing)
-        assert list(stream) == list(whole)
-        assert ("document_ids" in whole[0]) == packing
+    whole, _ = prepare_dataset(load_rows(path), encoder)
+    stream, report = prepare_dataset(load_rows(path, streaming=True), encoder)
+    assert list(stream) == list(whole)
     assert (report.rows, report.examples, sum(report.dropped.values())) == (21, 20, 1)
-    with pytest.raises(ValueError, match="packing=True needs max_length"):
-        prepare_dataset(load_rows(path), RowEncoder(make_tokenizer()), packing=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -13,7 +13,6 @@ import numpy as np
 from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.examples import pack
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.sources import as_written
 from dflash_hf.pairs import TRUST, damaged_config
@@ -90,16 +89,13 @@ class DataReport:
         return lines
 
 
-def prepare_dataset(
-    rows, encoder: RowEncoder, packing: bool = False, num_proc: int | None = None, source: str = "the data"
-):
+def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, source: str = "the data"):
     """
     Encode a dataset.
 
     Args:
         rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
         encoder (`RowEncoder`): Makes examples from rows.
-        packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
         num_proc (`int`): Number of processes; not for streams.
         source (`str`): Name of the dataset, for messages.
 
@@ -113,10 +109,7 @@ def prepare_dataset(
     from datasets import Features, IterableDataset, Value
     from datasets import Sequence as ListOf
 
-    if packing and encoder.max_length is None:
-        raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
-    packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
     encode, rows = partial(_encode_batch, encoder, source), as_written(rows)
     stream = isinstance(rows, IterableDataset)
     if stream:
@@ -124,11 +117,10 @@ def prepare_dataset(
         columns = rows.column_names or list(first[0] if first else ())  # of a stream, known only from its rows
         batch = {name: [row.get(name) for row in first] for name in columns}
         report = DataReport.of(len(first), [encode(batch, range(len(first)))] if first else ())
-        encode, options, more = partial(_encode_rows, encoder, source), {"remove_columns": columns}, {}
+        encode, options = partial(_encode_rows, encoder, source), {"remove_columns": columns}
     else:
         rows = _with_arrays(rows)
-        more = {"num_proc": num_proc}
-        options = {"remove_columns": rows.column_names, "desc": "encoding", **more}
+        options = {"remove_columns": rows.column_names, "desc": "encoding", "num_proc": num_proc}
     features_and_reason = Features({**features, "left_out": Value("string")})
     encoded = rows.map(encode, with_indices=True, batched=True, features=features_and_reason, **options)
     encoded = encoded.with_format(None)  # not that of the rows
@@ -136,11 +128,7 @@ def prepare_dataset(
         report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
     kept = encoded.filter(not_, input_columns="left_out") if stream or report.dropped else encoded
-    kept = kept.remove_columns("left_out")
-    if packing:
-        more |= {} if stream else {"desc": "packing"}
-        kept = kept.map(partial(_pack_batch, encoder.max_length), batched=True, features=packed_features, **more)
-    return kept, report
+    return kept.remove_columns("left_out"), report
 
 
 def _with_arrays(rows):
@@ -181,12 +169,6 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
 def _encode_rows(*arguments) -> dict:
     """As [`_encode_batch`], for a stream."""
     return _encode_batch(*arguments).to_pydict()
-
-
-def _pack_batch(max_length: int, batch: dict) -> dict:
-    examples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in zip(batch["input_ids"], batch["loss_mask"])]
-    packed = list(pack(examples, max_length))
-    return {name: [row[name] for row in packed] for name in ("input_ids", "loss_mask", "document_ids")}
 
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
