@@ -48,7 +48,7 @@ WORKS = {
     f"doctor {PAIR} --data {{w}}/rows.jsonl --device cpu --blocks 2 --max-new-tokens 24": 1,
     "check {w}/draft --weights": 0,
     "convert {w}/draft {out}/c": 0,
-    "publish {w}/draft me/x --dry-run --base-model someone/target --output {out}/p": 0,
+    "publish {w}/draft me/x --dry-run --base-model someone/target": 0,
     f"serve --engine vllm --dry-run {PAIR}": 0,
     "smollm2": 0,
     "env": 0,

@@ -48,7 +48,7 @@ train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
 dflash eval --target smollm2 --draft "$work/bf16" --data "$here/data/held_out.jsonl.gz" --prompts "${PROMPTS:-24}" \
   --max-new-tokens 96 --runs 1 --threads 1 --tree-nodes 15 --prompt-lookup --output "$work/bf16"
-dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --output "$work/publish" \
+dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run \
   --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0 \
   --data-description "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
-dflash check "$work/publish" --engine transformers # for vLLM and SGLang: dflash convert --share-head before
+dflash check "$work/bf16" --engine transformers # for vLLM and SGLang: dflash convert --share-head before

@@ -99,7 +99,7 @@ def lock(file, path: Path) -> None:
     except BlockingIOError as error:
         raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
     except OSError as error:
-        from transformers.utils import logging  # `dflash check` reads files without it
+        from transformers.utils import logging
 
         logging.get_logger(__name__).warning(
             f"{path} cannot be locked ({error.strerror}): make sure that no other process writes to it."

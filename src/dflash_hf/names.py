@@ -3,7 +3,6 @@
 SERVERS = ("vllm", "sglang")  # engines with a launch line
 ENGINES = (*SERVERS, "transformers")  # engines that read a drafter's folder
 LLAMA_CPP = "llama.cpp"  # reads GGUF files: its rules are `dflash_hf.gguf_format.limits`
-READERS = ("mlx", "openvino", "z-lab")  # readers of a drafter's folder with their own loaders
 LAYOUTS = ("native", "z-lab", "gguf")  # layouts that a drafter can be written in
 RELATIONS = ("adapter", "finetune", "merge", "quantized")  # of a model to its base, in the Hub's terms
 DTYPES = ("float32", "bfloat16", "float16")

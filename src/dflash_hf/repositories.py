@@ -35,6 +35,15 @@ def is_repository_id(name: str) -> bool:
     return True
 
 
+def origin(target) -> dict[str, str]:
+    """The repository and commit that a target was loaded from; empty for a local folder."""
+    name = target.name_or_path
+    if not name or Path(name).exists() or not is_repository_id(name):
+        return {}
+    commit = getattr(target.config, "_commit_hash", None)
+    return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
+
+
 def check_revision(name: str, what: str, revision: str | None) -> None:
     """
     Raises:

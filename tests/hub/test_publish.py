@@ -1,8 +1,7 @@
-"""Publishing, against a stand-in of the Hub: one commit, or a clear error and a rerun that completes it."""
+"""Publishing, against a stand-in of the Hub: one commit that touches nothing of others, or a clear error."""
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,12 @@ from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_only import publish_code
 from dflash_hf.hub.publish import PublishError, publish
+from dflash_hf.target import digest_of_parameters
 
 
 REPO = "someone/my-DFlash"
 FACTS = CardFacts("someone/target", license="mit")
+BY_HAND = "---\nlanguage: en\nbase_model: someone/target\n---\n# Mine\n\nBy hand.\n"
 
 
 @pytest.fixture
@@ -33,9 +34,14 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def folder(target, tmp_path):
+def draft(target):
+    return make_draft(target, target_layer_ids=[0, 1, 2])
+
+
+@pytest.fixture
+def folder(draft, tmp_path):
     folder = tmp_path / "draft"
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder)
+    draft.save_pretrained(folder)
     (folder / "checkpoint-10").mkdir()
     for name in ("training_args.bin", "notes.txt", "checkpoint-10/model.safetensors", "stale-model.safetensors"):
         (folder / name).write_bytes(b"private")
@@ -46,38 +52,41 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_everything_in_one_commit(folder, hub, target):
+def edit(folder, **keys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+def test_everything_arrives_in_one_commit(folder, hub):
     before = contents(folder)
     result = publish(folder, REPO, facts=FACTS)
     assert contents(folder) == before, "nothing is written locally"
     (commit,) = hub.commits
     assert (commit["repo"], commit["message"], commit["deleted"]) == (REPO, "Upload DFlash drafter", [])
-    assert commit["added"] == sorted(result.files) and result.url.endswith(f"/{REPO}/commit/{hub.sha()}")
+    assert commit["added"] == sorted(result.files) == sorted(result.changes.added)
+    assert result.url.endswith(f"/{REPO}/commit/{hub.sha()}")
     published = hub.files[REPO]
     code = {path.name for path in folder.glob("*_dflash.py")}
-    assert set(published) - {".gitattributes"} == {
-        "README.md",
-        "config.json",
-        "custom_generate/generate.py",
-        "model.safetensors",
-        *code,
+    names = {"README.md", "config.json", "custom_generate/generate.py", "model.safetensors", *code}
+    assert set(published) - {".gitattributes"} == names and set(result.left_out) == set(before) - names
+    assert {name: published[name] for name in names - {"README.md"}} == {
+        name: before[name] for name in names - {"README.md"}
     }
-    assert set(result.left_out) == set(before) - set(published)
-    for name, content in before.items():
-        assert name in result.left_out or published[name] == content
     assert {name: len(published[name]) for name in result.files} == result.files
     card = ModelCard(published["README.md"].decode())
     assert card.data.base_model == "someone/target" and f'from_pretrained("{REPO}"' in card.text
     assert hub.private == {REPO: False}
+    with pytest.raises(PublishError, match="exists and is public"):  # it does not become private by itself
+        publish(folder, REPO, private=True, facts=FACTS)
 
 
-def test_code_that_is_named_but_not_there_is_added(folder, tmp_path):
-    publish(folder, REPO, dry_run=True, facts=FACTS, write_to=tmp_path / "with")
+def test_missing_code_is_added(folder):
+    whole = publish(folder, REPO, dry_run=True, facts=FACTS).files
     for path in (*folder.glob("*_dflash.py"), folder / "custom_generate" / "generate.py"):
         path.unlink()
     assert any(finding.key.endswith(".py") for finding in check(folder))
-    result = publish(folder, REPO, dry_run=True, facts=FACTS, write_to=tmp_path / "without")
-    assert contents(tmp_path / "without") == contents(tmp_path / "with") and result.findings == []
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert result.files == whole and result.findings == []
     # Code of another version is not mixed with today's.
     (folder / "modeling_dflash.py").write_text("class DFlashDraftModel: ...\n", encoding="utf-8")
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
@@ -85,34 +94,42 @@ def test_code_that_is_named_but_not_there_is_added(folder, tmp_path):
     assert [finding.key for finding in result.findings] == ["configuration_dflash.py"]
 
 
-def test_a_public_repository_does_not_become_private_by_itself(folder, hub):
-    """`--private` uploaded to an existing public repository, in public and without a word."""
-    publish(folder, REPO, facts=FACTS)
-    with pytest.raises(PublishError, match="exists and is public"):
-        publish(folder, REPO, private=True, facts=FACTS)
-    assert len(hub.commits) == 1
-
-
-def test_a_second_time_changes_only_what_changed(folder, hub, target):
-    """Engines would read an old file together with the new weights, and the card an old picture."""
-    old = ("mask_embedding.pt", "eval_report.png")
-    torch.save({"embedding": torch.ones(target.config.hidden_size)}, folder / old[0])
-    (folder / old[1]).write_bytes(b"png")
+def test_a_second_commit_has_only_what_changed(folder, hub, draft, target, capsys):
+    """Engines would read a file of before together with the new weights, and the card its picture."""
+    old = ("eval_report.png", "mask_embedding.pt")
+    torch.save({"embedding": torch.ones(target.config.hidden_size)}, folder / old[1])
+    (folder / old[0]).write_bytes(b"png")
     publish(folder, REPO, private=True, facts=FACTS)
     assert hub.private == {REPO: True} and {*old} <= set(hub.files[REPO])
     uploads = hub.uploads
     assert publish(folder, REPO, facts=FACTS).url is None
     assert len(hub.commits) == 1 and hub.uploads == uploads
-    # Now in shards: the single file of before would be read instead of them.
+    # Now in shards; and files that somebody else has put there.
+    others = {"images/one.png": b"1", "eval_report.json.bak": b"2", "model.gguf": b"3", "own.py": b"4"}
+    hub.files[REPO].update({**others, "plan_dflash.py": b"of 0.1"})
     for name in (*old, "model.safetensors"):
         (folder / name).unlink()
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder, max_shard_size="40KB")
-    assert publish(folder, REPO, facts=FACTS).url is not None
-    assert hub.commits[1]["deleted"] == sorted((*old, "model.safetensors"))
-    assert "model.safetensors.index.json" in hub.files[REPO] and "config.json" not in hub.commits[1]["added"]
+    draft.save_pretrained(folder, max_shard_size="40KB")
+    words, deleted = (
+        ["publish", str(folder), REPO, "--base-model", "someone/target"],
+        sorted((*old, "model.safetensors", "plan_dflash.py")),
+    )
+    printed = []
+    for more in (["--dry-run"], []):  # which say the same, before anything is sent
+        assert main([*words, *more]) == 0
+        printed.append([line for line in capsys.readouterr().out.splitlines() if line.startswith(FATES)])
+    assert printed[0] == printed[1] and [line.split()[-1] for line in printed[0] if "deletes" in line] == deleted
+    fates = {line.split()[-1]: line.split()[0] for line in printed[0]}
+    assert fates["config.json"] == "same" and fates["README.md"] == "replaces"
+    assert fates["model.safetensors.index.json"] == "new" and not fates.keys() & others.keys()
+    assert hub.commits[1]["deleted"] == deleted and others.items() <= hub.files[REPO].items()
+    assert hub.commits[1]["added"] == sorted(name for name, fate in fates.items() if fate in ("new", "replaces"))
 
 
-def test_a_connection_that_drops_and_a_rerun(folder, hub):
+FATES = ("new ", "same ", "replaces ", "deletes ")
+
+
+def test_an_interrupted_upload_is_finished_by_a_rerun(folder, hub):
     before = contents(folder)
     hub.drop = 100
     with pytest.raises(PublishError, match="interrupted .* run the same command again"):
@@ -125,24 +142,25 @@ def test_a_connection_that_drops_and_a_rerun(folder, hub):
     assert hub.files[REPO]["model.safetensors"] == before["model.safetensors"]
 
 
-REFUSALS = {
-    "wrong token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "hf auth login"),
-    "reader": (lambda hub, patch: setattr(hub, "reader", True), "may not write there"),
-    "no token": (lambda hub, patch: patch.setattr("dflash_hf.hub.publish.get_token", lambda: None), "no Hub token"),
-    "no network": (
-        lambda hub, patch: patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"),
-        "interrupted",
-    ),
-    "card": (lambda hub, patch: patch.setattr(ModelCard, "validate", refuse), "the Hub rejected it .invalid license"),
-}
+def offline(hub, patch):
+    patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
 
 
-def refuse(self, repo_type=None):
+def invalid(self, repo_type=None):
     raise ValueError("invalid license")
 
 
+REFUSALS = {
+    "wrong token": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "hf auth login"),
+    "reader": (lambda hub, patch: setattr(hub, "reader", True), "may not write there"),
+    "no token": (lambda hub, patch: patch.delenv("HF_TOKEN"), "there is no valid token: run `hf auth login`"),
+    "no network": (offline, "interrupted"),
+    "card": (lambda hub, patch: patch.setattr(ModelCard, "validate", invalid), "the Hub rejected it .invalid license"),
+}
+
+
 @pytest.mark.parametrize("case", REFUSALS)
-def test_the_hub_s_refusals_are_explained(case, folder, hub, monkeypatch):
+def test_a_refusal_of_the_hub_is_explained(case, folder, hub, monkeypatch):
     before, (change, message) = contents(folder), REFUSALS[case]
     change(hub, monkeypatch)
     with pytest.raises(PublishError, match=message):
@@ -150,48 +168,111 @@ def test_the_hub_s_refusals_are_explained(case, folder, hub, monkeypatch):
     assert hub.commits == [] and hub.files == {} and contents(folder) == before
 
 
-def test_a_dry_run_needs_no_network(folder, monkeypatch):
-    monkeypatch.setattr("dflash_hf.hub.publish.HfApi", None)
-    monkeypatch.setattr("dflash_hf.hub.publish.get_token", lambda: None)
+OTHERS = {
+    # what is in the repository: what the error names
+    "another model": ({"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}, "another model, whose config.json"),
+    "weights alone": ({"model-00001-of-00002.safetensors": b""}, "another model, whose model-00001-of-00002"),
+    "damaged": ({"config.json": b"{", "model.safetensors": b""}, "another model, whose config.json"),
+    "card": ({"README.md": b"---\nlicense: mit\n---\nBy hand"}, "README.md that was written .* --replace-card"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_files_of_others_are_not_replaced(case, folder, hub):
+    hub.files[REPO], message = {**OTHERS[case][0]}, OTHERS[case][1]
+    for dry_run in (True, False):
+        with pytest.raises(PublishError, match=message):
+            publish(folder, REPO, dry_run=dry_run, facts=FACTS)
+    assert hub.commits == []
+    if case == "card":
+        assert publish(folder, REPO, facts=FACTS, replace_card=True).changes.replaced == ["README.md"]
+
+
+def test_a_commit_in_between_is_not_overwritten(folder, hub):
+    def meddle(result):
+        hub.files.setdefault(REPO, {})["config.json"] = b"{}"
+
+    publish(folder, REPO, facts=FACTS)
+    edit(folder, note="mine")
+    with pytest.raises(PublishError, match="somebody else has changed the repository .* run the same"):
+        publish(folder, REPO, facts=FACTS, announce=meddle)
+    assert len(hub.commits) == 1 and hub.files[REPO]["config.json"] == b"{}"
+    hub.files.clear()
+    with pytest.raises(PublishError, match="it was created meanwhile"):
+        publish(folder, REPO, facts=FACTS, announce=meddle)
+    assert len(hub.commits) == 1
+
+
+def test_a_dry_run_needs_no_network(folder, hub, monkeypatch, capsys):
+    offline(hub, monkeypatch)
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert result.url is None and "README.md" in result.files and "training_args.bin" in result.left_out
+    assert result.url is None and result.changes is None and result.unseen
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size
+    assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
+    assert "not compared with what is there: " in capsys.readouterr().out
 
 
-def test_a_folder_gets_what_the_hub_would(folder, tmp_path):
-    there = tmp_path / "mirror"
-    (there / "data").mkdir(parents=True)
-    (there / "data" / "mine").touch()
-    result = publish(folder, REPO, dry_run=True, facts=FACTS, write_to=there)
-    written = {path.relative_to(there).as_posix(): path.stat().st_size for path in there.rglob("*") if path.is_file()}
-    assert written == {**result.files, "data/mine": 0}
-    assert (there / "README.md").read_text(encoding="utf-8") == str(result.card)
-    assert publish(there, REPO, dry_run=True).files == result.files  # it can be published itself
+# ------------------------------------------------------------------------------------------- the folder, and its card
 
 
-def test_what_must_not_be_published(folder, target):
+FOLDERS = {
+    # keys of config.json: what the error names
+    "block": ({"block_size": 9}, "cannot be published as it is:.*block_size"),
+    "foreign code": ({"auto_map": {"AutoModel": "evil/code--modeling.Model"}}, "'evil/code--modeling.Model' is not a"),
+    "code elsewhere": ({"auto_map": {"AutoModel": "../x.Model"}}, "is not a file beside"),
+    "quantisation": ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic' is unknown"),
+    "no quantised weights": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "bitsandbytes",
+    ),
+    "rate": ({"attention_dropout": float("nan")}, "attention_dropout"),
+    "long": ({"target_layer_ids": list(range(100_000))}, "target_layer_ids"),
+    "two": ({"block_size": 9, "mask_token_id": 10**9}, "and .* more: `dflash check"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_an_unreadable_folder_is_refused(case, folder):
+    keys, message = FOLDERS[case]
+    edit(folder, **keys)
+    with pytest.raises(PublishError, match=message) as refused:
+        publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
+
+
+def test_what_cannot_be_published_is_refused(folder, draft, tmp_path):
     with pytest.raises(PublishError, match="repo='a/b--c' is not a repository id.* no '--'"):
         publish(folder, "a/b--c", dry_run=True, facts=FACTS)
     with pytest.raises(PublishError, match="write base_model into"):
         publish(folder, REPO, dry_run=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "block_size": 9}))
-    with pytest.raises(PublishError, match="cannot be published as it is:(.|\n)*block_size"):
+    (tmp_path / "secret").write_text("secret")
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(PublishError, match="LICENSE of .* is a link to .*secret, outside the folder"):
         publish(folder, REPO, dry_run=True, facts=FACTS)
-    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    (folder / "LICENSE").unlink()
     draft.fc.weight.data[0, 0] = float("nan")
     draft.save_pretrained(folder)
     with pytest.raises(PublishError, match="weights: 1 of [0-9,]+ weights are not finite .* in fc.weight"):
         publish(folder, REPO, dry_run=True)
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder)
-    # What one engine alone refuses is said, and its launch line left out.
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+
+
+def test_an_engine_that_refuses_is_left_out_of_the_card(folder):
+    edit(folder, hidden_act="gelu")
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert [finding.key for finding in result.findings] == ["hidden_act"]
-    assert "SGLang" not in str(result.card)
+    assert [finding.key for finding in result.findings] == ["hidden_act"] and "SGLang" not in str(result.card)
 
 
-WRONG_CARDS = {
+def test_only_the_drafters_own_code_is_uploaded(folder):
+    """`auto_map` named any file, and it was uploaded."""
+    (folder / "secret.py").write_text("TOKEN = 1\n")
+    (folder / "own.py").write_text("class Own:\n    pass\n")
+    before = json.loads((folder / "config.json").read_text())["auto_map"]
+    edit(folder, auto_map={**before, "AutoTokenizer": "secret.TOKEN", "AutoProcessor": "own.Own"})
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert "secret.py" in result.left_out and "own.py" in result.files
+
+
+CARDS = {
     "---\nbase_model: [a\n---\n": "is not valid",
     "---\nbase_model: a b\n---\n": "is not valid",
     "# no metadata\n": "names no base_model",
@@ -199,49 +280,99 @@ WRONG_CARDS = {
 }
 
 
-def test_a_card_may_have_several_licenses(folder):
-    (folder / "README.md").write_text("---\nbase_model: someone/target\nlicense: [mit, apache-2.0]\n---\n# Mine\n")
-    assert publish(folder, REPO, dry_run=True).card.data.license == ["mit", "apache-2.0"]
-
-
-@pytest.mark.parametrize("card", WRONG_CARDS)
-def test_a_card_with_wrong_metadata_is_refused(card, folder):
+@pytest.mark.parametrize("card", CARDS)
+def test_wrong_metadata_is_refused(card, folder):
     (folder / "README.md").write_text(card)
-    with pytest.raises(PublishError, match=WRONG_CARDS[card]):
+    with pytest.raises(PublishError, match=CARDS[card]):
         publish(folder, REPO, dry_run=True)
     assert "# my-DFlash" in str(publish(folder, REPO, dry_run=True, facts=FACTS).card)
 
 
-def test_a_card_written_by_hand_is_kept(folder, tmp_path, capsys):
+LICENSES = {
+    "--license Apache_2.0": "license='Apache 2.0' is not an identifier of the Hub; the nearest are apache-2.0,",
+    "--license xyz": "license='xyz' is not an identifier of the Hub. For any other license: --license other",
+    "--license other": "license=other needs a name: --license-name NAME",
+    "--license-name mine": "license_name='mine' with license_link=None needs a license: --license other",
+    "--license other --license-name mine --license-link LICENSE": "license_link='LICENSE' must be a URL",
+}
+
+
+@pytest.mark.parametrize("options", LICENSES)
+def test_a_license_the_hub_rejects_is_refused(options, folder, capsys):
+    """A dry run passed, and the Hub rejected the card."""
+    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]
+    assert main([*words, *(word.replace("_", " ") for word in options.split())]) == 1
+    error = capsys.readouterr().err
+    assert LICENSES[options] in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_card_written_by_hand_is_kept(folder, capsys):
     """Any option of the card replaced the whole of it with the template, without a word."""
-    own = "---\nlanguage: en\nbase_model: someone/target\n---\n# Mine\n\nBy hand.\n"
-    (folder / "README.md").write_text(own)
+    (folder / "README.md").write_text(BY_HAND)
     words, target = ["publish", str(folder), REPO, "--dry-run"], ["--base-model", "someone/target"]
-    assert main([*words, "--output", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "README.md").read_text() == own
+    assert main(words) == 0 and BY_HAND in capsys.readouterr().out
     assert main([*words, "--license", "mit"]) == 2
     assert "written by hand and is taken as it is: instead of --license, change its" in capsys.readouterr().err
+    (folder / "README.md").write_text(BY_HAND.replace("language: en", "license: [mit, apache-2.0]"))
+    assert publish(folder, REPO, dry_run=True).card.data.license == ["mit", "apache-2.0"]
     # A rendered card is rendered anew, until it is edited.
-    (folder / "README.md").unlink()
-    for license in ("mit", "apache-2.0"):
-        assert main([*words, *target, "--license", license, "--output", str(folder)]) == 0
-        assert f"license: {license}" in (folder / "README.md").read_text()
-    (folder / "README.md").write_text((folder / "README.md").read_text().replace("# my-DFlash", "# Edited"))
-    assert main([*words, *target]) == 2
+    FACTS.save(folder)
+    rendered = str(publish(folder, "someone/before", dry_run=True, facts=FACTS).card)
+    (folder / "README.md").write_text(rendered)
+    assert "# my-DFlash" in str(publish(folder, REPO, dry_run=True).card)
+    (folder / "README.md").write_text(rendered.replace("# before", "# Edited"))
+    assert "# Edited" in str(publish(folder, REPO, dry_run=True).card) and main([*words, *target]) == 2
 
 
-def test_another_models_files_are_not_replaced(folder, target, tmp_path):
-    """`--output` of another model's folder replaced its configuration and weights."""
-    there = tmp_path / "other"
-    make_draft(target, target_layer_ids=[0, 1]).save_pretrained(there)
-    before = contents(there)
-    with pytest.raises(PublishError, match="config.json exists, and would be replaced; remove it, or name a new"):
-        publish(folder, REPO, dry_run=True, facts=FACTS, write_to=there)
-    assert contents(there) == before
-    # What an earlier dry run wrote may be written again, with another card.
-    for facts in (FACTS, CardFacts("someone/target")):
-        publish(folder, REPO, dry_run=True, facts=facts, write_to=tmp_path / "mirror")
-    assert "mit" not in (tmp_path / "mirror" / "README.md").read_text()
+def test_a_report_of_other_weights_is_refused(folder, draft):
+    """It stood on the card of a drafter that it was not measured with."""
+    speed = MethodReport(5.0, 0.56, [5.0], 9, 9, 1)
+    report = EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, {"draft_dtype": "bfloat16"})
+    report.setting["weights"] = digest_of_parameters(draft.to(torch.bfloat16).named_parameters())
+    report.save(folder / "eval_report.json")
+    assert "| tau" in str(publish(folder, REPO, dry_run=True, facts=CardFacts.from_folder(folder, **vars(FACTS))).card)
+    (folder / "README.md").write_text(BY_HAND)
+    for setting, message in (
+        ({"target": "other/target"}, "was measured with target other/target, not someone/target: run `dflash eval"),
+        ({"weights": "of others"}, f"was not measured with these weights: run `dflash eval .* --output {folder}`"),
+        ({"weights": None}, "was not measured with these weights"),
+    ):
+        EvalReport(report.methods, [[1]], [[1]], 8, {**report.setting, **setting}).save(folder / "eval_report.json")
+        with pytest.raises(PublishError, match=message):
+            publish(folder, REPO, dry_run=True)
+    report.setting["target"] = "someone/target"
+    report.save(folder / "eval_report.json")
+    assert publish(folder, REPO, dry_run=True).files["eval_report.json"]
+
+
+def test_the_command_publishes(folder, hub, draft, capsys):
+    def call(*words):
+        code = main(["publish", str(folder), *words])
+        return code, capsys.readouterr()
+
+    code, printed = call(REPO, "--dry-run")
+    assert code == 1 and printed.err.startswith("dflash publish: error: ") and "base_model" in printed.err
+    (folder / "LICENSE").write_text("Mine.")
+    for step in range(60):  # it was 73 kB
+        (folder / f"checkpoint-{1000 + step}").mkdir()
+        (folder / f"checkpoint-{1000 + step}" / "file").touch()
+    license = ("--license", "other", "--license-name", "mine-1.0", "--license-link", "LICENSE")
+    code, printed = call(REPO, "--dry-run", "--base-model", "someone/target", "--dataset", "someone/data", *license)
+    assert code == 0 and "base_model: someone/target" in printed.out and "- someone/data" in printed.out
+    assert "license: other\nlicense_name: mine-1.0\nlicense_link: LICENSE\n" in printed.out
+    assert "[mine-1.0](LICENSE)" in printed.out and printed.out.endswith(f"nothing was sent to {REPO}.\n")
+    (line,) = [line for line in printed.out.splitlines() if line.startswith("not uploaded: ")]
+    assert len(line) <= 300 and "more, 64 files in all" in line and hub.commits == []
+    speed, setting = (
+        MethodReport(5.0, 0.56, [5.0], 9, 9, 1),
+        {"weights": digest_of_parameters(draft.named_parameters())},
+    )
+    EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, setting).save(folder / "eval_report.json")
+    assert "slows the target down: 0.56x" in call(REPO, "--dry-run", "--base-model", "someone/target")[1].err
+    code, printed = call(REPO, "--private", "--base-model", "someone/target")
+    assert code == 0 and printed.out.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
+    code, printed = call(REPO, "--base-model", "someone/target")
+    assert code == 0 and "no new commit" in printed.out
 
 
 def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
@@ -255,140 +386,7 @@ def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
     assert {"modeling_dflash.py", "custom_generate/generate.py", "model.safetensors"} <= set(hub.files[REPO])
 
 
-def test_the_command(folder, hub, capsys):
-    def call(*words):
-        code = main(["publish", str(folder), *words])
-        printed = capsys.readouterr()
-        return code, printed.out or printed.err
-
-    code, text = call(REPO, "--dry-run")
-    assert code == 1 and text.startswith("dflash publish: error: ") and "base_model" in text
-    code, text = call(REPO, "--dry-run", "--base-model", "someone/target", "--dataset", "someone/data")
-    assert code == 0 and "base_model: someone/target" in text and "- someone/data" in text
-    assert "model.safetensors" in text and "not uploaded: " in text and "Dry run: nothing was sent" in text
-    assert hub.commits == []
-    slower = {"target": MethodReport(9.0, 1.0, [9.0], 9, 9, 1), "dflash": MethodReport(5.0, 0.56, [5.0], 9, 9, 1)}
-    EvalReport(slower, [[1]], [[1]], 8).save(folder / "eval_report.json")
-    main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"])
-    assert "this drafter slows the target down: 0.56x" in capsys.readouterr().err
-    (folder / "eval_report.json").unlink()
-    code, text = call(REPO, "--private", "--base-model", "someone/target")
-    assert code == 0 and text.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
-    code, text = call(REPO, "--base-model", "someone/target")
-    assert code == 0 and "no new commit" in text
-
-
-# ------------------------------------------------------------------------------------------------------------- careful
-
-
-def change(folder, **keys):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **keys}))
-
-
-def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path):
-    """`LICENSE -> /etc/passwd` was listed among the files to upload."""
-    (tmp_path / "secret").write_text("secret")
-    (folder / "LICENSE").symlink_to(tmp_path / "secret")
-    with pytest.raises(PublishError, match="LICENSE of .* is a link to .*secret, outside the folder"):
-        publish(folder, REPO, dry_run=True, facts=FACTS)
-    (folder / "LICENSE").unlink()
-    (folder / "custom_generate" / "generate.py").rename(tmp_path / "generate.py")
-    (folder / "custom_generate").rmdir()
-    (folder / "custom_generate").symlink_to(tmp_path)
-    result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert "custom_generate/generate.py" not in result.files
-    (folder / "LICENSE.txt").write_text("MIT")
-    (folder / "LICENSE").symlink_to("LICENSE.txt")  # inside: what it leads to would be uploaded anyway
-    assert "LICENSE" in publish(folder, REPO, dry_run=True, facts=FACTS).files
-
-
-def test_only_code_that_is_the_drafters_is_uploaded(folder):
-    """`auto_map` named any file, and it was uploaded."""
-    (folder / "secret.py").write_text("TOKEN = 1\n")
-    (folder / "own.py").write_text("class Own:\n    pass\n")
-    before = json.loads((folder / "config.json").read_text())["auto_map"]
-    change(folder, auto_map={**before, "AutoTokenizer": "secret.TOKEN", "AutoProcessor": "own.Own"})
-    result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert "secret.py" in result.left_out and "own.py" in result.files
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"auto_map": {"AutoModel": "evil/code--modeling.Model"}},
-            "'evil/code--modeling.Model' is not a file beside the weights",
-        ),
-        ({"auto_map": {"AutoModel": "../x.Model"}}, "is not a file beside"),
-        ({"quantization_config": {"quant_method": "magic"}}, "quantization_config: quant_method 'magic' is unknown"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
-        ({"attention_dropout": 5.0}, "attention_dropout"),
-        ({"attention_dropout": float("nan")}, "attention_dropout"),
-        ({"target_layer_ids": list(range(100_000))}, "target_layer_ids"),
-        ({"block_size": 9, "mask_token_id": 10**9}, "and .* more: `dflash check"),
-    ],
-)
-def test_a_folder_that_no_reader_should_be_given_is_refused(keys, message, folder):
-    change(folder, **keys)
-    with pytest.raises(PublishError, match=message) as refused:
-        publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--license Apache_2.0", "license='Apache 2.0' is not an identifier of the Hub; the nearest are apache-2.0,"),
-        ("--license MIT", "license='MIT' is not an identifier of the Hub; the nearest are mit. For any"),
-        ("--license xyz", "license='xyz' is not an identifier of the Hub. For any other license: --license other"),
-        ("--license other", "license=other needs a name: --license-name NAME"),
-        ("--license-name mine", "license_name='mine' with license_link=None needs a license: --license other"),
-        ("--license other --license-name mine --license-link LICENSE", "license_link='LICENSE' must be a URL"),
-    ],
-)
-def test_a_license_the_hub_rejects_is_refused(options, message, folder, capsys):
-    """A dry run passed, and the Hub rejected the card."""
-    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]
-    assert main([*words, *(word.replace("_", " ") for word in options.split())]) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
-
-
-def test_a_license_of_its_own_is_named_and_linked(folder, capsys):
-    (folder / "LICENSE").write_text("Mine.")
-    license = ("--license", "other", "--license-name", "mine-1.0", "--license-link", "LICENSE")
-    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target", "--output", str(folder)]
-    assert main([*words, *license]) == 0
-    assert "license: other\nlicense_name: mine-1.0\nlicense_link: LICENSE\n" in capsys.readouterr().out
-    assert "## Licence\n\n[mine-1.0](LICENSE)\n" in (folder / "README.md").read_text()
-
-
-def test_an_interrupted_copy_keeps_the_weights(folder, monkeypatch):
-    """`--output` may be the folder itself."""
-    before = (folder / "model.safetensors").read_bytes()
-
-    def interrupted(source, path):
-        Path(path).write_bytes(Path(source).read_bytes()[:9])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("shutil.copy2", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        publish(folder, REPO, dry_run=True, facts=FACTS, write_to=folder)
-    assert (folder / "model.safetensors").read_bytes() == before
-
-
-def test_what_stays_at_home_is_one_line(folder, capsys):
-    """It was 73 kB for a folder with 60 checkpoints."""
-    for step in range(60):
-        checkpoint = folder / f"checkpoint-{1000 + step}"
-        checkpoint.mkdir()
-        for i in range(9):
-            (checkpoint / f"file-{i}").touch()
-    assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoint-10" in line]
-    assert line.startswith("not uploaded: ") and len(line) <= 300
-    assert "checkpoint-1000/ (9 files)" in line and "more, 544 files in all" in line
+# ---------------------------------------------------------------------------------------------------------- code alone
 
 
 OLD = {"modeling_dflash.py": b"class DFlashDraftModel: ...", "plan_dflash.py": b"old"}
@@ -420,19 +418,16 @@ def test_code_only_replaces_the_code_alone(folder, hub, capsys):
     assert len(hub.pulls) == 1
 
 
-CODE_ERRORS = {
-    "no repository": (lambda files: files.clear(), "names no code of this package"),
-    "other code": (
-        lambda files: files.update({"config.json": b'{"auto_map": {"AutoModel": "x.Y"}}'}),
-        "names no code",
-    ),
-    "newer code": (lambda files: _edit(files, dflash_hf_version="99.1"), "has code of 99.1; this is"),
-    "unreadable": (lambda files: _edit(files, num_attention_heads=0), "other code does not mend: config.json"),
-}
-
-
 def _edit(files, **keys):
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), **keys}).encode()
+
+
+CODE_ERRORS = {
+    "no drafter": (lambda files: files.clear(), "names no code of this package"),
+    "other code": (lambda files: _edit(files, auto_map={"AutoModel": "x.Y"}), "names no code"),
+    "newer code": (lambda files: _edit(files, dflash_hf_version="99.1"), "has code of 99.1; this is"),
+    "unreadable": (lambda files: _edit(files, num_attention_heads=0), "config.json that other code does not mend: "),
+}
 
 
 @pytest.mark.parametrize("case", CODE_ERRORS)
@@ -455,7 +450,7 @@ def test_code_only_takes_no_other_option(capsys):
         main(["publish", "folder"])
 
 
-def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):
+def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):
     """llama.cpp looks for `dflash-*.gguf` in a repository; the card has its command, with the whole block."""
     pytest.importorskip("gguf")
     target = make_target(vocab_size=16)
@@ -470,23 +465,17 @@ def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):
     line = f"llama-server -m target.gguf -hfd {REPO} --spec-type draft-dflash --spec-draft-n-max 3"
     assert line in hub.files[REPO]["README.md"].decode()
     # Once there it goes along, as long as it is not older than the weights.
-    assert publish(folder, REPO, facts=FACTS, write_to=tmp_path / "copy").url is None
-    publish(tmp_path / "copy", REPO, dry_run=True, facts=FACTS)
+    assert publish(folder, REPO, facts=FACTS).url is None
     os.utime(folder / "model.safetensors", (2e9, 2e9))
-    with pytest.raises(PublishError, match=f"{name} is older than the weights"):
-        publish(folder, REPO, facts=FACTS)
-    # Also under another name: the file of the first one was uploaded with the weights of before.
-    os.utime(folder / "model.safetensors", ((folder / name).stat().st_mtime + 0.001,) * 2)
-    with pytest.raises(PublishError, match=f"{name} is older than the weights"):
-        publish(folder, "someone/second", facts=FACTS, gguf_target=file)
-    (folder / "dflash-second.gguf").unlink()
+    for repo in (REPO, "someone/second"):  # also under another name
+        with pytest.raises(PublishError, match=f"{name} is older than the weights"):
+            publish(folder, repo, facts=FACTS)
     (folder / name).write_bytes(b"GGUF")
     with pytest.raises(PublishError, match="not a complete GGUF file"):
         publish(folder, REPO, facts=FACTS)
     (folder / name).unlink()
     assert publish(folder, REPO, facts=FACTS).url is not None and name not in hub.files[REPO]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_target_layers": 9}))
+    edit(folder, num_target_layers=9)
     with pytest.raises(PublishError, match="belongs to another target"):
         publish(folder, REPO, facts=FACTS, gguf_target=file)
     assert not (folder / name).exists()

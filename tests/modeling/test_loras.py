@@ -130,8 +130,11 @@ def test_what_is_saved_and_published(folder, tmp_path, monkeypatch):
     weights = (folder / "model.safetensors").stat().st_size
     assert all((folder / file).stat().st_size < weights / 4 for file in files)
     facts = CardFacts(base_model="someone/target")
-    found = publish(folder, "someone/draft", dry_run=True, facts=facts, write_to=tmp_path / "hub")
+    found = publish(folder, "someone/draft", dry_run=True, facts=facts)
     assert set(files) < set(found.files)
+    for name, content in found.contents.items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     config = json.loads((tmp_path / "hub" / files[0]).read_text())
     assert config["base_model_name_or_path"] == "someone/draft"
     draft, again = DFlashDraftModel.from_pretrained(folder), DFlashDraftModel.from_pretrained(tmp_path / "hub")

@@ -36,6 +36,21 @@ class Hub:
         return hashlib.sha1(repr([len(self.commits), self.files]).encode()).hexdigest()
 
 
+def is_large(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def blob(name: str, content: bytes) -> dict:
+    """What the Hub knows of a file's content."""
+    known = {"size": len(content), "blobId": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+    sha = hashlib.sha256(content).hexdigest()
+    return (
+        {**known, "lfs": {"size": len(content), "sha256": sha, "oid": sha, "pointerSize": 134}}
+        if is_large(name)
+        else known
+    )
+
+
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
     timeout = 20
@@ -83,11 +98,15 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", self.path.split("?")[0]):
             self.resolve(match[1], match[2])
             return
-        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/[\w.-]+)?", self.path.split("?")[0])
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/[\w.-]+)?", self.path.split("?")[0])
         if match is None or match[1] not in self.hub.files:
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             return
-        names = [{"rfilename": name} for name in sorted(self.hub.files[match[1]])]
+        known = {name: blob(name, data) for name, data in sorted(self.hub.files[match[1]].items())}
+        if match[2] == "tree":
+            self.answer([{"type": "file", "path": name, "oid": one["blobId"], **one} for name, one in known.items()])
+            return
+        names = [{"rfilename": name, **one} for name, one in known.items()]
         private = self.hub.private.get(match[1], False)
         self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names, "private": private})
 
@@ -156,12 +175,12 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, repo, request):
         files = []
         for file in request["files"]:
-            large = file["path"].endswith(".safetensors")
+            large = is_large(file["path"])
             entry = {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
             stored = self.hub.files[repo].get(file["path"])
             if stored is not None:
-                blob = hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
-                entry["oid"] = hashlib.sha256(stored).hexdigest() if large else blob
+                known = blob(file["path"], stored)
+                entry["oid"] = known["lfs"]["sha256"] if large else known["blobId"]
             files.append(entry)
         self.answer({"files": files})
 
@@ -184,6 +203,8 @@ class Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "header":
                 message = value["summary"]
+                if value.get("parentCommit", self.hub.sha()) != self.hub.sha():
+                    return self.answer({"error": "A commit has happened since. Please refresh and try again."}, 412)
             elif line["key"] == "file":
                 added[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":

@@ -7,15 +7,13 @@
 """
 
 from dflash_hf.commands.shared import add_revision
-from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
+from dflash_hf.names import ENGINES, LLAMA_CPP
 from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "draft", metavar="DRAFT", help="a drafter: folder, .gguf file or Hub name; downloads no weights"
-    )
-    choices = (*ENGINES, LLAMA_CPP, *READERS)
+    parser.add_argument("draft", metavar="DRAFT", help="a drafter: folder, .gguf file or Hub name")
+    choices = (*ENGINES, LLAMA_CPP)
     known = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
     parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=known)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")

@@ -7,10 +7,11 @@
 """
 
 import argparse
+from functools import partial
 
 from dflash_hf.commands.shared import given
 from dflash_hf.names import RELATIONS
-from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
+from dflash_hf.terminal import Outcome, UsageError, one_line
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
@@ -35,9 +36,11 @@ def add_arguments(parser) -> None:
     only = "instead: open a pull request there with this version's code, and nothing else"
     parser.add_argument("--code-only", action=InPlaceOfBoth, metavar="REPO", help=only)
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument("--dry-run", action="store_true", help="list files and the card's metadata, upload nothing")
-    parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
+    parser.add_argument("--dry-run", action="store_true", help="list what would change, print the card, send nothing")
     parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
+    parser.add_argument(
+        "--replace-card", action="store_true", help="replace a README.md there that was written by hand"
+    )
     facts = parser.add_argument_group(
         "model card, in addition to card_facts.json and eval_report.json in the folder; a README.md written by hand "
         "is taken as it is"
@@ -57,15 +60,11 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the files that were or would be uploaded."""
-    from collections import Counter
+    """`echo` what changes in the repository before it does."""
     from pathlib import Path
 
-    from dflash_hf.evaluation.measure import EvalReport
-    from dflash_hf.evaluation.report import REPORT_FILE
-    from dflash_hf.hub.card import CardFacts
-    from dflash_hf.hub.check import render
-    from dflash_hf.hub.publish import has_own_card, publish
+    from dflash_hf.hub.card import CardFacts, has_own_card
+    from dflash_hf.hub.publish import publish
 
     if arguments.code_only:
         return _code_only(arguments, echo)
@@ -80,36 +79,54 @@ def run(arguments, echo) -> Outcome:
     if stated:
         stated["data"] = stated.pop("data_description", None)
         facts = CardFacts.from_folder(arguments.folder, **stated)
-    speedup, report = None, Path(arguments.folder, REPORT_FILE)
-    if report.is_file():
-        evaluated = EvalReport.load(report)
-        speedup = evaluated.methods[evaluated.fastest].gain
-    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
+    options = {"facts": facts, "gguf_target": arguments.gguf, "replace_card": arguments.replace_card}
+    options["announce"] = partial(_announce, Path(arguments.folder), echo)
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
+    if arguments.dry_run:
+        echo(f"README.md:\n\n{result.card}\nDry run: nothing was sent to {result.repo}.")
+    else:
+        echo(result.url or f"{result.repo} is already up to date: no new commit.")
+    known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
+    known["card"] = str(result.card)
+    if result.changes is not None:
+        known |= {name: getattr(result.changes, name) for name in ("added", "replaced", "deleted")}
+    return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
+
+
+def _announce(folder, echo, result) -> None:
+    """`echo` findings, and what happens to each file."""
+    from collections import Counter
+
+    from dflash_hf.evaluation.measure import EvalReport
+    from dflash_hf.evaluation.report import REPORT_FILE
+    from dflash_hf.hub.check import render
+
     if result.findings:
         echo(render(result.findings))
+    changes, fates = result.changes, {}
+    if changes is not None:
+        fates = {**dict.fromkeys(changes.added, "new"), **dict.fromkeys(changes.replaced, "replaces")}
     for name, size in result.files.items():
-        echo(f"{size:>14,}  {name}")
-    if speedup is not None and speedup < 1:
-        echo.note(f"warning: this drafter slows the target down: {speedup:.2f}x in eval_report.json.")
+        echo(f"{fates.get(name, '' if changes is None else 'same'):9}{size:>14,}  {name}")
+    for name in [] if changes is None else changes.deleted:
+        echo(f"{'deletes':9}{'':14}  {name}")
     if result.left_out:
         places = Counter(f"{name.partition('/')[0]}/" if "/" in name else name for name in result.left_out)
         shown = [f"{name} ({number} files)" if number > 1 else name for name, number in places.items()]
         more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
         echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
-    if arguments.dry_run:
-        echo(f"The card's metadata:\n{result.card.data.to_yaml()}")
-        echo(f"Dry run: nothing was sent to {result.repo}.")
-    else:
-        echo(result.url or f"{result.repo} is already up to date: no new commit.")
-    known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
-    return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
+    if result.unseen:
+        echo(one_line(f"not compared with what is there: {result.unseen}"))
+    if REPORT_FILE in result.files:
+        report = EvalReport.load(folder / REPORT_FILE)
+        if (gain := report.methods[report.fastest].gain) < 1:
+            echo.note(f"warning: this drafter slows the target down: {gain:.2f}x in {REPORT_FILE}.")
 
 
 def _code_only(arguments, echo) -> Outcome:
     from dflash_hf.hub.code_only import publish_code
 
-    ignored = given(arguments, ("private", "output", "gguf", *_FACTS))
+    ignored = given(arguments, ("private", "gguf", "replace_card", *_FACTS))
     if ignored or arguments.folder is not None:
         others = ", ".join(ignored or [arguments.folder])
         raise UsageError(f"--code-only {arguments.code_only} changes the code there alone: leave out {others}.")

@@ -22,7 +22,9 @@ from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
 from dflash_hf.files import atomic
 from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.repositories import origin
 from dflash_hf.responses import generate_one
+from dflash_hf.target import digest_of_parameters
 from dflash_hf.terminal import json_text, read_text
 
 
@@ -83,7 +85,8 @@ class EvalReport:
             token is included, the prompt's own forward is not.
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
-        setting (`dict`): Hardware, threads, versions, dtypes, limits.
+        setting (`dict`): The target's repository, a digest of the drafter's weights, hardware, threads, versions,
+            dtypes, limits.
         divergences (`list[Divergence]`): Where outputs diverge from the target's own, and whether rounding explains
             it.
         rounding (`Rounding`, *optional*): The target compared with itself, if anything diverged.
@@ -272,6 +275,8 @@ def evaluate(
         responses=answers,
         block_size=draft.config.block_tokens,
         setting={
+            "target": origin(target).get("base_model"),
+            "weights": digest_of_parameters(draft.named_parameters()),
             "device": str(target.device),
             "hardware": hardware(target.device),
             "threads": torch.get_num_threads(),

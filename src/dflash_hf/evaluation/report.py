@@ -1,11 +1,14 @@
 """Where a report lies: beside the weights that it is about."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging
 
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.target import digest_of_parameters
 
 
 REPORT_FILE = "eval_report.json"
@@ -29,3 +32,30 @@ def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list
         (folder / PLOT_FILE).unlink(missing_ok=True)  # an earlier report's
         _logger.info(f"No picture of the report: {error}")
     return files
+
+
+def check_report(folder: Path, targets: Sequence[str]) -> None:
+    """
+    Check that the report in a drafter's folder, if there is one, is about its weights, and about one of the targets.
+
+    Args:
+        folder (`Path`): The drafter's.
+        targets (`Sequence[str]`): Repositories that a card names as targets.
+
+    Raises:
+        `ValueError`: it is about others; says what to run.
+    """
+    if not (folder / REPORT_FILE).is_file():
+        return
+    setting = EvalReport.load(folder / REPORT_FILE).setting
+    draft = DFlashDraftModel.from_pretrained(folder, dtype=setting.get("draft_dtype", "auto"))
+    measured, foreign = setting.get("target", targets[0]), ""
+    if setting.get("weights") != digest_of_parameters(draft.named_parameters()):
+        foreign = "was not measured with these weights"
+    elif measured not in targets:
+        foreign = f"was measured with target {measured}, not {targets[0]}"
+    if foreign:
+        raise ValueError(
+            f"{folder / REPORT_FILE} {foreign}: run `dflash eval --target {targets[0]} --draft {folder} --data DATA "
+            f"--output {folder}`, or remove {REPORT_FILE} and {PLOT_FILE}."
+        )

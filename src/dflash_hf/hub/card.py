@@ -32,12 +32,9 @@ FACTS_FILE = "card_facts.json"
 TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
 # The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
 _SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
-_KINDS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}  # of facts that are not text
-# The training arguments of transformers that a card lists; for our own arguments the fields say so.
-_OF_UPSTREAM = (
-    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
-    *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
-)
+# Of facts that are not text.
+_KINDS: dict[str, type] = {"datasets": list, "tags": list, "training": dict, "report": dict}
+_TAGS = ("dflash", "speculative-decoding", "block-diffusion", "draft-model")
 
 
 @dataclass
@@ -54,12 +51,13 @@ class CardFacts:
         datasets (`list[str]`): Repositories of the training data.
         data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
         hardware (`str`, *optional*): Hardware of the evaluation.
-        training (`dict`): Training arguments; [`training_facts`] picks them.
+        training (`dict`): Training arguments.
         evaluated_on (`str`, *optional*): The evaluation's dataset; without it there is no model-index.
         report (`dict`, *optional*): An `EvalReport` as JSON.
         plot (`str`, *optional*): File name of its plot in the folder.
         license_name (`str`, *optional*): Of another license, e.g. `"my-license-1.0"`.
         license_link (`str`, *optional*): To its text: a URL, or a file in the folder.
+        tags (`list[str]`): Beside the card's own.
 
     Raises:
         `ValueError`: names field, value and remedy.
@@ -78,6 +76,7 @@ class CardFacts:
     plot: str | None = None
     license_name: str | None = None
     license_link: str | None = None
+    tags: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         for repo in (self.base_model, *self.datasets):
@@ -119,43 +118,10 @@ class CardFacts:
             )
         return cls(**known)
 
-
-def training_facts(arguments) -> dict:
-    """The training arguments that the card lists, if they are set."""
-    absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
-    unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
-    names = [name for name in arguments.on_card if name not in unused]
-    values = {**arguments.to_dict(), "world_size": arguments.world_size}
-    return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
-
-
-def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:
-    """
-    Write the facts known to training into `card_facts.json` next to a drafter's weights. Other facts in it are kept.
-
-    Args:
-        folder (`str` or `Path`): The drafter's folder.
-        target (`PreTrainedModel`): Names the base model and its commit, if it was loaded from the Hub.
-        arguments (`TrainingArguments`): See [`training_facts`].
-        measured (`dict`): More rows of the training table, such as the number of optimizer steps.
-    """
-    path = Path(folder) / FACTS_FILE
-    known, named = _read_json(path), origin(target)
-    if named:
-        known = {**known, "base_model_revision": None, **named}
-    known["training"] = {**training_facts(arguments), **measured}
-    known = {name: value for name, value in known.items() if value}
-    write_json(path, known)
-    return path
-
-
-def origin(target) -> dict[str, str]:
-    """The repository and commit that a target was loaded from; empty for a local folder."""
-    name = target.name_or_path
-    if not name or Path(name).exists() or not is_repository_id(name):
-        return {}
-    commit = getattr(target.config, "_commit_hash", None)
-    return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
+    def save(self, folder: str | Path) -> None:
+        """Write them into `card_facts.json`, except for the report and its plot, which have files of their own."""
+        known = {name: value for name, value in vars(self).items() if value and name not in ("report", "plot")}
+        write_json(Path(folder) / FACTS_FILE, known)
 
 
 def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
@@ -193,6 +159,12 @@ def is_rendered(card: str) -> bool:
     return card == body + _seal(body)
 
 
+def has_own_card(folder: str | Path) -> bool:
+    """Whether a folder's README.md was written or edited by hand."""
+    own = Path(folder) / "README.md"
+    return own.is_file() and not is_rendered(own.read_text(encoding="utf-8", errors="replace"))
+
+
 def _seal(body: str) -> str:
     return f"{_SEAL}{digest_of(body)} -->\n"
 
@@ -202,26 +174,21 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
     task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
     data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
+    measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
     results = [
-        EvalResult(**task, **data, metric_type=key, metric_name=named[key], metric_value=value)
-        for key, value in _figures(facts).items()
+        EvalResult(**task, **data, metric_type=key, metric_name=name, metric_value=round(measured[key], 3))
+        for key, name in named.items()
+        if measured.get(key) is not None
     ]
-    own = ("base_model", "license", "license_name", "license_link", "base_model_relation")
+    own = ("base_model", "license", "license_name", "license_link", "base_model_relation", "datasets")
     return ModelCardData(
-        datasets=facts.datasets or None,
         eval_results=results or None,
         model_name=repo.split("/")[-1] if results else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
-        **{name: getattr(facts, name) for name in own},
+        tags=list(dict.fromkeys((*_TAGS, *facts.tags))),
+        **{name: getattr(facts, name) or None for name in own},
     )
-
-
-def _figures(facts: CardFacts) -> dict[str, float]:
-    """The figures that the Hub indexes, as far as they were measured; none without the name of a dataset."""
-    summary = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
-    return {key: round(summary[key], 3) for key in ("tau", "speedup") if summary.get(key) is not None}
 
 
 def missing_code(folder: str | Path) -> dict[str, Path]:

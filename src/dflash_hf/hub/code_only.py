@@ -1,21 +1,20 @@
 """A pull request that replaces the code beside published weights, and nothing else."""
 
-import fnmatch
 import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import HfApi
 
 from dflash_hf import __version__
-from dflash_hf.files import read_json
-from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import OUR_MODEL
 from dflash_hf.hub.limits import is_older, version_of
-from dflash_hf.hub.publish import PublishError, explained, needs_token
+from dflash_hf.hub.publish import CODE, PublishError, compare, explained
+from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
+from dflash_hf.terminal import one_line
 
 
 @dataclass
@@ -55,46 +54,33 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     # 1. The repository: is it a drafter with our code, and can the new code load it?
-    api = HfApi()
-    with explained(repo):
-        info = api.repo_info(repo)
-        names = [file.rfilename for file in info.siblings or []]
-        fetched = {
-            name: Path(api.hf_hub_download(repo, name, revision=info.sha))
-            for name in names
-            if name == "config.json" or _is_code(name)
-        }
-        findings = check(repo, ["transformers"])
-    config = read_json(fetched["config.json"]) if "config.json" in fetched else {}
+    api, again = HfApi(), "Nothing was changed; run the same command again."
+    with explained(repo, again):
+        info = api.repo_info(repo, files_metadata=True)
+        text = "{}"
+        if any(file.rfilename == "config.json" for file in info.siblings or []):
+            text = Path(api.hf_hub_download(repo, "config.json", revision=info.sha)).read_text(encoding="utf-8")
+    config = json.loads(text)
     if (config.get("auto_map") or {}).get("AutoModel") != OUR_MODEL:
         raise PublishError(f"{repo}: its config.json names no code of this package, so there is none to replace.")
-    if errors := [one for one in findings if one.severity == "error"]:
-        raise PublishError(f"{repo} has an error that other code does not mend: {errors[0].key}: {errors[0].message}")
-    change = CodeChange(repo, before=version_of(config))
-    if is_older(change.after, than=change.before):
-        raise PublishError(f"{repo} has code of {change.before}; this is {change.after}: install the newer version.")
+    try:
+        DFlashDraftConfig.from_dict(config)
+    except Exception as error:  # upstream's own validation raises many types
+        raise PublishError(f"{repo} has a config.json that other code does not mend: {one_line(error)}") from error
+    before = version_of(config)
+    if is_older(__version__, than=before):
+        raise PublishError(f"{repo} has code of {before}; this is {__version__}: install the newer version.")
     # 2. What differs.
-    new = {name: path.read_bytes() for name, path in code_files().items()}
-    new["config.json"] = _with_version(fetched["config.json"].read_text(encoding="utf-8")).encode()
-    old = {name: path.read_bytes() for name, path in fetched.items()}
-    changed = {name: content for name, content in new.items() if old.get(name) != content}
-    change.files = sorted(changed)
-    change.removed = sorted(name for name in fetched if name not in new)
-    if not dry_run and (change.files or change.removed):
+    changes = compare(info, {**code_files(), "config.json": _with_version(text).encode()}, CODE)
+    change = CodeChange(repo, before, files=sorted(changes.added + changes.replaced), removed=changes.deleted)
+    if changes.operations and not dry_run:
         # 3. One pull request.
-        needs_token()
-        operations = [CommitOperationAdd(name, changed[name]) for name in change.files]
-        operations += [CommitOperationDelete(name) for name in change.removed]
         title = f"Code of dflash-hf {change.after}"
-        text = f"Replaces the code of {change.before} beside the weights; weights and card are unchanged."
-        described = {"commit_message": title, "commit_description": text, "parent_commit": info.sha}
-        with explained(repo):
-            change.url = api.create_commit(repo, operations, create_pr=True, **described).pr_url
+        note = f"Replaces the code of {before} beside the weights; weights and card are unchanged."
+        described = {"commit_message": title, "commit_description": note, "parent_commit": changes.parent}
+        with explained(repo, again):
+            change.url = api.create_commit(repo, changes.operations, create_pr=True, **described).pr_url
     return change
-
-
-def _is_code(name: str) -> bool:
-    return name == "custom_generate/generate.py" or "/" not in name and fnmatch.fnmatchcase(name, "*_dflash.py")
 
 
 def _with_version(config: str) -> str:

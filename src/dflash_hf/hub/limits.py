@@ -9,18 +9,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from dflash_hf.hub.drafter import CONVOLUTION, LAYOUTS, MASK_EMBEDDING, OUR_MODEL, SELECTOR, Drafter, Finding
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from dflash_hf.hub.drafter import CONVOLUTION, MASK_EMBEDDING, OUR_MODEL, SELECTOR, Drafter, Finding
+from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.names import ENGINES, SERVERS
 from dflash_hf.terminal import one_line
 
 
-READ_IN = {
-    **{"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.24.0"},
-    **{"mlx": "mlx-vlm 0.7.10", "openvino": "optimum-intel 2.2.0", "z-lab": "dflash 0.1.0"},
-}
+READ_IN = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.24.0"}
 # The oldest versions of vLLM and SGLang that serve a drafter.
 OLDEST = {
     "DFlash": ("0.21", "0.5.12"),
@@ -36,32 +36,7 @@ FIRST_VERSION = "0.1.0"  # of drafters that name no version
 
 _MUSE_TYPE = "muse_glimmer_assistant"
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
-# The starts of the model types whose layers' outputs mlx-vlm gives to a drafter.
-_MLX_TARGETS = (
-    *("qwen3_5", "qwen4_exp", "gemma4", "lfm2", "laguna", "muse_glimmer", "nemotron_h", "minimax_m3", "glm_moe_dsa"),
-    "deepseek_v4",
-)
 SERVED_HEADS = ("path selector", "Markov head", "Domino head")  # that engines have
-# Fields beyond a plain drafter's. Servers read all but these, readers with their own loaders none but those, by
-# layout: they draft as without the others, or not at all, mostly in silence.
-_UNREAD = ("target_hidden_size", "v_head_dim", "backbone_rotary_base", "input_embedding_scale")
-_DFLASH2_READ = (*SELECTOR, "conv_kernel_size", "input_embedding_scale")
-_READ: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {"DFlash 2": ("input_embedding_scale",)},
-    "mlx": {
-        "any": ("attention_sink_bias", "has_embed_tokens"),
-        "DFlash 2": _DFLASH2_READ,
-        "DSpark": ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"),
-    },
-    "z-lab": {"any": _DFLASH2_READ},
-}
-
-
-def reads(engine: str, layout: str, field: str) -> bool:
-    """Whether an engine reads a field beyond a plain drafter's in a drafter of a layout."""
-    read = _READ.get(engine, {})
-    known = engine == "transformers" or engine in SERVERS and field not in _UNREAD
-    return known or field in (*read.get("any", ()), *read.get(layout, ()))
 
 
 @dataclass(frozen=True)
@@ -113,7 +88,8 @@ def _not_mended(d: Drafter) -> str:
     """What the code beside the weights does wrong, if it is an older version of ours."""
     auto_map = d.config.get("auto_map")
     there = isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL and not _missing_code(d)
-    if d.code_is_ours or not there:
+    pairs = [(d.folder / name, ours) for name, ours in code_files().items()]
+    if not there or all(path.is_file() and path.read_bytes() == ours.read_bytes() for path, ours in pairs):
         return ""
     return "; ".join(what for version, what in MENDED.items() if is_older(version_of(d.config), version))
 
@@ -141,8 +117,6 @@ def _unknown_quantisation(d: Drafter) -> str:
     given = d.config.get("quantization_config")
     if given is None:
         return ""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     method = given.get("quant_method") if isinstance(given, dict) else None
     return "" if method in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} else one_line(repr(method), 60)
 
@@ -150,8 +124,6 @@ def _unknown_quantisation(d: Drafter) -> str:
 def _unknown_model_type(d: Drafter) -> bool:
     if d.config.get("model_type") in ("qwen3", _MUSE_TYPE):
         return False
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
     return str(d.config.get("model_type")) not in CONFIG_MAPPING_NAMES
 
 
@@ -192,6 +164,10 @@ def _has_mask_file(d: Drafter) -> bool:
     return (d.folder / MASK_EMBEDDING).is_file()
 
 
+def _departs(key: str, d: Drafter):
+    return d.departures.get(key)
+
+
 def _not_nested(key: str, d: Drafter) -> bool:
     return not d.nested.get(key)
 
@@ -214,8 +190,8 @@ def _only_nested(key: str, d: Drafter) -> bool:
 
 _error, _warning = partial(Limit, "error"), partial(Limit, "warning")
 _V, _S, _HF, _VS, _ALL = ("vllm",), ("sglang",), ("transformers",), SERVERS, ENGINES
-_MLX, _OV, _Z = ("mlx",), ("openvino",), ("z-lab",)
 _TWICE = ("block_size", "mask_token_id", "target_layer_ids")
+_UNREAD = "{found[0]!r} is not read; it drafts as with {found[1]!r}, or not at all."
 # fmt: off
 LIMITS: tuple[Limit, ...] = (
     # engines, layout, key, when, what happens
@@ -352,36 +328,10 @@ LIMITS: tuple[Limit, ...] = (
              "{value} is below the target's {d.target[max_position_embeddings]}; vLLM before 0.33 reads past its "
              "rotary table. Raise it."),
 
-    # Readers with their own loaders, of the configuration as this package reads it.
-    _error((*_MLX, *_OV), "any", "hidden_act", lambda d: d.parsed.hidden_act != "silu",
-           "{value!r} is not read; it drafts as with 'silu', or not at all."),
-    _error((*_MLX, *_Z), "any", "architectures",
-           lambda d: (d.layout == "DFlash 2") != (d.parsed.conv_kernel_size is not None),
-           "DFlash2DraftModel has both a path selector and a convolution there; it stops."),
-    _error(_OV, "any", "is_causal", lambda d: any(d.causal), "is not read: no layer is causal inside the block."),
-    _error(_MLX, "any", "dflash_config", lambda d: not d.nested and d.architecture != "MuseGlimmerAssistantModel",
-           "is missing: mlx-vlm does not recognise the drafter. `dflash convert` writes it."),
-    _error(_MLX, "not DSpark", "model_type",
-           lambda d: d.nested and LAYOUTS.get(d.architecture, "DFlash") == "DFlash"
-           and d.config.get("model_type") not in ("qwen3", "gemma4"),
-           "{value!r} is unknown to mlx-vlm for a drafter; write 'qwen3'."),
-    _error(_MLX, "any", "attention_bias", lambda d: d.parsed.attention_bias,
-           "mlx-vlm has no biases for q, k, v and o; it stops."),
-    _error(_MLX, "any", "target_layer_ids",
-           lambda d: min(d.parsed.target_layer_ids) < 0
-           or any(one >= other for one, other in pairwise(d.parsed.target_layer_ids)),
-           "{d.parsed.target_layer_ids} must increase from 0: features are read in the target's order."),
-    _error(_MLX, "any", "is_causal", lambda d: d.causal != [bool(d.parsed.is_causal)] * len(d.causal),
-           "is missing: no layer is causal inside the block. Write true if all of them are."),
-    _error(_MLX, "DFlash 2", "is_causal", lambda d: d.parsed.is_causal,
-           "is true: mlx-vlm drafts bidirectionally with DFlash 2, and stops."),
-    _warning(_MLX, "any", "sliding_window",
-             lambda d: "sliding_attention" in d.parsed.layer_types and not any(d.causal),
-             "is counted from the anchor for all slots of the block, by up to a block too far. Compare tau."),
-    _error(_MLX, "DSpark", "output_multiplier", lambda d: d.parsed.output_multiplier != 1.0,
-           "{d.parsed.output_multiplier} is read for DFlash 2 only."),
-    _error(_MLX, "any", "model_type",
-           lambda d: d.target and not str(d.target.get("model_type")).startswith(_MLX_TARGETS),
-           "mlx-vlm reads no features of a {d.target[model_type]} target; it stops."),
+    # Fields beyond a plain drafter's, which engines do not read.
+    *(_error(_VS, "any", key, partial(_departs, key), _UNREAD)
+      for key in ("target_hidden_size", "v_head_dim", "backbone_rotary_base")),
+    _error(_V, "not DFlash 2", "input_embedding_scale", partial(_departs, "input_embedding_scale"), _UNREAD),
+    _error(_S, "any", "input_embedding_scale", partial(_departs, "input_embedding_scale"), _UNREAD),
 )
 # fmt: on

@@ -1,50 +1,78 @@
-"""Publishing a drafter: the preflight, the card, and one commit that holds everything."""
+"""Publishing a drafter: the preflight, the card, what changes in the repository, and one commit that holds it all."""
 
-import filecmp
 import fnmatch
+import hashlib
 import json
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import atomic, read_json
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
+from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
-from dflash_hf.hub.card import CardFacts, is_rendered, missing_code, render_card
+from dflash_hf.hub.card import CardFacts, has_own_card, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Finding
 from dflash_hf.hub.licenses import check_license
 from dflash_hf.layouts.heads import engine_method
+from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
-from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
+from dflash_hf.repositories import REPOSITORY_ID, SECONDS, is_repository_id
 from dflash_hf.terminal import one_line
 
 
+CODE = ("*_dflash.py", "custom_generate/generate.py")
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_OURS = ("model.safetensors.index.json", "*_dflash.py", MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+_OURS = ("model.safetensors.index.json", *CODE, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
 # states, logs, training arguments with their paths.
-_ADAPTERS = ("adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
-_PUBLISHED = ("config.json", *_OURS, "custom_generate/generate.py", "LICENSE*", *_ADAPTERS)
-
+_PUBLISHED = ("config.json", *_OURS, "LICENSE*", "adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
+# Files of a former version of the drafter: readers would take them for the new one's.
+_MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_FORMER = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
 
 _REFUSALS: dict[int | None, str] = {
-    401: "the token is invalid; run `hf auth login` again",
+    401: "there is no valid token: run `hf auth login`, or set HF_TOKEN",
     403: "the token may not write there; use one with write access, or another repository",
     404: "the repository was not found, or the token has no access to it",
+    409: "it was created meanwhile, or the token has no access to it",
+    412: "somebody else has changed the repository since it was compared",
 }
 
 
 class PublishError(RuntimeError):
     """A drafter was not published; says why, and what to do."""
+
+
+class HubError(PublishError):
+    """The Hub refused, or could not be reached."""
+
+
+@dataclass
+class Changes:
+    """
+    What a commit changes in a repository. Files that it does not name stay as they are.
+
+    Args:
+        added (`list[str]`), replaced (`list[str]`), deleted (`list[str]`): Names of files.
+        parent (`str`, *optional*): The commit that was compared, which must still be the newest when the change
+            arrives; `None` if there is no such repository.
+        operations (`list`): The same for `HfApi.create_commit`; empty if nothing changes.
+    """
+
+    added: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    parent: str | None = None
+    operations: list = field(default_factory=list)
 
 
 @dataclass
@@ -54,19 +82,30 @@ class Publication:
 
     Args:
         repo (`str`): The repository.
-        files (`dict[str, int]`): Paths in it, and their sizes in bytes.
+        contents (`dict[str, Path | bytes]`): The files, by their paths in it.
         left_out (`list[str]`): Files of the folder that are not uploaded.
         card (`ModelCard`): Its README.md.
         findings (`list[Finding]`): Findings of the preflight: warnings, and engines that cannot serve it.
+        changes (`Changes`, *optional*): What it changes there; `None` if a dry run could not reach the Hub.
+        unseen (`str`): Why not.
         url (`str`, *optional*): The commit; `None` after a dry run, or if the repository was already up to date.
     """
 
     repo: str
-    files: dict[str, int]
+    contents: dict[str, Path | bytes]
     left_out: list[str]
     card: ModelCard
     findings: list[Finding]
+    changes: Changes | None = None
+    unseen: str = ""
     url: str | None = None
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Sizes in bytes."""
+        return {
+            name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in self.contents.items()
+        }
 
 
 def publish(
@@ -76,33 +115,53 @@ def publish(
     dry_run: bool = False,
     facts: CardFacts | None = None,
     token: str | None = None,
-    write_to: str | Path | None = None,
     gguf_target: str | Path | None = None,
+    replace_card: bool = False,
+    announce: Callable[[Publication], None] = lambda publication: None,
 ) -> Publication:
     """
     Check a drafter's folder, render its card and upload both in one commit, with this package's code if the folder
     names it but does not contain it.
 
-    Call again to finish an interrupted upload: uploaded weights are not sent twice, and unchanged files make no
-    commit.
+    Of the repository's files, those of the same names are replaced and those of a former version of the drafter
+    deleted; all others stay. Call again to finish an interrupted upload: uploaded weights are not sent twice, and
+    unchanged files make no commit.
 
     Args:
         folder (`str` or `Path`): The drafter.
         repo (`str`): `"user/name"`; created if it does not exist.
         private (`bool`): Create it as a private repository; an existing public one is rejected.
-        dry_run (`bool`): Stop before the network is needed.
-        facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
+        dry_run (`bool`): Compare with the repository, if the Hub can be reached, and send nothing.
+        facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md if it was written by hand,
+            else its `card_facts.json`.
         token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
-        write_to (`str` or `Path`, *optional*): A folder that also receives every file. Of the files there, only a card
-            that was rendered is replaced.
         gguf_target (`str` or `Path`, *optional*): The target's GGUF file, folder or repository: `dflash-<name>.gguf`
             is (re)created in `folder` for llama.cpp, which finds it in the repository by its name.
+        replace_card (`bool`): Also replace a README.md of the repository that was written by hand.
+        announce (`Callable`): Called with the result before anything is sent.
 
     Raises:
-        `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, `write_to` holds
-            other files of the same names, or the upload was rejected or interrupted.
+        `PublishError`: the folder has errors, its weights are not finite, its report belongs to other weights, the
+            metadata is invalid, the repository holds another model or a card written by hand, or it was changed
+            meanwhile, or the upload was rejected or interrupted.
     """
-    folder = Path(folder)
+    result = _prepared(Path(folder), repo, facts, gguf_target)
+    api = HfApi(token=token)
+    try:
+        with explained(repo, "Nothing was sent; run the same command again."):
+            result.changes = changes = _changes(api, result, private, replace_card)
+    except HubError as error:
+        if not dry_run:
+            raise
+        result.unseen = one_line(error.__cause__)
+    announce(result)
+    if not dry_run:
+        result.url = _upload(api, result, changes, private)
+    return result
+
+
+def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> Publication:
+    """The preflight, the card and the files."""
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
@@ -110,7 +169,6 @@ def publish(
             f"{folder} holds an adapter alone: publish the drafter that it is merged into, which "
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
-
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
     findings = [finding for finding in check(folder, weights=True) if finding.key not in code]
@@ -124,29 +182,11 @@ def publish(
     card = _card(folder, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
-    sources |= code
-    sizes = {name: path.stat().st_size for name, path in sources.items()}
-    made = {"README.md": str(card).encode()}
+    contents: dict[str, Path | bytes] = {**sources, **code, "README.md": str(card).encode()}
     for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
-        made[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
-    sizes |= {name: len(content) for name, content in made.items()}
-    result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
-    everything: dict[str, Path | bytes] = {**sources, **made}
-    if write_to is not None:
-        _check_place(Path(write_to), everything)
-        for name, source in everything.items():
-            path = Path(write_to) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic(path) as half:
-                if isinstance(source, bytes):
-                    half.write_bytes(source)
-                else:
-                    shutil.copy2(source, half)  # a GGUF file is compared with the weights by time
-    if not dry_run:
-        # 4. One commit.
-        result.url = _upload(repo, everything, card, private, token)
-    return result
+        contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
+    return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
 
 
 def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
@@ -164,58 +204,45 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
 
-def has_own_card(folder: str | Path) -> bool:
-    """Whether a folder's README.md was written or edited by hand."""
-    own = Path(folder) / "README.md"
-    return own.is_file() and not is_rendered(own.read_text(encoding="utf-8", errors="replace"))
-
-
-def _check_place(folder: Path, files: dict[str, Path | bytes]) -> None:
-    """Files of the same names may only be there with the same content, except a rendered card."""
-    kept = has_own_card(folder)
-    for name, source in files.items():
-        path = folder / name
-        if not path.exists() or name == "README.md" and not kept:
-            continue
-        if path.read_bytes() != source if isinstance(source, bytes) else not filecmp.cmp(source, path, shallow=False):
-            raise PublishError(f"{path} exists, and would be replaced; remove it, or name a new folder.")
-
-
 def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
     try:
-        if facts is None and own.is_file():
+        if facts is None and has_own_card(folder):
             card = ModelCard(own.read_text(encoding="utf-8"))
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
         check_license(metadata, folder)
-        for name in ("base_model", "datasets"):
-            values = metadata.get(name) or []
-            for value in [values] if isinstance(values, str) else values:
+        named = {name: metadata.get(name) or [] for name in ("base_model", "datasets")}
+        named = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
+        for name, values in named.items():
+            for value in values:
                 if not is_repository_id(value):
                     raise ValueError(f"{name}: {value!r} is not {REPOSITORY_ID}.")
     except ImportError as error:
         raise PublishError(str(error)) from error
     except Exception as error:  # YAML has its own errors
         raise PublishError(f"The card of {folder} is not valid: {error}") from error
-    if not metadata.get("base_model"):
+    if not named["base_model"]:
         raise PublishError(f"{own} names no base_model; add it to its metadata.")
+    try:
+        check_report(folder, named["base_model"])
+    except ValueError as error:
+        raise PublishError(str(error)) from error
     return card
 
 
 def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """The files to upload, by path in the repository, and those left out."""
     weights = {Path(file).name for file in checkpoint_files(str(folder))}
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    code = _code(folder, config.get("auto_map"))
+    code = _code(folder, read_json(folder / "config.json").get("auto_map"))
     chosen, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":
             continue
-        if name not in weights | code and not _is_one_of(name, _PUBLISHED):
+        if name not in weights | code and not is_one_of(name, _PUBLISHED):
             left_out.append(name)
             continue
         chosen[name], real = path, path.resolve()
@@ -236,52 +263,104 @@ def _code(folder: Path, auto_map) -> set[str]:
     return found
 
 
-def needs_token(token: str | None = None) -> None:
-    """
-    Raises:
-        `PublishError`: there is no token of the Hub.
-    """
-    if not (token or get_token()):
-        raise PublishError("There is no Hub token: run `hf auth login`, or set HF_TOKEN, and try again.")
+# ------------------------------------------------------------------------------------------------------------- the Hub
 
 
 @contextmanager
-def explained(repo: str, again: str = "Nothing was committed; run the same command again.") -> Iterator[None]:
-    """Around calls of the Hub: what went wrong there, as a `PublishError` with the remedy."""
+def explained(repo: str, again: str) -> Iterator[None]:
+    """Around calls of the Hub: what went wrong there, as a `HubError` with the remedy."""
     try:
         yield
     except PublishError:
         raise
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = "the Hub rejected it" if isinstance(error, ValueError) else "the upload was interrupted"
+        reason = "the Hub rejected it" if isinstance(error, ValueError) else "the connection was interrupted"
         reason = _REFUSALS.get(status, reason if status is None else f"the Hub answered {status}")
         said = one_line(str(error) or repr(error), 120)
-        raise PublishError(f"{repo} was not published: {reason} ({said}). {again}") from error
+        raise HubError(f"{repo} was not published: {reason} ({said}). {again}") from error
 
 
-def _upload(
-    repo: str, sources: dict[str, Path | bytes], card: ModelCard, private: bool, token: str | None
-) -> str | None:
-    """One commit; huggingface_hub shows the progress of large files."""
-    needs_token(token)
-    with explained(repo, "Nothing was committed; run the same command again to upload the rest."):
-        card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
-        api = HfApi(token=token)
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        before = api.repo_info(repo)
-        if private and not before.private:
-            raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
-        operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
-        # Shards and code of an earlier version would be read along with the new files.
-        there = [file.rfilename for file in before.siblings or []]
-        ours = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
-        stale = [name for name in there if name not in sources and _is_one_of(name, ours)]
-        operations += [CommitOperationDelete(name) for name in stale]
-        commit = api.create_commit(repo, operations, commit_message="Upload DFlash drafter")
-    return None if commit.oid == before.sha else commit.commit_url
+def compare(info, contents: dict[str, Path | bytes], ours: Sequence[str]) -> Changes:
+    """
+    What a commit of some files changes in a repository.
+
+    Args:
+        info (`ModelInfo`): The repository, with `files_metadata`.
+        contents (`dict`): The files, by their paths in it.
+        ours (`Sequence[str]`): Patterns of the files that are deleted there if `contents` lacks them.
+    """
+    there, changes = {file.rfilename: file for file in info.siblings or []}, Changes(parent=info.sha)
+    for name, content in contents.items():
+        operation = CommitOperationAdd(name, content)
+        if name in there and _is_same(operation, there[name]):
+            continue
+        (changes.replaced if name in there else changes.added).append(name)
+        changes.operations.append(operation)
+    changes.deleted = sorted(name for name in there if name not in contents and is_one_of(name, ours))
+    changes.operations += map(CommitOperationDelete, changes.deleted)
+    return changes
 
 
-def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+def _is_same(operation: CommitOperationAdd, there) -> bool:
+    """Whether a file of a repository has the content to be committed."""
+    if there.lfs is not None:
+        return there.lfs.sha256 == operation.upload_info.sha256.hex()
+    with operation.as_file() as file:
+        content = file.read()
+    return there.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool) -> Changes:
+    """What the commit changes in the repository, unless that is another model's, or its card somebody else's."""
+    repo = result.repo
+    try:
+        info = api.repo_info(repo, files_metadata=True, timeout=SECONDS)
+    except RepositoryNotFoundError:
+        return Changes(list(result.contents), operations=[CommitOperationAdd(*one) for one in result.contents.items()])
+    if private and not info.private:
+        raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
+    changes = compare(info, result.contents, _FORMER)
+
+    def read(name: str) -> str:
+        file = api.hf_hub_download(repo, name, revision=info.sha)
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+
+    names = [file.rfilename for file in info.siblings or []]
+    model = [name for name in (*changes.replaced, *changes.deleted) if is_one_of(name, _MODEL)]
+    if model and not ("config.json" in names and _is_drafter(read("config.json"))):
+        raise PublishError(
+            f"{repo} holds another model, whose {', '.join(model[:3])} would be replaced or deleted: name a "
+            "repository of its own for the drafter."
+        )
+    if "README.md" in changes.replaced and not replace_card and not is_rendered(read("README.md")):
+        raise PublishError(
+            f"{repo} has a README.md that was written or edited by hand, and is not this one: put it into the folder "
+            "to keep it, or replace it with --replace-card."
+        )
+    return changes
+
+
+def _is_drafter(config: str) -> bool:
+    try:
+        return is_drafter_config(json.loads(config))
+    except (ValueError, AttributeError, TypeError):  # damaged
+        return False
+
+
+def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) -> str | None:
+    """One commit on top of the one that was compared; huggingface_hub shows the progress of large files."""
+    if not changes.operations:
+        return None
+    with explained(result.repo, "Nothing was committed; run the same command again to upload the rest."):
+        result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
+        if changes.parent is None:
+            api.create_repo(result.repo, private=private or None)
+            changes.parent = api.repo_info(result.repo).sha
+        options = {"commit_message": "Upload DFlash drafter", "parent_commit": changes.parent}
+        return api.create_commit(result.repo, changes.operations, **options).commit_url
+
+
+def is_one_of(name: str, patterns: Sequence[str]) -> bool:
     """Whether a file matches a pattern of its own level: `*` would also match a slash."""
     return any(one.count("/") == name.count("/") and fnmatch.fnmatchcase(name, one) for one in patterns)

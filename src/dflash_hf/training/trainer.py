@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.hub.card import CardFacts, origin, render_card
+from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.pairs import loaded
+from dflash_hf.repositories import origin
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
@@ -330,11 +331,11 @@ class DFlashTrainer(AtomicTrainer):
             return
         folder = Path(self.args.output_dir)
         datasets = _listed(dataset_tags if dataset is None else dataset)
-        facts = CardFacts.from_folder(folder, base_model=finetuned_from, license=license, datasets=datasets)
+        given = {"base_model": finetuned_from, "license": license, "datasets": datasets, "tags": _listed(tags)}
+        facts = CardFacts.from_folder(folder, **given)
+        facts.save(folder)  # `dflash publish` renders the card anew
         repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
-        card = render_card(folder, facts, repo)
-        card.data.tags += [tag for tag in _listed(tags) if tag not in card.data.tags]
-        (folder / "README.md").write_text(str(card), encoding="utf-8")
+        (folder / "README.md").write_text(str(render_card(folder, facts, repo)), encoding="utf-8")
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

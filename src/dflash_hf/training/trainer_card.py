@@ -9,8 +9,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import digest_of_file
-from dflash_hf.hub.card import FACTS_FILE, save_training_facts
+from dflash_hf.files import digest_of_file, read_json, write_json
+from dflash_hf.hub.card import FACTS_FILE
+from dflash_hf.repositories import origin
+
+
+# The training arguments of transformers that a card lists; for our own arguments the fields say so.
+_OF_UPSTREAM = (
+    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
+    *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
+)
 
 
 class PushesCode(TrainerCallback):
@@ -42,9 +50,21 @@ def without_stale_report(folder: Path) -> Iterator[None]:
 
 
 def save_facts(trainer, folder: Path, steps: int) -> None:
-    """Write `card_facts.json` of weights after some steps."""
-    measured = {"optimizer_steps": steps}
+    """Write what training knows into `card_facts.json` of weights after some steps; other facts in it are kept."""
+    training = {**training_facts(trainer.args), "optimizer_steps": steps}
     if isinstance(trainer.train_dataset, Sized):
-        measured["train_examples"] = len(trainer.train_dataset)
+        training["train_examples"] = len(trainer.train_dataset)
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
-    save_training_facts(folder, trainer.target, trainer.args, measured)
+    path, named = folder / FACTS_FILE, origin(trainer.target)
+    known = read_json(path) if path.is_file() else {}
+    known |= {"base_model_revision": None, **named} if named else {}
+    write_json(path, {name: value for name, value in {**known, "training": training}.items() if value})
+
+
+def training_facts(arguments) -> dict:
+    """The training arguments that the card lists, if they are set."""
+    absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
+    unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
+    names = [name for name in arguments.on_card if name not in unused]
+    values = {**arguments.to_dict(), "world_size": arguments.world_size}
+    return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
