@@ -7,7 +7,7 @@ import re
 import pytest
 from support.chat_stand_in import chat_server
 from support.guides import ROOT
-from support.tiny_chat import END, SPECIAL, TOOLS, make_tokenizer, save_target
+from support.tiny_chat import END, SPECIAL, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
@@ -41,7 +41,8 @@ FILES = {  # rows of a file, as JSON
         f'{{"messages": [{HI}, {{"role": "assistant", "content": "{{\\"a\\": 1}}"}}]}}',
         f'{{"messages": [{HI}, {{"role": "assistant", "content": null, "tool_calls": [{CALL}]}}]}}',
         '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", '
-        '"value": "{\\"name\\": \\"f\\", \\"arguments\\": {\\"x\\": 0.5}}"}, {"from": "observation", "value": "4"}, '
+        '"value": "{\\"name\\": \\"f\\", \\"arguments\\": {\\"x\\": 3.141592653589793}}"}, '
+        '{"from": "observation", "value": "4"}, '
         '{"from": "gpt", "value": "Four."}]}',
         f'{{"messages": [{HI}, {HELLO}], "tools": [{{"name": "f", "default": null}}]}}',
         json.dumps({"messages": [json.loads(HI), json.loads(HELLO)], "tools": '[{"name": "f", "default": null}]'}),
@@ -217,13 +218,3 @@ def test_regenerate_leaves_out_rows_without_a_prompt(served, target, tmp_path, c
         assert asked[0] == asked[1] == asked[5] == "user: Hi<|im_end|>assistant: "
         assert asked[2] == "user: Hi there<|im_end|>assistant: "
         assert asked[4] == "system: Be kind.<|im_end|>user: Hi<|im_end|>assistant: "
-
-
-def test_floats_of_calls_keep_their_digits(tmp_path):
-    calls = [{"function": {"name": "f", "arguments": {"x": 3.141592653589793}}}]
-    row = {"messages": [json.loads(HI), {"role": "assistant", "content": None, "tool_calls": calls}]}
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + f'\n{{"messages": [{HI}, {HELLO}]}}\n', encoding="utf-8")
-    tokenizer = make_tokenizer(TOOLS)
-    dataset, _ = prepare_dataset(load_rows(path), RowEncoder(tokenizer))
-    assert "x=3.141592653589793;" in tokenizer.decode(dataset[0]["input_ids"])

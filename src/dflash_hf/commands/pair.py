@@ -57,7 +57,7 @@ class NamedPair:
 
     @cached_property
     def tokenizer(self):
-        from dflash_hf.data.prepare import load_tokenizer
+        from dflash_hf.pairs import load_tokenizer
 
         template, loading = self.arguments.chat_template, self.loading
         return load_tokenizer(self.arguments.target, template, loading.revision, loading.trust_remote_code)

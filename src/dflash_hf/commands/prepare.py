@@ -29,9 +29,9 @@ def run(arguments, echo) -> Outcome:
     from dataclasses import asdict
 
     from dflash_hf.configs import check_names, check_token_id, vocab_size_of
-    from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
+    from dflash_hf.data.prepare import colored_example, prepare_dataset
     from dflash_hf.files import atomic
-    from dflash_hf.pairs import Loading
+    from dflash_hf.pairs import Loading, load_tokenizer
 
     output = arguments.output
     if output is not None:

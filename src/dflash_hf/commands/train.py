@@ -101,8 +101,7 @@ def _dry_run(settings: dict, echo) -> Outcome:
 def _check_before(recipe, training: dict) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
     from dflash_hf.configs import check_names, check_token_id
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.pairs import Loading
+    from dflash_hf.pairs import Loading, load_tokenizer
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     DFlashTrainingArguments(**{**training, "resume_from_checkpoint": None})

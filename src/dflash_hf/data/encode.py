@@ -1,20 +1,18 @@
 """
 Rows of a dataset as ids and a loss mask, which is 1 on the tokens that the target wrote.
 
-Conversations go through the tokenizer's chat template. If the template marks assistant tokens with `{% generation %}`,
-the mask follows it. Otherwise each assistant turn is rendered as in serving: the messages before it, with the
-generation prompt, must be a prefix of the same messages with the turn; the rest is the turn. If later messages change
-how earlier turns are rendered (templates that drop old reasoning), every turn becomes an example of its own.
+Conversations go through the tokenizer's chat template, each assistant turn as in serving: the messages before it, with
+the generation prompt, must be a prefix of the same messages with the turn; the rest is the turn. No `{% generation %}`
+marks are needed. If later messages change how earlier turns are rendered (templates that drop old reasoning), every
+turn becomes an example of its own.
 """
 
 import contextlib
-import numbers
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
@@ -41,7 +39,6 @@ COLUMNS = (
 )
 _ROLES = {"system", "developer", "user", "assistant", "tool", "ipython"}  # others are in the template, or unknown
 _PROBE = "Xq7"  # plain letters: a template may trim or escape anything else
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
 # Arguments of `apply_chat_template` itself, not of templates.
@@ -129,8 +126,7 @@ class RowEncoder:
         if len(ids) and mask.all():
             raise ValueError(
                 f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
-                "(or labels of -100); for text without a prompt, the first token alone. If a chat template was used, "
-                "its {% generation %} block must enclose the assistant's text only."
+                "(or labels of -100); for text without a prompt, the first token alone."
             )
         if (least := ids.min(initial=0)) < 0:
             raise ValueError(f"Token {least} of input_ids is negative; -100 belongs into `labels` only.")
@@ -167,8 +163,7 @@ class RowEncoder:
         if not isinstance(completion, str):
             turns = messages_in(row, "completion")
         given = messages_in(row, "prompt")
-        messages = [*given, *turns]
-        return self._conversation(row, messages, [i for i in _answers(messages) if i >= len(given)])
+        return self._conversation(row, [*given, *turns], _learned({"given": len(given)}, [*given, *turns]))
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of text that continues: with one token that begins it, and without one that ends it."""
@@ -188,60 +183,37 @@ class RowEncoder:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _conversation(self, row: Mapping, messages: Sequence[Mapping], learned: list[int]) -> list[Example]:
-        """A conversation in which only the messages at some places are learned."""
+        """A conversation in which only the messages at some places are learned: what each adds to its prompt."""
         if not learned:
             raise UnusableRow("it has no assistant message")
-        tools, kwargs = tools_of(row), template_kwargs_of(row)
-        messages = self.as_read(messages[: learned[-1] + 1], tools)
-        turns = None
-        if _GENERATION.search(self.template(tools)):
-            turns = self._marked_turns(messages, learned, tools, kwargs)
-        turns = turns or self._rendered_turns(messages, learned, tools, kwargs)
-        reasons = row.get("finish_reason")
-        reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
-        for turn, reason in zip(turns, reasons, strict=False):
-            turn.cut = reason == "length" and turn.ids[turn.end - 1] in self.tokenizer.added_tokens_decoder
-        whole = turns[-1].ids
-        if not all(whole[: len(turn.ids)] == turn.ids for turn in turns):
-            return [(one.ids[: one.end], _mask(one.end, [one])) for one in turns]
-        return [(whole, _mask(len(whole), turns))]
-
-    def _marked_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn] | None":
-        """The turns that the template marks; `None` if they are not those of the messages and not all are learned."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = self.render(messages, tools, **options, **kwargs)
-        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
-        answers = _answers(messages)
-        if len(runs) == len(answers):
-            turns = [(messages[i], run) for i, run in zip(answers, runs) if i in learned]
-        elif answers == learned and runs:
-            turns = [({"content": " ".join(_text_of(messages[i]) for i in answers)}, run) for run in runs]
-        else:
-            return None
-        return [
-            _Turn(ids, run[0] + self._inserted(ids[run[0] : run[-1] + 1], message), run[-1] + 1)
-            for message, run in turns
-        ]
-
-    def _rendered_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn]":
-        """Turns as what the template adds to the prompt of each."""
         if learned[0] == 0:
             raise UnusableRow("it begins with an assistant message")
+        tools, kwargs = tools_of(row), template_kwargs_of(row)
+        messages = self.as_read(messages[: learned[-1] + 1], tools)
+        reasons = row.get("finish_reason")
+        reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
         texts = []
         for i in learned:
             texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
             texts.append(self.render(messages[: i + 1], tools, tokenize=False, **kwargs))
-        encoded, turns = self._ids_of_beginnings(texts), []
-        for i, start, ids in zip(learned, encoded[::2], encoded[1::2], strict=True):
-            if ids[: len(start)] != start:
+        encoded, examples = self._ids_of_beginnings(texts), []
+        for i, prompt, ids, reason in zip(learned, encoded[::2], encoded[1::2], reasons, strict=False):
+            if ids[: len(prompt)] != prompt:
                 raise UnusableRow(
-                    "the ids up to the generation prompt do not begin those with the assistant's turn; give the chat "
-                    "template {% generation %} blocks"
+                    "the ids up to the generation prompt do not begin those with the assistant's turn; have `dflash "
+                    "regenerate` answer in its own process, which writes the exact ids"
                 )
-            begin = len(start) + self._inserted(ids[len(start) : len(start) + 64], messages[i])
-            turns.append(_Turn(ids, begin, self._end(ids, begin)))
-        return turns
+            begin = len(prompt) + self._inserted(ids[len(prompt) : len(prompt) + 64], messages[i])
+            end = self._end(ids, begin)
+            if reason == "length" and ids[end - 1] in self.tokenizer.added_tokens_decoder:
+                end -= 1  # the answer is unfinished: its end is the template's
+            examples.append((ids[:end], [0] * begin + [1] * (end - begin)))
+        whole, mask = encoded[-1], np.zeros(len(encoded[-1]), dtype=int)
+        if not all(whole[: len(ids)] == ids for ids, _ in examples):
+            return examples
+        for ids, turn in examples:
+            mask[: len(ids)] |= turn
+        return [(whole, mask)]
 
     def _ids_of_beginnings(self, texts: Sequence[str]) -> list[list[int]]:
         """
@@ -340,7 +312,7 @@ class RowEncoder:
     def _inserted(self, ids: list[int], message: Mapping) -> int:
         """Length of an empty thought at the start of a turn that is not part of the message itself."""
         match = _EMPTY_THOUGHT.match(decoded(self.tokenizer, ids[:64]))
-        if not match or f"<{match[1]}>" in _text_of(message):
+        if not match or f"<{match[1]}>" in f"{message.get('reasoning_content')} {text_of(message)}":
             return 0
         # A token that also contains the start of the answer is the target's.
         counts = range(min(len(ids), 64), 0, -1)
@@ -352,24 +324,6 @@ class RowEncoder:
         while end > begin and not decoded(self.tokenizer, ids[end - 1 : end]).strip():
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
-
-
-@dataclass
-class _Turn:
-    """An assistant turn: the ids of a conversation at least up to it, and where it begins and ends."""
-
-    ids: list[int]
-    begin: int
-    end: int
-    cut: bool = False  # the answer is unfinished, so that the last token is the template's
-
-
-def _mask(length: int, turns: list[_Turn]) -> list[int]:
-    mask = [0] * length
-    for turn in turns:
-        end = turn.end - turn.cut
-        mask[turn.begin : end] = [1] * (end - turn.begin)
-    return mask
 
 
 def decoded(tokenizer, ids: list[int]) -> str:
@@ -429,20 +383,16 @@ def digests_of_tokenizer(tokenizer) -> dict[str, str]:
     return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
-def _answers(messages: Sequence[Mapping]) -> list[int]:
-    return [i for i, one in enumerate(messages) if one["role"] == "assistant"]
-
-
 def _learned(row: Mapping, messages: Sequence[Mapping]) -> list[int]:
     """The places of the messages that are learned: see [`RowEncoder.__call__`]."""
-    answers = _answers(messages)
+    answers = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
     if row.get("answered") is not None:
         places = row["answered"]
         if not isinstance(places, list) or not set(places) <= set(answers):
             raise ValueError(f"`answered` is {places!r}; give places of assistant messages, which are at {answers}.")
         return sorted(places)
-    given = 0 if row.get("given") is None else row["given"]
-    if not isinstance(given, numbers.Real) or given % 1 != 0:
+    given = row.get("given") or 0
+    if not isinstance(given, int | float) or given % 1 != 0:
         raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
     return [i for i in answers if i >= given]
 
@@ -474,8 +424,3 @@ def _examples_of_ids(row: Mapping) -> list[Example]:
         raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
     starts = np.flatnonzero(np.diff(documents)) + 1
     return list(zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True))
-
-
-def _text_of(message: Mapping) -> str:
-    thought = message.get("reasoning_content")
-    return f"{thought} {text_of(message)}" if isinstance(thought, str) else text_of(message)

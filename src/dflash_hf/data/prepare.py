@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter, not_
-from pathlib import Path
 
 import numpy as np
 from transformers.utils import logging
@@ -16,9 +15,6 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import pack
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.sources import as_written
-from dflash_hf.pairs import TRUST, damaged_config
-from dflash_hf.repositories import small_file
-from dflash_hf.terminal import one_line, read_text
 
 
 logger = logging.get_logger(__name__)
@@ -205,44 +201,3 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text += piece
     return text
-
-
-def load_tokenizer(
-    name: str,
-    chat_template: str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    empty: bool = False,
-):
-    """
-    Load a tokenizer, optionally with another chat template. An `empty` one is enough for rows of token ids.
-
-    Raises:
-        `OSError`: the folder or repository does not exist.
-        `ValueError`: it has no tokenizer, or a tokenizer with custom code.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer
-
-    small_file(str(name), str(name), revision, "tokenizer_config.json")
-    options = {"trust_remote_code": True} if trust_remote_code else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
-        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
-        known = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
-        if not known:  # made of a folder without files
-            raise ValueError(f"the tokenizer of {name} has no vocabulary")
-    except StrictDataclassError as error:
-        raise ValueError(damaged_config(str(name), error)) from error
-    except (ValueError, OSError, ImportError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
-        if Path(name).expanduser().is_dir():
-            raise ValueError(
-                f"{name} holds no tokenizer that can be read; save the target's there with "
-                f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."
-            ) from error
-        raise
-    if chat_template is not None:
-        tokenizer.chat_template = read_text(Path(chat_template))
-    return tokenizer

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
@@ -20,7 +20,7 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs import Loading, draft_config_of, load_target
+from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
 from dflash_hf.terminal import note
 from dflash_hf.training.adapters import add_adapter, merged
 from dflash_hf.training.callbacks import DecodingCallback
