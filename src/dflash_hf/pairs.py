@@ -102,11 +102,14 @@ def _whole(name: str | Path, what: str, **options):
     """A target all of whose parameters its checkpoint has: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
-        target, info = AutoModelForCausalLM.from_pretrained(name, **options)
+        known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
+        seeing = reads_images(AutoConfig.from_pretrained(name, **known).model_type)
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        target, info = kind.from_pretrained(name, **options)
     except StrictDataclassError as error:
         raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
@@ -125,6 +128,16 @@ def _whole(name: str | Path, what: str, **options):
             f"{what}: its weights do not fit its config.json: {', '.join(wrong[:3])}{more}; download or save it again."
         )
     return target
+
+
+def reads_images(model_type: str | None) -> bool:
+    """Whether a model of a type is loaded with the part that reads images, not as its language model alone."""
+    from transformers.models.auto import modeling_auto
+
+    texts, images = (
+        getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    )
+    return model_type in images and texts.get(model_type) in (None, images[model_type])
 
 
 def damaged(what: str, error: Exception) -> str:

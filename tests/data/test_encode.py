@@ -15,7 +15,7 @@ from support.tiny_chat import (
 )
 from tokenizers.processors import TemplateProcessing
 
-from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prompts import prompt_ids
 
@@ -118,7 +118,7 @@ def test_prompt_and_completion():
 def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
     """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
     encode = encoder(CHATML, max_length=6)
-    turns = [([5, 6, 7], [0, 1, 1]), ([5] * 8, [0] * 6 + [1, 1])]
+    turns = [Example([5, 6, 7], [0, 1, 1]), Example([5] * 8, [0] * 6 + [1, 1])]
     monkeypatch.setattr(encode, "_conversation", lambda *args: turns)
     assert encode({"messages": TWO_TURNS}) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
     del turns[0]
@@ -191,7 +191,7 @@ def test_messages_need_a_template():
         ({"messages": [USER, {}, ANSWER]}, {}, "a message in its `messages` is null or empty"),
         ({"messages": [{**USER, "content": []}, ANSWER]}, {}, "has no content"),
         ({"messages": [{**USER, "content": {"text": "Hi"}}, ANSWER]}, {}, "the content of a message is a dict"),
-        ({"messages": [{**USER, "content": [None]}, ANSWER]}, {}, "a part of type 'NoneType' that is not text"),
+        ({"messages": [{**USER, "content": [None]}, ANSWER]}, {}, "a part of type 'NoneType' that is neither"),
         ({"messages": [USER, {**ANSWER, "tool_calls": "f()"}]}, {}, "are not a list of calls"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": "f"}]}]}, {}, "a tool call .* has no name"),
     ],

@@ -37,14 +37,15 @@ TOOLS = (
 CROOKED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot: {% endif %}")
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token for each byte, after the special ones."""
+def make_tokenizer(template: str | None = CHATML, **named: str) -> PreTrainedTokenizerFast:
+    """One token for each byte, after the special ones; then those that are `named`, such as `image_token`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"pad_token": SPECIAL[PAD], "eos_token": SPECIAL[END], "extra_special_tokens": [SPECIAL[START]]}
+    special |= {"model_specific_special_tokens": named} if named else {}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     return fast

@@ -73,7 +73,7 @@ def run(arguments, echo) -> Outcome:
         if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
             raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    questions, left_out = _questions(arguments, as_chat)
+    questions, left_out = _questions(arguments, as_chat, pair is None or pair.image_reader is not None)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
@@ -123,7 +123,7 @@ def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, ref
     return Outcome(1 if refused else 0, {**facts, "shortened": dict(shortened)})
 
 
-def _questions(arguments, as_chat: bool) -> tuple[dict, dict[str, int]]:
+def _questions(arguments, as_chat: bool, images: bool) -> tuple[dict, dict[str, int]]:
     """
     The question of each row by its number, and the number of rows without one, by reason.
 
@@ -140,7 +140,7 @@ def _questions(arguments, as_chat: bool) -> tuple[dict, dict[str, int]]:
     index = -1
     for index, row in enumerate(shared.rows_of(arguments)):
         try:
-            question = question_of(row, index, as_chat, arguments.turns == "all")
+            question = question_of(row, index, as_chat, arguments.turns == "all", images)
             if arguments.thinking:
                 thinks = Random(f"{arguments.seed} {index} thinking").random() < arguments.thinking
                 kwargs = {**question.template_kwargs, "enable_thinking": thinks}

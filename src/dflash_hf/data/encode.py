@@ -13,13 +13,19 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from dflash_hf.data.images import ImageReader, load
 from dflash_hf.data.messages import (
+    UNSEEN,
     UnusableRow,
     as_value,
     column_of,
+    column_of_images,
+    image_uri,
+    images_in,
     messages_in,
     text_of,
     tools_of,
@@ -31,7 +37,13 @@ from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
 
-Example = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids and loss mask
+class Example(NamedTuple):
+    """Ids and loss mask, and the paths or URIs of the images among the ids."""
+
+    ids: Sequence[int] | np.ndarray
+    mask: Sequence[int] | np.ndarray
+    images: Sequence[str] = ()
+
 
 COLUMNS = (
     "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
@@ -60,6 +72,7 @@ class RowEncoder:
             both itself and an unknown token.
         vocab_size (`int`, *optional*): Number of rows of the target's embedding; larger ids are an error.
         positions (`int`, *optional*): Maximum sequence length of the target; prompts of that length are left out.
+        reader (`ImageReader`, *optional*): Of a target that reads images. Without it, rows with images are left out.
     """
 
     tokenizer: object = None
@@ -68,6 +81,7 @@ class RowEncoder:
     mask_token_id: int | None = None
     vocab_size: int | None = None
     positions: int | None = None
+    reader: ImageReader | None = None
 
     def __post_init__(self):
         _check_template_kwargs(self.chat_template_kwargs)
@@ -84,44 +98,54 @@ class RowEncoder:
         `input_ids` into examples.
 
         Returns:
-            `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length.
+            `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length, and `images` if there are any.
 
         Raises:
             `UnusableRow`: the row is left out.
             `ValueError`: the dataset or the template is invalid.
         """
-        return [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in self.arrays(row)]
+        examples = []
+        for ids, mask, images in self.arrays(row):
+            seen = {"images": list(images)} if images else {}
+            examples.append({"input_ids": ids.tolist(), "loss_mask": mask.tolist(), **seen})
+        return examples
 
-    def arrays(self, row: Mapping) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids and loss masks of the examples of a row; a call returns them as lists."""
+    def arrays(self, row: Mapping) -> list[Example]:
+        """The examples of a row; a call returns them as lists."""
         columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
         if columns is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
             raise without_columns(row, f"give {COLUMNS}" if row.get("prompt") is None else answer)
         if columns == ("input_ids",):
             examples = _examples_of_ids(row)
+            if images := images_of(row):
+                if len(examples) > 1:
+                    raise UnusableRow("it has `document_ids` and images, and no place says which are whose")
+                for one in images if self.reader else ():
+                    load(one)  # raises if it is damaged
+                examples = [examples[0]._replace(images=images)]
         elif columns == ("prompt", "completion"):
             examples = self._completed(row)
         elif row.get("response_ids") is not None:
             tools, kwargs = tools_of(row), template_kwargs_of(row)
             messages = self.as_read(messages_in(row, *columns), tools)
-            prompt = self.render(messages, tools, add_generation_prompt=True, **kwargs)
-            answer = numbers_in(row, "response_ids")
-            examples = [(np.append(prompt, answer), [0] * len(prompt) + [1] * len(answer))]
+            prompt, answer = self.prompt_ids(messages, tools, **kwargs), numbers_in(row, "response_ids")
+            mask = [0] * len(prompt) + [1] * len(answer)
+            examples = [Example(np.append(prompt, answer), mask, images_in(messages))]
         else:
             messages = messages_in(row, *columns)
             examples = self._conversation(row, messages, _learned(row, messages))
         found, unusable = [], None
-        for ids, mask in examples:  # of several turns, those that can be learned
+        for ids, mask, images in examples:  # of several turns, those that can be learned
             try:
-                found.append(self._checked(np.asarray(ids), np.asarray(mask)))
+                found.append(self._checked(np.asarray(ids), np.asarray(mask), images))
             except UnusableRow as error:
                 unusable = error
         if unusable is not None and not found:
             raise unusable
         return found
 
-    def _checked(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
         """Cut to length; reject examples that would teach nothing, or something wrong."""
         if len(ids) and mask.all():
             raise ValueError(
@@ -142,10 +166,16 @@ class RowEncoder:
             raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
         if mask.sum() < 2:
             raise UnusableRow("it has no response of two tokens or more")
+        if images and self.reader is None:
+            raise UnusableRow(UNSEEN)
+        if self.reader and np.isin(ids[mask != 0] if images else ids, self.reader.token_ids).any():
+            raise UnusableRow("it holds the token of an image where there is none")
+        if images and self.max_length is not None and len(ids) > self.max_length:
+            raise UnusableRow(f"it has images and more than max_length={self.max_length} tokens; it cannot be cut")
         ids, mask = ids[: self.max_length], mask[: self.max_length]
         if mask.sum() < 2:
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
-        return ids, mask
+        return Example(ids, mask, images)
 
     def _completed(self, row: Mapping) -> list[Example]:
         """A row of `prompt` and `completion`."""
@@ -156,7 +186,7 @@ class RowEncoder:
                 raise UnusableRow(f"its `{'completion' if start else 'prompt'}` is empty")
             if ids[: len(start)] != start:
                 raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
-            return [(ids, [0] * len(start) + [1] * (len(ids) - len(start)))]
+            return [Example(ids, [0] * len(start) + [1] * (len(ids) - len(start)))]
         if isinstance(prompt, str):
             raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
         turns = [{"role": "assistant", "content": completion}]
@@ -192,11 +222,15 @@ class RowEncoder:
         messages = self.as_read(messages[: learned[-1] + 1], tools)
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
-        texts = []
+        texts, images, examples = [], images_in(messages), []
         for i in learned:
             texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
             texts.append(self.render(messages[: i + 1], tools, tokenize=False, **kwargs))
-        encoded, examples = self._ids_of_beginnings(texts), []
+        seen = [len(images_in(messages[:i])) for i in learned for i in (i, i + 1)]
+        if any(seen):
+            encoded = [self.reader.ids(text, images[:count]) for text, count in zip(texts, seen, strict=True)]
+        else:
+            encoded = self._ids_of_beginnings(texts)
         for i, prompt, ids, reason in zip(learned, encoded[::2], encoded[1::2], reasons, strict=False):
             if ids[: len(prompt)] != prompt:
                 raise UnusableRow(
@@ -207,13 +241,20 @@ class RowEncoder:
             end = self._end(ids, begin)
             if reason == "length" and ids[end - 1] in self.tokenizer.added_tokens_decoder:
                 end -= 1  # the answer is unfinished: its end is the template's
-            examples.append((ids[:end], [0] * begin + [1] * (end - begin)))
+            examples.append(Example(ids[:end], [0] * begin + [1] * (end - begin), images_in(messages[: i + 1])))
         whole, mask = encoded[-1], np.zeros(len(encoded[-1]), dtype=int)
-        if not all(whole[: len(ids)] == ids for ids, _ in examples):
+        if not all(whole[: len(one.ids)] == one.ids for one in examples):
             return examples
-        for ids, turn in examples:
-            mask[: len(ids)] |= turn
-        return [(whole, mask)]
+        for one in examples:
+            mask[: len(one.ids)] |= one.mask
+        return [Example(whole, mask, images)]
+
+    def prompt_ids(self, messages: Sequence[Mapping], tools, **kwargs) -> list[int]:
+        """The ids of messages of [`as_read`] with the generation prompt."""
+        if not (images := images_in(messages)):
+            return self.render(messages, tools, add_generation_prompt=True, **kwargs)
+        text = self.render(messages, tools, add_generation_prompt=True, tokenize=False, **kwargs)
+        return self.reader.ids(text, images)
 
     def _ids_of_beginnings(self, texts: Sequence[str]) -> list[list[int]]:
         """
@@ -268,6 +309,8 @@ class RowEncoder:
             if role not in _ROLES and role not in template:
                 raise UnusableRow(f"the chat template does not know the role {role!r}")
             parts, only = self._reads_parts(role, template)
+            if images_in([message]) and not (self.reader and parts):
+                raise UnusableRow(UNSEEN)
             if content is None:
                 message = {**message, "content": ""}  # of calls alone, as `transformers serve` passes it
             elif only and isinstance(content, str):
@@ -346,6 +389,17 @@ def numbers_in(row: Mapping, name: str) -> np.ndarray:
     raise ValueError(f"`{name}` is {one_line(repr(row[name]), 60)}; give a flat list with one integer for each token.")
 
 
+def images_of(row: Mapping) -> list[str]:
+    """The images of a row: of its messages, or of what `dflash prepare` wrote."""
+    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
+    if columns is None:
+        return [image_uri(one) for one in column_of_images(row)] if row.get("input_ids") is not None else []
+    (name,) = columns
+    if not isinstance(row[name], list) or all(isinstance((one or {}).get("content"), str) for one in row[name]):
+        return []
+    return images_in(messages_in(row, name))
+
+
 def given_ids(row: Mapping) -> list[int]:
     """The ids of a row before the first supervised one; all of a row without a mask."""
     ids = numbers_in(row, "input_ids").tolist()
@@ -418,9 +472,9 @@ def _examples_of_ids(row: Mapping) -> list[Example]:
             "in transformers."
         )
     if row.get("document_ids") is None:
-        return [(ids, mask.astype(np.int64))]
+        return [Example(ids, mask.astype(np.int64))]
     documents = numbers_in(row, "document_ids")
     if len(documents) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
     starts = np.flatnonzero(np.diff(documents)) + 1
-    return list(zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True))
+    return [Example(*one) for one in zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True)]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_hf.data.images import ImageReader
+
 
 _OPEN_ROWS = 64  # in `pack`: enough to fill rows to about 99 %, few enough to search
 
@@ -99,14 +101,17 @@ class DFlashCollator:
 
     Args:
         pad_token_id (`int`): Any id of the target's embedding; padding is never attended to.
+        reader (`ImageReader`, *optional*): Of a target that reads images.
 
     Returns:
         `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For packed rows also `document_ids`, -1 on
         padding, and `position_ids`, which start again at 0 with each document. For rows of stored
-        features also `stored`, which reads them when they are needed.
+        features also `stored`, which reads them when they are needed; for rows with images `images`, what the target's
+        forward takes besides ids.
     """
 
     pad_token_id: int = 0
+    reader: ImageReader | None = None
 
     def __call__(self, examples: list[dict]) -> dict:
         for example in examples:  # those of streams, and of `evaluate(dataset)`, were never checked
@@ -124,6 +129,11 @@ class DFlashCollator:
             batch["position_ids"] = document_positions(batch["document_ids"])
         if "stored" in examples[0]:
             batch["stored"] = [example["stored"] for example in examples]
+        images = [example.get("images") or [] for example in examples]
+        if any(images) and "stored" not in batch:
+            if self.reader is None:
+                raise ValueError("A batch has images; give `DFlashCollator` the target's `ImageReader`.")
+            batch["images"] = self.reader.inputs(batch["input_ids"], images)
         return batch
 
 

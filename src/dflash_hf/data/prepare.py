@@ -11,7 +11,7 @@ from operator import itemgetter, not_
 import numpy as np
 from transformers.utils import logging
 
-from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.examples import pack
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.sources import as_written
@@ -113,6 +113,8 @@ def prepare_dataset(
         raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
     packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
+    if encoder.reader is not None:
+        features["images"] = ListOf(Value("string"))
     encode, rows = partial(_encode_batch, encoder, source), as_written(rows)
     stream = isinstance(rows, IterableDataset)
     if stream:
@@ -144,7 +146,8 @@ def _with_arrays(rows):
     import pyarrow as pa
 
     names = [name for name in _IDS if name in rows.column_names]
-    if "input_ids" not in names or rows.format["type"] is not None:
+    images = {"messages", "conversations", "prompt", "image", "images"} & set(rows.column_names)  # may hold some
+    if "input_ids" not in names or images or rows.format["type"] is not None:
         return rows
     columns = [rows.data.column(name) for name in names]
     types = [getattr(column.type, "value_type", column.type) for column in columns]
@@ -157,20 +160,23 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
     import pyarrow as pa
 
-    ids, masks, left_out = [], [], []
+    ids, masks, images, left_out = [], [], [], []
     for place, index in enumerate(indices):
         try:
             examples, reason = encoder.arrays({name: values[place] for name, values in batch.items()}), None
         except UnusableRow as unusable:
-            examples, reason = [(np.zeros(0), np.zeros(0))], str(unusable)
+            examples, reason = [Example(np.zeros(0), np.zeros(0))], str(unusable)
         except ValueError as error:
             raise ValueError(f"Row {index} of {source}: {error}") from error
-        ids += [one for one, _ in examples]
-        masks += [one for _, one in examples]
+        ids += [one.ids for one in examples]
+        masks += [one.mask for one in examples]
+        images += [list(one.images) for one in examples]
         left_out += [reason] * len(examples)
     ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
     columns = {"input_ids": np.concatenate(ids).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.int8)}
     lists = {name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()}
+    if encoder.reader is not None:
+        lists["images"] = pa.array(images, pa.list_(pa.string()))
     return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
 
 
@@ -180,6 +186,8 @@ def _encode_rows(*arguments) -> dict:
 
 
 def _pack_batch(max_length: int, batch: dict) -> dict:
+    if any(batch.get("images", ())):
+        raise ValueError("packing=True joins rows of text, but there are rows with images; leave it out.")
     examples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in zip(batch["input_ids"], batch["loss_mask"])]
     packed = list(pack(examples, max_length))
     return {name: [row[name] for row in packed] for name in ("input_ids", "loss_mask", "document_ids")}

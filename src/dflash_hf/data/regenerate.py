@@ -3,15 +3,18 @@
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import NamedTuple
 
 from dflash_hf.data.chat_client import ChatClient, NoAnswer, ServerError
 from dflash_hf.data.encode import RowEncoder, template_kwargs_of
-from dflash_hf.data.messages import UnusableRow, column_of, tools_of, with_text
+from dflash_hf.data.images import load
+from dflash_hf.data.messages import UNSEEN, UnusableRow, column_of, image_uri, images_in, tools_of, with_text
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
 from dflash_hf.files import digest_of
-from dflash_hf.responses import eos_ids, responses
+from dflash_hf.responses import eos_ids, responses, responses_to_images
 from dflash_hf.target import without_token
 
 
@@ -51,9 +54,10 @@ class Answer(NamedTuple):
     ids: Sequence[int] = ()
 
 
-def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False) -> Question:
+def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False, images: bool = True) -> Question:
     """
-    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one.
+    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one. `images`:
+    whether the target reads them.
 
     Raises:
         `UnusableRow`, `ValueError`: see [`~dflash_hf.data.prompts.prompt_of`].
@@ -63,6 +67,8 @@ def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = Fals
     ahead = turns_of(whole_conversation(row, *columns)) if several else [prompt_of(row, as_chat)]
     if not any(ahead):
         raise UnusableRow("its prompt is empty")
+    if not images and any(images_in(part) for part in ahead if not isinstance(part, str)):
+        raise UnusableRow(UNSEEN)
     return Question(index, ahead, tools_of(row), template_kwargs_of(row))
 
 
@@ -174,7 +180,7 @@ def generate_rows(
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    waiting, running = _Queue(), {}
+    waiting, seeing, running = _Queue(), _Queue(), {}  # texts, prompts with images, and what was asked
 
     def ask(question: Question, answers: list[Answer]) -> RowOrReason | None:
         """Have the next turn wait for its answer; what becomes of the row if there is none."""
@@ -187,7 +193,10 @@ def generate_rows(
                     raise UnusableRow("its prompt is empty")
                 key = f"{question.index}.{len(answers)}" if answers else question.index
                 running[key] = question, answers, ids
-                waiting.appendleft((key, ids))
+                if images := [] if isinstance(said, str) else images_in(said):
+                    seeing.append((key, images))
+                else:
+                    waiting.appendleft((key, ids))
                 return None
         except UnusableRow as unusable:
             reason = str(unusable)
@@ -195,7 +204,9 @@ def generate_rows(
 
     yield from filter(None, [ask(question, []) for question in questions])
     waiting.extend(sorted(waiting, key=lambda one: -len(one[1])))
-    for key, ids in responses(target, waiting, max_new_tokens, config, batch_size, seed):
+    texts = responses(target, waiting, max_new_tokens, config, batch_size, seed)
+    shown = ((key, encoder.reader.prompt(running[key][2], images)) for key, images in seeing)
+    for key, ids in chain(texts, responses_to_images(target, shown, max_new_tokens, config, seed)):
         question, answers, prompt = running.pop(key)
         stopped = ids[-1] in eos_ids(config)
         text = encoder.tokenizer.decode(ids[: len(ids) - stopped])
@@ -203,6 +214,21 @@ def generate_rows(
         answers.append(Answer(message, "stop" if stopped else "length", prompt, ids))
         if outcome := ask(question, answers):
             yield outcome
+
+
+def _as_sent(message: Mapping) -> Mapping:
+    """A message for a server: texts in parts as one text, which servers join otherwise; images with their content."""
+    if not images_in([message]):
+        return with_text(message)
+    content = []
+    for part in message["content"]:
+        if part["type"] == "image":
+            if not (address := part["image"]).startswith("data:"):
+                load(address)  # raises if there is no image
+                address = image_uri(Path(address).read_bytes())
+            part = {"type": "image_url", "image_url": {"url": address}}
+        content.append(part)
+    return {**message, "content": content}
 
 
 def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int) -> Iterator[RowOrReason]:
@@ -223,7 +249,7 @@ def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int
             raise failed[0]
         try:
             while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
-                messages = [with_text(one) for one in conversation(question, answers)]  # servers join parts otherwise
+                messages = [_as_sent(one) for one in conversation(question, answers)]
                 message, ended = server.answer(messages, question.tools, question.template_kwargs)
                 late.clear()
                 answer = {"role": "assistant", "content": message.get("content") or ""}

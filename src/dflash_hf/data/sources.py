@@ -195,8 +195,13 @@ def as_written(rows):
     A dataset without the keys that tables add: a table has every key of its other rows in every mapping, as `None`.
     A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
     """
-    from datasets import IterableDataset
+    from datasets import Image, IterableDataset
 
+    for name, feature in (rows.features or {}).items():  # a damaged image is that row's fault, not that of reading
+        if getattr(feature, "decode", None) and isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(inner := getattr(feature, "feature", None), Image) and inner.decode:
+            rows = rows.cast_column(name, type(feature)(Image(decode=False)))
     merged = [name for name, feature in (rows.features or {}).items() if _has_mapping(feature)]
     if not merged:
         return rows

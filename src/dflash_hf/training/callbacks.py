@@ -77,4 +77,6 @@ def prompts_of_rows(trainer, count: int) -> list[list[int]]:
         rows = next(iter(rows.values()))
     if rows is None:
         raise ValueError("prompts is None and the trainer has no dataset to take them from; pass lists of token ids.")
-    return [given_ids(row) for row in islice(iter(rows), count)]
+    reader, first = getattr(trainer.data_collator, "reader", None), islice(iter(rows), count)
+    pairs = [(given_ids(row), row.get("images")) for row in first]
+    return [reader.prompt(ids, images) if reader and images else ids for ids, images in pairs]

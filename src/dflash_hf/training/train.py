@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.images import load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
@@ -197,7 +198,9 @@ def _encoder(recipe: RecipeArguments, target, tell) -> RowEncoder:
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows)
+    loading = Loading(revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
+    reader = load_image_reader(recipe.target, target.config.model_type, tokenizer, loading)
+    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows, reader=reader)
 
 
 def _encoded(recipe: RecipeArguments, encoder: RowEncoder, say) -> tuple:
@@ -242,6 +245,8 @@ def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
     recipe = run.recipe
     model = add_adapter(run.draft, recipe.peft_config) if recipe.peft_config else run.draft
     trainer = DFlashTrainer(model, run.target, run.args, rows, eval_rows)
+    if run.encoder.reader is not None:
+        trainer.data_collator.reader = run.encoder.reader
     trainer.remove_callback(StepCount)
     for one in callbacks:
         trainer.add_callback(one)

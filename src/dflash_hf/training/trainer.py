@@ -347,8 +347,8 @@ def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> Ta
     """The target's output for a batch, as far as its features and the loss need it."""
     if "stored" in batch:
         return stored_output(batch)
-    masks = packed_masks(target, layer_ids, batch)
-    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.has_teacher)
+    more = {**packed_masks(target, layer_ids, batch), "images": batch.get("images")}
+    return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
 
 
 def check_dataset(dataset, args, draft_config, target) -> None:
