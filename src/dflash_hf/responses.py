@@ -37,9 +37,24 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
+class ImagePrompt(list):
+    """The ids of a text with images, and the other `inputs` of the target's forward."""
+
+    def __init__(self, ids: Sequence[int], inputs: dict[str, torch.Tensor]):
+        super().__init__(ids)
+        self.inputs = inputs
+
+    def __add__(self, more: Sequence[int]) -> "ImagePrompt":
+        types = [name for name in self.inputs if name.endswith("token_type_ids")]
+        wider = {name: torch.nn.functional.pad(self.inputs[name], (0, len(more))) for name in types}
+        return ImagePrompt([*self, *more], {**self.inputs, **wider})
+
+
 def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
-    """The output of `generate` for one prompt of ids."""
+    """The output of `generate` for one prompt of ids, or for an `ImagePrompt`."""
     input_ids = torch.tensor([list(ids)], device=target.device)
+    for name, one in getattr(ids, "inputs", {}).items():
+        options[name] = one.to(target.device, target.dtype if one.is_floating_point() else None)
     return target.generate(
         input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
     )
@@ -316,6 +331,17 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
         for (number, _), text in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
             yield number, text[:end]
+
+
+def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:
+    """As [`responses`], of `ImagePrompt`s, one at a time."""
+    config = copy.deepcopy(config)
+    config.max_new_tokens, config.max_length, config.num_return_sequences = max_new_tokens, None, None
+    for number, prompt in prompts:
+        with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(random.Random(f"{seed} {number}").getrandbits(63))
+            output = generate_one(target, prompt, generation_config=config)
+        yield number, output.sequences[0, len(prompt) :].tolist()
 
 
 class _Drawn(LogitsProcessor):

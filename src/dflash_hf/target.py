@@ -84,6 +84,7 @@ def target_forward(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.LongTensor | None = None,
     states: bool = True,
+    images: dict[str, torch.Tensor] | None = None,
 ) -> TargetOutput:
     """
     One forward of the target's decoder, without its head and without gradient.
@@ -94,11 +95,13 @@ def target_forward(
         input_ids, attention_mask, position_ids: `[N, S]`.
         states (`bool`): `False` leaves out the last hidden state: the layers above the highest of `layer_ids` do not
             run.
+        images (`dict`, *optional*): What the forward takes besides ids, if there are images among them; see
+            [`~dflash_hf.data.images.ImageReader.inputs`].
     """
     own = target if states else _cut_above(target, max(layer_ids))
     eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
-        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids)
+        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids, images)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
@@ -126,8 +129,12 @@ def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
     return own
 
 
-def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.Tensor:
+def _decoder_forward(target, input_ids, attention_mask, position_ids, images=None) -> torch.Tensor:
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    for name, one in (images or {}).items():
+        inputs[name] = one.to(input_ids.device, target.dtype if one.is_floating_point() else None)
+    if images and not isinstance(target, FSDPModule):  # the model around the decoder puts images among the tokens
+        return target.base_model(**inputs, use_cache=False).last_hidden_state
     if not isinstance(target, FSDPModule):
         return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
     # Sharded as a whole: its parts cannot run separately.

@@ -8,8 +8,9 @@ from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
+from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.sources import load_rows
+from dflash_hf.pairs import load_tokenizer
 from dflash_hf.training.rows import survey
 
 

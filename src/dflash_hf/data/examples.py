@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_hf.data.images import ImageReader
+
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
     """
@@ -64,13 +66,15 @@ class DFlashCollator:
 
     Args:
         pad_token_id (`int`): Any id of the target's embedding; padding is never attended to.
+        reader (`ImageReader`, *optional*): Of a target that reads images.
 
     Returns:
-        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For rows of stored features also `stored`,
-        which reads them when they are needed.
+        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For rows of stored features also `stored`, which
+        reads them when they are needed; for rows with images `images`, what the target's forward takes besides ids.
     """
 
     pad_token_id: int = 0
+    reader: ImageReader | None = None
 
     def __call__(self, examples: list[dict]) -> dict:
         for example in examples:  # those of streams, and of `evaluate(dataset)`, were never checked
@@ -82,6 +86,11 @@ class DFlashCollator:
         }
         if "stored" in examples[0]:
             batch["stored"] = [example["stored"] for example in examples]
+        images = [example.get("images") or [] for example in examples]
+        if any(images) and "stored" not in batch:
+            if self.reader is None:
+                raise ValueError("A batch has images; give `DFlashCollator` the target's `ImageReader`.")
+            batch["images"] = self.reader.inputs(batch["input_ids"], images)
         return batch
 
 

@@ -151,6 +151,7 @@ def store_features(
     shard_bytes: int = 1 << 30,
     say: Callable[[str], None] = lambda line: None,
     enough: Callable[[], bool] | None = None,
+    collator: DFlashCollator | None = None,
 ) -> FeatureManifest:
     """
     Store the features of every token of a dataset, or the shards that an earlier call left out.
@@ -165,6 +166,7 @@ def store_features(
         say: Called with the size before anything is read.
         enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. A set that was
             ended so is complete, and is not continued.
+        collator (`DFlashCollator`, *optional*): One that reads images, if there are any.
 
     Raises:
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
@@ -203,7 +205,7 @@ def store_features(
                     write_json(folder / MANIFEST, asdict(manifest))
                     break
                 rows = [examples[i] for i in range(starts[number], starts[number + 1])]
-                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update)
+                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update, collator)
                 with atomic(folder / shard_name(number)) as half:
                     save_file(tensors, half)
     return manifest
@@ -236,20 +238,22 @@ def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | No
     write_json(folder / MANIFEST, asdict(manifest))
 
 
-def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
     offsets, dtype = lengths.cumsum(0), getattr(torch, manifest.dtype)
     widths = {"features": manifest.width}
     if manifest.states:
         widths["states"] = manifest.width // len(manifest.layer_ids)
     tensors = {name: torch.empty(int(offsets[-1]), width, dtype=dtype) for name, width in widths.items()}
-    collate = DFlashCollator()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
+        names = ("input_ids", "loss_mask", "images")
+        examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
+        batch = (collator or DFlashCollator())(examples)
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, states=manifest.states)
+        more = {"states": manifest.states, "images": batch.get("images")}
+        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
         found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
             place = slice(offsets[i], offsets[i + 1])
@@ -357,7 +361,8 @@ def store_rows(
     if trainer.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
-        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough)
+        collator = DFlashCollator(0, encoder.reader)
+        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough, collator=collator)
     return StoredFeatures(folder)
 
 

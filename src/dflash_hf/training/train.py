@@ -14,14 +14,15 @@ from transformers import set_seed
 
 from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+from dflash_hf.data.images import load_image_reader
+from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs import Loading, draft_config_of, load_target
+from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
 from dflash_hf.terminal import check_writable, note
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, last_checkpoint
@@ -99,6 +100,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
     model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
     trainer = DFlashTrainer(model, target, args, rows, eval_rows)
+    trainer.data_collator.reader = encoder.reader
     trainer.remove_callback(StepCount)
     for one in (*callbacks, StepCount(say)):
         trainer.add_callback(one)
@@ -228,7 +230,9 @@ def _encoder(recipe: RecipeArguments, target, tokenizer, tell) -> RowEncoder:
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows)
+    loading = Loading(revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
+    reader = load_image_reader(recipe.target, target.config.model_type, tokenizer, loading)
+    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows, reader=reader)
 
 
 def _rows(recipe: RecipeArguments) -> tuple:
