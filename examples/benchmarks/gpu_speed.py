@@ -1,28 +1,44 @@
 """
-Checks and times decoding on a GPU in one go: Qwen3-8B and Qwen3-4B shapes, random bf16 weights, forced acceptance 6.5.
+Checks and times decoding on a GPU in one go, in eight minutes: the shape of Qwen3-8B and that of a mixture of experts,
+random bf16 weights, forced acceptance 6.5.
 
     python examples/benchmarks/gpu_speed.py --reference CHECKOUT_OF_Z_LAB_DFLASH --output results
 
-Prints, for each shape, tokens per second of `generate` alone, of the drafter eager and compiled, and of the reference,
-and the share of the bandwidth roofline that a round reaches: the bytes of all weights that a draft and a verification
-read, once each, over the bandwidth of this device. First, a small pair is decoded in fp32, eager and compiled, and
-must equal the target alone. On a CPU: `--device cpu --shapes tiny --tokens 48`.
+Prints, for each shape, tokens per second of `generate` alone, with a dynamic and a static cache, of transformers' own
+path, of the plain call with the drafter, of blocks, eager, sampled and compiled, and of the reference; the share of the
+bandwidth roofline that a round reaches (the bytes of all weights that a draft and a verification read, once each, over
+the bandwidth of this device); and kernels, graphs and synchronisations of a round. First, a small pair is decoded in
+fp32, eager and compiled, and must equal the target alone. On a CPU: `--device cpu --shapes tiny tiny-moe --tokens 48`.
 """
 
 import argparse
 import json
+import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from random_pairs import SHAPES, random_pair
-from side_by_side import bench
+from random_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
+from side_by_side import NATIVE, STATIC, bench
 
-from dflash_hf.evaluation.methods import COMPILED, DFLASH, TARGET
+from dflash_hf import DFlashDecodingConfig
+from dflash_hf.evaluation.methods import AUTO, COMPILED, DFLASH, TARGET
 
 
-METHODS = (TARGET, DFLASH, COMPILED)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.scripted_draft import ScriptedDraft
+
+
+TAU = 6.5  # tokens per verification of the oracle
+METHODS = (TARGET, STATIC, NATIVE, AUTO, DFLASH, COMPILED)
+# What the CUDA runtime does for a round, by the beginnings of its calls' names.
+CALLS = {
+    "kernels": ("cudaLaunchKernel", "cuLaunchKernel"),
+    "graphs": ("cudaGraphLaunch",),
+    "syncs": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+}
 
 
 def bandwidth(device: str) -> float:
@@ -62,9 +78,51 @@ def check(device: str) -> None:
     print(f"lossless in fp32 on {device}: eager and compiled, blocks and trees, tau {report.tau:.2f}")
 
 
+def calls_per_round(target, draft, prompt, tokens: int, **sampling) -> dict[str, float]:
+    """Kernels, graphs and synchronisations: those of a whole answer beyond those of half of it, for each round."""
+    ids = torch.tensor([prompt], device=target.device)
+    counts, rounds = [], []
+    for length in (tokens // 2, tokens):
+        options = {"max_new_tokens": length, "return_dict_in_generate": True, **sampling}
+        with torch.profiler.profile() as profile:
+            output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+        events = profile.key_averages()
+        counts.append({k: sum(e.count for e in events if e.key.startswith(names)) for k, names in CALLS.items()})
+        rounds.append(len(output.acceptance_lengths[0]))
+    return {name: (counts[1][name] - counts[0][name]) / max(rounds[1] - rounds[0], 1) for name in CALLS}
+
+
+def engine(target, draft, prompt, tokens: int, runs: int) -> dict[str, dict]:
+    """Greedy and sampled blocks of an oracle: tokens per second, tokens per round, and calls per round."""
+    text = oracle_text(target, prompt, tokens, draft.config.block_size, TAU)
+    scripted, found = ScriptedDraft.of(draft, [text], certainty=slot_accuracy(TAU, draft.config.block_size)), {}
+    ids = torch.tensor([prompt], device=target.device)
+    for name, compiled, sampling in (
+        ("greedy", False, {"do_sample": False}),
+        ("sampled", False, {"do_sample": True, "temperature": 0.7}),
+        ("compiled", True, {"do_sample": False}),
+    ):
+        scripted.decoding_config = DFlashDecodingConfig(block_size=draft.config.block_size, compile=compiled)
+        options = {"max_new_tokens": tokens, "return_dict_in_generate": True, **sampling}
+        seconds = []
+        for _ in range(runs + 1):  # the first one compiles
+            synchronize(target.device.type)
+            start = time.perf_counter()
+            output = target.generate(
+                ids, attention_mask=torch.ones_like(ids), assistant_model=scripted, pad_token_id=0, **options
+            )
+            synchronize(target.device.type)
+            seconds.append(time.perf_counter() - start)
+        counts = output.acceptance_lengths[0]
+        calls = calls_per_round(target, scripted, prompt, tokens, **sampling)
+        best = statistics.median(seconds[1:])
+        found[name] = {"tokens_per_second": tokens / best, "tau": sum(counts) / len(counts), **calls}
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["qwen3-8b", "qwen3-4b"])
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["qwen3-8b", "qwen3-moe"])
     parser.add_argument("--device", default="cuda")
     # The target alone takes most of the time; these defaults fit both shapes into a few minutes.
     parser.add_argument("--tokens", type=int, default=192, help="new tokens per call; default: %(default)s")
@@ -87,7 +145,7 @@ def main():
             arguments.tokens,
             arguments.runs,
             METHODS,
-            forced_acceptance=6.5,
+            forced_acceptance=TAU,
             reference=arguments.reference,
         )
         print(f"\n{shape}, bf16, FORCED acceptance (tau {report.tau:.2f}), {report.setting['hardware']}")
@@ -100,6 +158,9 @@ def main():
                     f"   round {1e3 * rounds.rounds[name]:.2f} ms, {least / rounds.rounds[name]:.0%} of the roofline"
                 )
             print(f"{line}   equal {method.equal}/{report.num_prompts}", flush=True)
+        facts["engine"] = engine(target, draft, prompts[0], arguments.tokens, arguments.runs)
+        for name, row in facts["engine"].items():
+            print(f"block, {name:9} " + "   ".join(f"{value:.1f} {key}" for key, value in row.items()), flush=True)
         facts |= json.loads(report.to_json())
         path = arguments.output / f"gpu_speed_{shape}.json"
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -4,16 +4,21 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation import candidate_generator
 
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 
 
-def _shape(hidden, intermediate, layers, heads, kv_heads, vocab, draft_layers=5, block_size=16, head_dim=128) -> dict:
+def _shape(
+    hidden, intermediate, layers, heads, kv_heads, vocab, draft_layers=5, block_size=16, head_dim=128, experts=0
+) -> dict:
+    of_experts = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": intermediate}
     return {
+        "classes": (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM),
         "target": {
+            **(of_experts if experts else {}),
             "hidden_size": hidden,
             "intermediate_size": intermediate,
             "num_hidden_layers": layers,
@@ -34,6 +39,8 @@ SHAPES = {
     "qwen3-0.6b": _shape(1024, 3072, 28, 16, 8, 151936),
     "qwen3-4b": _shape(2560, 9728, 36, 32, 8, 151936),
     "qwen3-8b": _shape(4096, 12288, 36, 32, 8, 151936),
+    "tiny-moe": _shape(64, 32, 4, 4, 2, 512, draft_layers=1, block_size=8, head_dim=16, experts=16),
+    "qwen3-moe": _shape(2048, 768, 12, 32, 4, 151936, experts=128),  # Qwen3-30B-A3B with a quarter of its layers
 }
 
 
@@ -50,7 +57,8 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
         Target, drafter and `num_prompts` prompts of ids.
     """
     shape = SHAPES[name]
-    config = Qwen3Config(
+    config_class, model_class = shape["classes"]
+    config = config_class(
         **shape["target"],
         max_position_embeddings=16384,
         tie_word_embeddings=False,
@@ -61,7 +69,7 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        target = Qwen3ForCausalLM(config).to(dtype).eval()
+        target = model_class(config).to(dtype).eval()
         draft_config = DFlashDraftConfig.for_target(
             config,
             config.vocab_size - 1,
