@@ -5,7 +5,7 @@ random bf16 weights, forced acceptance 6.5.
     python examples/benchmarks/gpu_speed.py --reference CHECKOUT_OF_Z_LAB_DFLASH --output results
 
 Prints, for each shape, tokens per second of `generate` alone, with a dynamic and a static cache, of transformers' own
-path, of the plain call with the drafter, of blocks, eager, sampled and compiled, and of the reference; the share of the
+path, of the plain call with the drafter, of blocks (eager, sampled, compiled) and of the reference; the share of the
 bandwidth roofline that a round reaches (the bytes of all weights that a draft and a verification read, once each, over
 the bandwidth of this device); and kernels, graphs and synchronisations of a round. First, a small pair is decoded in
 fp32, eager and compiled, and must equal the target alone. On a CPU: `--device cpu --shapes tiny tiny-moe --tokens 48`.
