@@ -16,12 +16,6 @@ WORKERS := -n $(JOBS) --dist worksteal
 # What takes longest is listed where nobody watches the run.
 DURATIONS := $(if $(filter true,$(CI)),--durations=25)
 
-# The inner loop: one family, one dtype, no builds and no processes of their own.
-QUICK := $(addprefix tests/,modeling/test_config.py modeling/test_slot_cache.py modeling/test_hook.py \
-	modeling/test_layouts.py modeling/test_same_text.py \
-	training/test_blocks.py training/test_losses.py data/test_encode.py evaluation/test_measure.py hub/test_card.py)
-NOT_QUICK := compiled or sliding or (families and not qwen3-sdpa)
-
 .PHONY: help venv test quick lint format coverage demo docs dist clean
 
 help:
@@ -47,8 +41,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(DURATIONS)
 
+# The inner loop: one family, one dtype, no builds and no processes of their own. Other systems run it too.
 quick: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) -x $(QUICK) -k 'not ($(NOT_QUICK))'
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) -x @.ci/quick
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ TEXTS = (
     "examples/smollm2-135m-dflash/README.md",
 )
 GUIDES = {
-    "Start": ("own_model", "data", "several_gpus", "serving", "laptop"),
+    "Start": ("own_model", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
     "Understand": ("reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
     "Extend": ("add_a_head", "add_a_layout", "add_an_engine_rule"),
 }
@@ -52,7 +52,6 @@ REFERENCE = {
     "Training": (
         "DFlashTrainer",
         "DFlashTrainingArguments",
-        "DecodingCallback",
         "StoredFeatures",
     ),
 }

@@ -39,7 +39,7 @@ def main() -> None:
         raise SystemExit(f"The embedding of {arguments.target} has no spare row; resize it by one first.")
 
     # 2. The target's own responses: a drafter learns what its own target writes.
-    lines = [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
+    lines = [line for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": line}], add_generation_prompt=True, return_dict=False

@@ -106,11 +106,13 @@ class SlotLayer(CacheLayerMixin):
 
     def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Write the slots back into a layer, as `columns` left-padded columns; they are freed on the way."""
+        if self.keys is None:  # nothing was moved here
+            return
         first = 0
         if isinstance(layer, DynamicSlidingWindowLayer):
             first = max(columns - layer.sliding_window + 1, 0)
             layer.cumulative_length = columns
-        for name in ("keys", "values"):
+        for name in ("keys", "values") if self.values is not None else ("keys",):
             buffer, rows = getattr(self, name), []
             for row, pad in enumerate(padding):
                 start = max(first - pad, 0)
@@ -121,7 +123,6 @@ class SlotLayer(CacheLayerMixin):
                 rows.append(torch.nn.functional.pad(states, (0, 0, missing, 0)) if missing else states)
             setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
             setattr(self, name, None)
-            del buffer, rows
 
     @property
     def capacity(self) -> int:
@@ -277,13 +278,14 @@ class SlotCache(Cache):
         columns = cached_columns(cache)
         slots = cls(len(padding), columns + CAPACITY_STEP)
         slots.columns, slots.spare = columns, max(cls.SPARE, largest)
-        for layer in cache.layers:
-            if not isinstance(layer, CacheLayerMixin):
-                slots.layers.append(layer)
-                continue
-            slots.layers.append(slots.slot_layer(layer))
-            if layer.is_initialized:  # otherwise it shares the keys of another layer
-                slots.layers[-1].adopt(layer, padding, columns)
+        try:
+            for layer in cache.layers:
+                slots.layers.append(slots.slot_layer(layer) if isinstance(layer, CacheLayerMixin) else layer)
+                if isinstance(slots.layers[-1], SlotLayer) and layer.is_initialized:  # or it shares another's keys
+                    slots.layers[-1].adopt(layer, padding, columns)
+        except BaseException:  # out of memory, or interrupted
+            slots.release(cache, padding, columns)
+            raise
         return slots
 
     def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
@@ -301,8 +303,8 @@ class SlotCache(Cache):
         Write the slots back into the cache they were adopted from, as `columns` left-padded columns: an ordinary cache
         that continues the conversation with or without a drafter. The slots are freed on the way.
         """
-        for source, layer in zip(self.layers, cache.layers, strict=True):
-            if isinstance(source, SlotLayer) and source.is_initialized:
+        for source, layer in zip(self.layers, cache.layers):  # fewer, if not all were moved
+            if isinstance(source, SlotLayer):
                 source.release(layer, padding, columns)
         return cache
 

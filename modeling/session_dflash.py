@@ -38,15 +38,14 @@ class SlotSession:
 
     def __init__(self, target, cache, padding, offset, extra, tap=None, last_slot=None, largest: int = 0):
         self.target, self.source, self.padding, self.offset, self.tap = target, cache, padding, offset, tap
-        self.cache = self.CACHE.adopt(cache, padding, largest)
+        self.last_slot = last_slot
+        windows = mask_windows(target)
+        self.windows = windows if any(windows.values()) else {None: None}  # no layer has a mask
+        self.cache = self.CACHE.adopt(cache, padding, largest)  # last: what fails before leaves the cache as it is
         self.lengths = [self.cache.columns - pad for pad in padding]
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
         if "output_router_logits" in inspect.signature(target.forward).parameters:
             self.arguments["output_router_logits"] = False  # their loss reads a mask of padding, and nobody reads it
-        self.windows = mask_windows(target)
-        if not any(self.windows.values()):  # no layer has a mask
-            self.windows = {None: None}
-        self.last_slot = last_slot
 
     def verify(self, draft) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -121,8 +120,7 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     nothing = {"attention_mask": None, CACHE_NAME: None, "position_ids": None}
     masks = create(config=target.config, inputs_embeds=like, **nothing)
     types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
-    unknown = types - rules.keys()
-    if unknown:
+    if unknown := types - rules.keys():
         raise ValueError(f"no mask rule for layer types {sorted(unknown)}")
     if isinstance(masks, dict):
         return {name: rules[name] for name in types}

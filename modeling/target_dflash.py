@@ -1,6 +1,7 @@
 """What a drafter needs from a frozen target: its layers' outputs, its raw embedding table, its head."""
 
 import contextlib
+import functools
 import inspect
 import math
 import threading
@@ -330,17 +331,16 @@ class Trial:
 
     def support(self, sessions: tuple[Any, ...]) -> Support:
         """The simplest way to roll back, and what it cannot do."""
-        try:
+        features: dict[int, tuple] = {}
+        with contextlib.suppress(ValueError):  # HRM-Text runs two stacks in cycles
             features = self.features()
-        except ValueError:  # HRM-Text runs two stacks in cycles
-            features = {}
         best = Support(None, math.inf, features=features)
-        expected = {padding: self.one_by_one(padding) for padding in (2, 0)}
+        expected = functools.cache(self.one_by_one)
         for session in sessions:
             for padding, tree in ((2, True), (2, False), (0, True), (0, False)):
                 if tree and (self.draft_tree is None or not session.rollback_is_free):
                     continue
-                error = self.error(session, padding, tree, expected[padding])
+                error = self.error(session, padding, tree, expected(padding))
                 if error < self.EXACT:
                     return Support(session, error, padding > 0, tree, features)
                 if error < min(self.CLOSE, best.error) or best.session is None and error < best.error:

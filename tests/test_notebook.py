@@ -1,11 +1,13 @@
 """The notebook: every cell runs, on a tiny pair and on the real one."""
 
+import base64
+import contextlib
+import io
 import json
 import os
 
 import pytest
 from support.guides import ROOT, save_stand_in
-from support.notebook import execute
 
 from dflash_hf.smollm2 import drafter_folder
 
@@ -13,23 +15,51 @@ from dflash_hf.smollm2 import drafter_folder
 NOTEBOOK = ROOT / "examples" / "how_dflash_works.ipynb"
 
 
+def execute(monkeypatch) -> dict:
+    """Run all cells in one namespace; returns the notebook with what they print and draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def show():
+        stream = io.BytesIO()
+        pyplot.gcf().savefig(stream, format="png", dpi=110, bbox_inches="tight")
+        pyplot.close("all")
+        data = {"image/png": base64.b64encode(stream.getvalue()).decode()}
+        pictures.append({"data": data, "metadata": {}, "output_type": "display_data"})
+
+    monkeypatch.setattr(pyplot, "show", show)
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    namespace = {"__name__": "__main__"}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for count, cell in enumerate(cells, start=1):
+        printed, pictures = io.StringIO(), []
+        with contextlib.redirect_stdout(printed):
+            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {count}", "exec"), namespace)
+        text = printed.getvalue().splitlines(keepends=True)
+        cell["execution_count"] = count
+        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text}] * bool(text) + pictures
+        assert cell["outputs"], count
+    return notebook
+
+
 def test_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
     target, draft = save_stand_in(tmp_path, ends=False)
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda: target)
     monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: draft)
-    cells = [cell for cell in execute(NOTEBOOK)["cells"] if cell["cell_type"] == "code"]
-    assert sum(bool(cell["outputs"]) for cell in cells) == len(cells)
+    execute(monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_cells_run_on_the_real_pair(real_target, tmp_path):
+def test_cells_run_on_the_real_pair(real_target, monkeypatch):
     """With `DFLASH_WRITE_NOTEBOOK=1` what they print and draw is written into the notebook."""
     try:
         drafter_folder()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    notebook = execute(NOTEBOOK, figures=tmp_path)
+    notebook = execute(monkeypatch)
     if os.environ.get("DFLASH_WRITE_NOTEBOOK") == "1":
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         NOTEBOOK.write_text(text, encoding="utf-8")
@@ -37,7 +67,6 @@ def test_cells_run_on_the_real_pair(real_target, tmp_path):
 
 def test_notebook_is_small_and_has_pictures():
     assert NOTEBOOK.stat().st_size < 500_000
-    outputs = [
-        one for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for one in cell.get("outputs", ())
-    ]
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    outputs = [one for cell in cells for one in cell.get("outputs", ())]
     assert sum("image/png" in one.get("data", {}) for one in outputs) >= 5

@@ -14,9 +14,8 @@ from support.pairs import make_target
 
 from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
-from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.decoding import packing as packing_dflash
-from dflash_hf.pairs import Loading, load_target, loaded
+from dflash_hf.pairs import Loading, load_target, load_tokenizer, loaded
 from dflash_hf.serving.request import room_for_answer
 
 

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from support.pairs import COMMON, VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
 from support.tiny_models import tiny_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf import target as target_module
 from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import (
     check_fit,
     freeze,
     generate_responses,
-    packed_masks,
     target_features,
     target_forward,
 )
@@ -128,17 +126,6 @@ def test_responses_keep_the_order_of_prompts(precise_target):
     assert len({token for response in responses for token in response}) > 8
 
 
-def test_responses_end_with_their_eos(precise_target):
-    free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
-    eos = [free[0][4], free[2][7]]
-    config = GenerationConfig(eos_token_id=eos, pad_token_id=0)
-    responses = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK, generation_config=config)
-    for response, whole in zip(responses, free, strict=True):
-        end = next((i + 1 for i, token in enumerate(whole) if token in eos), 12)
-        assert response == whole[:end]
-    assert len(responses[0]) <= 5
-
-
 def test_responses_never_hold_the_mask_token(precise_target):
     """The mask token is chosen among the tokens that the target would say."""
     free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
@@ -186,26 +173,6 @@ def test_target_that_cannot_be_trained_for_is_refused(draft):
         check_fit(draft.config, target)
 
 
-def test_several_vectors_per_token_decode_plainly(input_ids, caplog):
-    """Gemma 3n hands four from layer to layer."""
-    special = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    target = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING["gemma3n_text"](
-            **{**COMMON, **special},
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=8,
-            laurel_rank=4,
-            num_kv_shared_layers=0,
-            activation_sparsity_pattern=None,
-        )
-    ).eval()
-    options = {"max_new_tokens": 4, "do_sample": False}
-    with caplog.at_level("WARNING"):
-        drafted = target.generate(input_ids, **options, assistant_model=make_draft(target))
-    assert "decoder layer 0 of Gemma3nForCausalLM has an output of shape (4, 2, 3, 32)" in caplog.text
-    assert torch.equal(drafted, target.generate(input_ids, **options))
-
-
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -221,17 +188,3 @@ def test_layers_are_found_in_odd_models(model_type, kind, input_ids):
     config = DFlashDraftConfig.for_target(target.config, MASK, num_hidden_layers=2, target_layer_ids=[0, 3])
     assert config.num_target_layers == 4
     check_pair(target, config)
-
-
-def test_packing_is_tried_for_each_attention(monkeypatch):
-    """The remedy of the error is another attention, which may be set on the same target."""
-    target = make_target(attn="eager")
-    batch = {"position_ids": torch.arange(4).repeat(2, 2)}
-    monkeypatch.setattr(target_module, "_keeps_documents_apart", lambda t, _: t.config._attn_implementation == "sdpa")
-    with pytest.raises(ValueError, match="attn_implementation='eager' the documents of a row see each other"):
-        packed_masks(target, [0], batch)
-    target.set_attn_implementation("sdpa")
-    assert packed_masks(target, [0], batch).keys() == {"position_ids"}
-    target.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="see each other"):
-        packed_masks(target, [0], batch)

@@ -30,7 +30,9 @@ SIGNATURES = {
     "transformers.pipelines.base:load_assistant_model": "model assistant_model assistant_tokenizer",
 }
 SERVING = {
-    "transformers.cli.serve:Serve.start_server": "",
+    "transformers.cli.serving.utils:BaseHandler": "model_manager generation_state chat_template_kwargs",
+    "transformers.cli.serving.utils:BaseHandler._resolve_model": "body",
+    "transformers.cli.serving.utils:BaseHandler.get_processor_inputs_from_messages": "messages modality",
     "transformers.cli.serving.utils:GenerateManager.generate_streaming": "model processor inputs gen_config "
     "request_id response_parser",
     "transformers.cli.serving.utils:GenerateManager.generate_non_streaming": "model processor inputs gen_config "

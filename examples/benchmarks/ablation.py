@@ -101,7 +101,7 @@ def trained(keys: dict, features: list[str], eval_features: list[str], folder: s
     """Train a drafter into a folder; returns its figures, teacher-forced on `eval_features`."""
     keys = {
         **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
-        **{"init_layers": None, "draft_vocab_size": None, **keys},  # nothing of the preset
+        **{"init_layers": None, "draft_vocab_size": None, "gradient_accumulation_steps": 1, **keys},  # no preset's
         **{"features": features, "eval_features": eval_features[0], "use_cpu": True, "max_minutes": seconds / 60},
         **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
         **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},

@@ -62,10 +62,11 @@ def main():
     parser.add_argument("--features", required=True, help="held-out features with final states")
     args = parser.parse_args()
     draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
-    rows = StoredFeatures(args.features, draft.config.target_layer_ids, states=True)
+    rows = StoredFeatures(args.features)
     settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
     check_features(rows, draft.config, target, states=True)
-    observer, collate, found = Observer(draft.float().eval(), target, settings, stored_output), DFlashCollator(), []
+    read, collate, found = partial(stored_output, states=True), DFlashCollator(), []
+    observer = Observer(draft.float().eval(), target, settings, read)
     with torch.no_grad():
         for row in rows:
             batch = collate([row])

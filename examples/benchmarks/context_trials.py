@@ -82,7 +82,8 @@ class Cat(Objective):
         def head(states):
             logits = teacher.head(states)
             own = gold[sum(map(len, nll)) :][: len(states)]
-            nll.append(nn.functional.cross_entropy(logits.float(), own, reduction="none"))
+            if len(own):  # not again in the backward pass
+                nll.append(nn.functional.cross_entropy(logits.float(), own, reduction="none"))
             return logits
 
         teacher = replace(teacher, head=head, kind=self.kind)
@@ -246,7 +247,7 @@ def store_rejected(arguments) -> None:
         "eval": (arguments.eval_features, arguments.answers // 3),
     }
     for name, (given, wanted) in parts.items():
-        features, found = stored(given, pair.draft.config.target_layer_ids), []
+        features, found = stored(given), []
         for index in torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).tolist():
             row = features[index]
             if len(row["input_ids"]) <= LONGEST and len(found) != wanted:
@@ -325,7 +326,7 @@ def measure(trainer: type, folder: Path, arguments) -> dict:
     options = {"use_cpu": True, "per_device_eval_batch_size": 16, "report_to": "none", "loss_type": "dpace_kl"}
     args = DFlashTrainingArguments(output_dir=str(arguments.work / "measured"), bf16=halves(), **options)
     given = arguments.features, arguments.eval_features
-    both = [stored(one, draft.config.target_layer_ids, states=True) for one in given]
+    both = [stored(one) for one in given]
     figures = trainer(draft, target, args, *both).evaluate()
     return {"tau": round(figures["eval_simulated_tau"], 4), "slot_1": round(figures["eval_accuracy_1"], 4)}
 

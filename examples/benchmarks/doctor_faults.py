@@ -24,11 +24,10 @@ from support.chat_pair import OFF, chat_tokenizer, requests, train_chat_draft, t
 from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.doctor import Case, diagnose
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
-from dflash_hf.pairs import Loading, load_draft, load_target
+from dflash_hf.pairs import Loading, load_draft, load_target, load_tokenizer
 from dflash_hf.target import freeze
 
 

@@ -5,6 +5,7 @@ tokens/s and CPU seconds, and the time to the first token in each turn of a long
 
     python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--requests 0] [--turns 0] [--no-packed]
         [--tree-nodes N] [--output F]
+    python examples/benchmarks/serve_load.py --target T --draft D --requests 0 --at-once --words 20   # the turns alone
 
 Half of the requests are streamed; one in ten is abandoned, alternately in the middle of its stream and while it waits.
 Texts are compared in fp32.
@@ -239,10 +240,9 @@ def paired(servers: dict[str, Server], prompts: list[str], arguments) -> dict[st
 
 
 def turns_of(server: Server, arguments) -> list[str]:
-    """Seconds and CPU seconds to the first token in each turn of a conversation that begins with many tokens."""
-    words = " ".join(
-        f"{form.format(subject)} {number}" for number in range(9) for subject in SUBJECTS for form in REQUESTS
-    )
+    """Seconds and CPU seconds to the first token in each turn of a conversation that begins with many words."""
+    sentences = (f"{form.format(subject)} {n}" for n in itertools.count() for subject in SUBJECTS for form in REQUESTS)
+    words = " ".join(itertools.islice((word for one in sentences for word in one.split()), arguments.words))
     messages: list[dict] = []
     cells = []
     for turn in range(arguments.turns):
@@ -270,12 +270,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16, help="different prompts among them; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument(
-        "--timed", type=int, default=12, help="times that each speed is measured; default: %(default)s"
-    )
-    parser.add_argument("--turns", type=int, default=5, help="of a conversation of 4,000 tokens; default: %(default)s")
+    parser.add_argument("--timed", type=int, default=4, help="times that each speed is measured; default: %(default)s")
+    parser.add_argument("--turns", type=int, default=5, help="of a conversation; default: %(default)s")
+    parser.add_argument("--words", type=int, default=2800, help="of its first message; default: %(default)s")
     parser.add_argument("--tree-nodes", type=int, help="a third server for the speeds, with draft trees")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8, 16], help="clients for each speed")
+    parser.add_argument("--at-once", type=int, nargs="*", default=[1, 2, 8, 16], help="clients for each speed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of timed servers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-packed", dest="packed", action="store_false", help="as in dflash serve")
@@ -315,9 +314,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
         numbers = [f"{n} client{'s' * (n > 1)}, tokens/s | time | CPU time" for n in arguments.at_once]
-        say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 3 * len(numbers)))
-        for name, cells in paired(servers, prompts, arguments).items():
-            say(f"| {name} | " + " | ".join(cells) + " |")
+        if numbers:
+            say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 3 * len(numbers)))
+            for name, cells in paired(servers, prompts, arguments).items():
+                say(f"| {name} | " + " | ".join(cells) + " |")
         for name, server in servers.items():
             say(f"\n{name}, to the first token of each turn: {'; '.join(turns_of(server, arguments))}")
     if arguments.output:

@@ -30,7 +30,6 @@ _LAZY = {
     "PromptSettings": ".data.magpie",
     "DFlashTrainer": ".training.trainer",
     "StoredFeatures": ".training.features",
-    "DecodingCallback": ".training.callbacks",
     "DFlashTrainingArguments": ".training.training_args",
 }
 __all__ = ["__version__", *_LAZY]

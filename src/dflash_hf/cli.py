@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
+    if hasattr(sys.stdout, "reconfigure"):  # a console may not be UTF-8
+        sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(words)
     module = _module(arguments.command)

@@ -65,7 +65,9 @@ def convert(
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
+    # Windows keeps the files of tensors that are in use.
+    place = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
+    with place as scratch:
         draft = _read(src, Path(scratch, "unpacked"), revision)
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:

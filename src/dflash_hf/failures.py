@@ -9,7 +9,10 @@ from dflash_hf.terminal import LONGEST_DETAILS, DetailedError, one_line
 # Libraries raise these as errors of many kinds.
 _FULL = ("no space left on device", "disk quota exceeded", "pytorchstreamwriter failed writing")
 _MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate")
-_LESS = "use fewer or shorter rows at a time (--batch-size, --max-length, per_device_train_batch_size=1), or bfloat16"
+_LESS = (
+    "use fewer or shorter rows at a time (--batch-size, --max-length, per_device_train_batch_size=1 with as many more "
+    "gradient_accumulation_steps), or bfloat16"
+)
 
 
 def explain(error: BaseException, again: str = "run the same command again") -> str:

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_hf.terminal import json_text, one_line
@@ -92,7 +92,7 @@ def lock(file, path: Path) -> None:
     """
     try:
         import fcntl
-    except ImportError:  # Windows
+    except ImportError:  # Windows, where nobody is kept out
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(PermissionError):  # Windows keeps a file that is open
+                path.unlink(missing_ok=True)
 
 
 def default_cache_dir() -> Path:

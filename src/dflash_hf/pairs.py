@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_hf.terminal import one_line
+from dflash_hf.terminal import one_line, read_text
 
 
 TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
@@ -102,11 +102,14 @@ def _whole(name: str | Path, what: str, **options):
     """A target all of whose parameters its checkpoint has: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
-        target, info = AutoModelForCausalLM.from_pretrained(name, **options)
+        known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
+        seeing = reads_images(AutoConfig.from_pretrained(name, **known).model_type)
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        target, info = kind.from_pretrained(name, **options)
     except StrictDataclassError as error:
         raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
@@ -127,6 +130,16 @@ def _whole(name: str | Path, what: str, **options):
     return target
 
 
+def reads_images(model_type: str | None) -> bool:
+    """Whether a model of a type is loaded with the part that reads images, not as its language model alone."""
+    from transformers.models.auto import modeling_auto
+
+    texts, images = (
+        getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    )
+    return model_type in images and texts.get(model_type) in (None, images[model_type])
+
+
 def damaged(what: str, error: Exception) -> str:
     """A readable message for a `SafetensorError`."""
     damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
@@ -136,6 +149,49 @@ def damaged(what: str, error: Exception) -> str:
 def damaged_config(what: str, error: Exception) -> str:
     """A readable message for a `StrictDataclassError`."""
     return f"{what}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
+
+
+def load_tokenizer(
+    name: str,
+    chat_template: str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    empty: bool = False,
+):
+    """
+    Load a tokenizer, optionally with another chat template. An `empty` one is enough for rows of token ids.
+
+    Raises:
+        `OSError`: the folder or repository does not exist.
+        `ValueError`: it has no tokenizer, or a tokenizer with custom code.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    from dflash_hf.repositories import small_file
+
+    small_file(str(name), str(name), revision, "tokenizer_config.json")
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
+        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
+        known = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
+        if not known:  # made of a folder without files
+            raise ValueError(f"the tokenizer of {name} has no vocabulary")
+    except StrictDataclassError as error:
+        raise ValueError(damaged_config(str(name), error)) from error
+    except (ValueError, OSError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
+        if Path(name).expanduser().is_dir():
+            raise ValueError(
+                f"{name} holds no tokenizer that can be read; save the target's there with "
+                f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."
+            ) from error
+        raise
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(Path(chat_template))
+    return tokenizer
 
 
 def load_draft(name: str, loading: Loading, device: str | None = None):

@@ -5,7 +5,6 @@ next prompt, so that no row waits for the longest.
 
 import copy
 import inspect
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and 
 # Generation settings that a full batch supports; with others, `generate` decodes.
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
-_REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats: a fifth of the time of short samples
+_REMEMBERED = 16  # prompts whose logits are kept in case they repeat: a fifth of the time of short samples
 _PIECE = 512  # prompt tokens read at a time: bounds the mask
 _LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
 _ROWS = 16  # batch size with `generate`
@@ -38,9 +37,24 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
+class ImagePrompt(list):
+    """The ids of a text with images, and the other `inputs` of the target's forward."""
+
+    def __init__(self, ids: Sequence[int], inputs: dict[str, torch.Tensor]):
+        super().__init__(ids)
+        self.inputs = inputs
+
+    def __add__(self, more: Sequence[int]) -> "ImagePrompt":
+        types = [name for name in self.inputs if name.endswith("token_type_ids")]
+        wider = {name: torch.nn.functional.pad(self.inputs[name], (0, len(more))) for name in types}
+        return ImagePrompt([*self, *more], {**self.inputs, **wider})
+
+
 def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
-    """The output of `generate` for one prompt of ids."""
+    """The output of `generate` for one prompt of ids, or for an `ImagePrompt`."""
     input_ids = torch.tensor([list(ids)], device=target.device)
+    for name, one in getattr(ids, "inputs", {}).items():
+        options[name] = one.to(target.device, target.dtype if one.is_floating_point() else None)
     return target.generate(
         input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
     )
@@ -193,47 +207,34 @@ class _Slots:
         last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
         self.session = _Session(target, empty_cache(target), [0] * rows, offset, {})
-        self.reader = _Session(target, empty_cache(target), [0], offset[:1], last_only)
-        self.last: tuple = ()  # the prompt that the reader holds
-        self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
+        self.session.verify(Block(torch.zeros_like(offset)))  # allocates the slots
+        self.reader = _Session(target, empty_cache(target), [0], offset[:1], last_only)  # of a single place
+        self.after: dict[tuple, torch.Tensor] = {}  # logits after the latest prompts
 
-    def read(self, place: int, ids: Sequence[int], left: dict[int, tuple]) -> torch.Tensor:
-        """Put a prompt into a place; returns the logits `[1, V]` after it. `left`: texts that places still hold."""
-        states, logits = self._known(tuple(ids), left)
-        cache = self.session.cache
-        if len(ids) > cache.capacity:
-            cache.reserve(len(ids))
-        for layer, given in zip(cache.layers, states, strict=True):
-            if given is not None and not layer.is_initialized:
-                layer.lazy_initialization(*given)
-            _write(layer, place, given)
-        left.pop(place, None)
-        return logits
-
-    def _known(self, ids: tuple, left: dict[int, tuple]) -> tuple[list, torch.Tensor]:
-        """The states of each layer after a prompt, and its logits; some prompts repeat."""
-        if ids not in self.known:
-            if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
-                self.known.clear()
-            logits = self._logits_after(ids, left)
-            self.known[ids] = [_states(layer, 0, len(ids)) for layer in self.reader.cache.layers], logits
-        return self.known[ids]
-
-    def _logits_after(self, ids: tuple, left: dict[int, tuple]) -> torch.Tensor:
-        """Read a prompt alone, from where it differs from the last one or from what a place holds, in pieces."""
-        shared, nearest = _common(ids, self.last), None
-        for place, text in left.items():
-            if _common(ids, text) > shared:
-                shared, nearest = _common(ids, text), place
-        if nearest is not None:
-            self.reader.cache.reserve(shared)
-            for mine, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
-                _write(mine, 0, _states(layer, nearest, shared))
-        self.last = ids
+    def read(self, place: int, ids: Sequence[int], held: dict[int, Sequence[int]]) -> torch.Tensor:
+        """
+        Put a prompt into a place, and return the logits `[1, V]` after it. What another place has already read of it
+        is copied; `held` are the texts that places hold.
+        """
+        source = max(held, key=lambda one: (_common(held[one], ids), one == place), default=place)
+        shared = _common(held.get(source, ()), ids)
+        self.session.cache.reserve(len(ids))
+        self.reader.cache.capacity = self.session.cache.capacity
+        for mine, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
+            if isinstance(layer, SlotLayer) and layer.is_initialized:  # others share the keys of a layer before
+                for buffer in (layer.keys, layer.values):
+                    buffer[place, :, :shared] = buffer[source, :, :shared]
+                mine.keys, mine.values = layer.keys[place : place + 1], layer.values[place : place + 1]
+                mine.is_initialized = True
+        if shared == len(ids) and tuple(ids) in self.after:
+            return self.after[tuple(ids)]
         for start in range(min(shared, len(ids) - 1), len(ids), _PIECE):
             piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
             self.reader.lengths = [start]
             logits = self.reader.verify(Block(piece))[0][:, -1]
+        if len(self.after) == _REMEMBERED:
+            self.after.pop(next(iter(self.after)))
+        self.after[tuple(ids)] = logits
         return logits
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
@@ -246,51 +247,41 @@ class _Slots:
     @property
     def memory(self) -> int:
         """Bytes of the slots, which grow with the text, and of the scores."""
-        layers = [_states(layer, slice(None), self.session.cache.capacity) for layer in self.session.cache.layers]
         head = self.target.get_output_embeddings().weight.shape[0]
-        return sum(one.nbytes for pair in layers if pair for one in pair) + self.rows * head * 16
+        return sum(one.keys.nbytes + one.values.nbytes for one in self._layers()) + self.rows * head * 16
 
     def keep(self, places: list[int]) -> None:
         """Drop all other places."""
-        cache = self.session.cache
-        self.rows = cache.rows = len(places)
+        self.rows = self.session.cache.rows = len(places)
         self.session.offset = self.session.offset[places]
-        for layer in cache.layers:
-            if isinstance(layer, SlotLayer) and layer.is_initialized:
-                layer.keys, layer.values = layer.keys[places], layer.values[places]
+        for layer in self._layers():
+            layer.keys, layer.values = layer.keys[places], layer.values[places]
+
+    def _layers(self) -> list[SlotLayer]:
+        """The layers that hold keys; others share those of a layer before them."""
+        layers = self.session.cache.layers
+        return [layer for layer in layers if isinstance(layer, SlotLayer) and layer.is_initialized]
 
 
-def _common(one: tuple, other: tuple) -> int:
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many ids two texts have in common at their beginning."""
-    return len(os.path.commonprefix([one, other]))
-
-
-def _states(layer, row: int | slice, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A row's keys and values `[1, heads, length, head_dim]`; `None` if the layer shares those of another."""
-    if not isinstance(layer, SlotLayer) or not layer.is_initialized:
-        return None
-    rows = slice(row, row + 1) if isinstance(row, int) else row
-    return layer.keys[rows, :, :length].clone(), layer.values[rows, :, :length].clone()
-
-
-def _write(layer, row: int, states: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    """Put what [`_states`] returns into a row."""
-    if states is not None:
-        length = states[0].shape[2]
-        layer.keys[row, :, :length], layer.values[row, :, :length] = states[0][0], states[1][0]
+    differ = (i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs)
+    return next(differ, min(len(one), len(other)))
 
 
 @torch.no_grad()
 def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set[int], rows: int):
-    slots, running, left = _Slots(target, rows), {}, {}  # rows by place; what places hold whose rows have just ended
+    slots, running, left = _Slots(target, rows), {}, {}  # rows by place; texts of places whose rows have just ended
     while True:
         # 1. Put the next prompts into the free places, each where the text that it continues has just ended.
         free = set(range(slots.rows)) - running.keys()
         for number, ids in islice(prompts, len(free)):
-            place = max(free, key=lambda one: (_common(left.get(one, ()), tuple(ids)), one not in left, -one))
+            place = max(free, key=lambda one: (_common(left.get(one, ()), ids), one not in left, -one))
             free.remove(place)
+            logits = slots.read(place, ids, {**{one: row.ids for one, row in running.items()}, **left})
+            left.pop(place, None)
             running[place] = row = _Row(number, ids, choice.generator(number))
-            row.text.append(int(choice(slots.read(place, ids, left), [row.generator])))
+            row.text.append(int(choice(logits, [row.generator])))
         left.clear()
         if not running:
             return
@@ -340,6 +331,17 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
         for (number, _), text in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
             yield number, text[:end]
+
+
+def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:
+    """As [`responses`], of `ImagePrompt`s, one at a time."""
+    config = copy.deepcopy(config)
+    config.max_new_tokens, config.max_length, config.num_return_sequences = max_new_tokens, None, None
+    for number, prompt in prompts:
+        with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(random.Random(f"{seed} {number}").getrandbits(63))
+            output = generate_one(target, prompt, generation_config=config)
+        yield number, output.sequences[0, len(prompt) :].tolist()
 
 
 class _Drawn(LogitsProcessor):

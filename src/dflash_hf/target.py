@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,10 +15,6 @@ from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
 from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, responses
-
-
-# Whether a target with an attention implementation keeps the documents of a row apart.
-_packs: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -89,6 +84,7 @@ def target_forward(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.LongTensor | None = None,
     states: bool = True,
+    images: dict[str, torch.Tensor] | None = None,
 ) -> TargetOutput:
     """
     One forward of the target's decoder, without its head and without gradient.
@@ -96,15 +92,16 @@ def target_forward(
     Args:
         target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
-        input_ids, attention_mask, position_ids: `[N, S]`. Positions that restart, without an attention mask, mark
-            packed documents, which do not see each other.
+        input_ids, attention_mask, position_ids: `[N, S]`.
         states (`bool`): `False` leaves out the last hidden state: the layers above the highest of `layer_ids` do not
             run.
+        images (`dict`, *optional*): What the forward takes besides ids, if there are images among them; see
+            [`~dflash_hf.data.images.ImageReader.inputs`].
     """
     own = target if states else _cut_above(target, max(layer_ids))
     eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
-        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids)
+        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids, images)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
@@ -132,8 +129,12 @@ def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
     return own
 
 
-def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.Tensor:
+def _decoder_forward(target, input_ids, attention_mask, position_ids, images=None) -> torch.Tensor:
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    for name, one in (images or {}).items():
+        inputs[name] = one.to(input_ids.device, target.dtype if one.is_floating_point() else None)
+    if images and not isinstance(target, FSDPModule):  # the model around the decoder puts images among the tokens
+        return target.base_model(**inputs, use_cache=False).last_hidden_state
     if not isinstance(target, FSDPModule):
         return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
     # Sharded as a whole: its parts cannot run separately.
@@ -187,38 +188,6 @@ def check_logits(target: PreTrainedModel) -> None:
             f"distribution, but the logits of {type(target).__name__} are not its head's output, scaled and capped by "
             "its configuration; leave out --states, or use loss_type='ce' or 'dpace'."
         )
-
-
-def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str, torch.Tensor]) -> dict:
-    """
-    The arguments that keep the sequences of a batch apart in a forward of the target: `attention_mask`, or for packed
-    rows only `position_ids`, from which transformers models infer where a document starts.
-
-    Raises:
-        `ValueError`: the rows are packed, but documents see each other in this target.
-    """
-    if "position_ids" not in batch:
-        return {"attention_mask": batch["attention_mask"]}
-    known, kind = _packs.setdefault(target, {}), target.config._attn_implementation
-    if kind not in known:
-        known[kind] = _keeps_documents_apart(target, layer_ids)
-    if not known[kind]:
-        raise ValueError(
-            f"packing=True, but in {type(target).__name__} with attn_implementation={kind!r} the documents of a row "
-            "see each other: set packing=False, or load it with attn_implementation='sdpa' if it has attention "
-            "layers only."
-        )
-    return {"position_ids": batch["position_ids"]}
-
-
-def _keeps_documents_apart(target: PreTrainedModel, layer_ids: list[int]) -> bool:
-    """Whether the second of two packed documents has the same features as alone."""
-    ids = torch.arange(1, 9, device=target.device).repeat(2, 1)  # [2, 8]; some kernels pack single rows only
-    positions = torch.arange(4, device=target.device).repeat(2, 2)
-    alone = target_features(target, layer_ids, ids[:, 4:])
-    together = target_features(target, layer_ids, ids)[:, 4:]
-    packed = target_features(target, layer_ids, ids, position_ids=positions)[:, 4:]
-    return bool((packed - alone).norm() <= 0.1 * (together - alone).norm())  # rounding, in half precision
 
 
 def generate_responses(

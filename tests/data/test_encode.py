@@ -7,17 +7,15 @@ from support.tiny_chat import (
     CHATML,
     CROOKED,
     END,
-    GENERATION,
     SPECIAL,
     START,
     THINKING,
-    THINKING_GENERATION,
     TOOLS,
     make_tokenizer,
 )
 from tokenizers.processors import TemplateProcessing
 
-from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prompts import prompt_ids
 
@@ -46,9 +44,8 @@ def text(encode, example):
     return encode.tokenizer.decode(example["input_ids"])
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["prefixes", "generation"])
-def test_every_turn_of_the_assistant_is_supervised_with_its_end(template):
-    encode = encoder(template)
+def test_every_turn_is_learned_with_its_end():
+    encode = encoder(CHATML)
     (example,) = encode({"messages": TWO_TURNS})
     assert supervised(encode, example) == ["Hello.<|im_end|>", "So.<|im_end|>"]
     assert text(encode, example).startswith(
@@ -57,11 +54,9 @@ def test_every_turn_of_the_assistant_is_supervised_with_its_end(template):
     # Nothing is learned of what comes after the last turn.
     (longer,) = encode({"messages": [*TWO_TURNS, {"role": "user", "content": "Bye"}]})
     assert longer == example
-
-
-def test_both_ways_find_the_same_tokens():
-    one, other = (encoder(template)({"messages": TWO_TURNS}) for template in (CHATML, GENERATION))
-    assert one == other
+    # Marks of the template change nothing.
+    marked = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    assert encoder(marked)({"messages": TWO_TURNS}) == [example]
 
 
 def test_an_empty_thought_that_the_template_inserts_is_not_supervised():
@@ -72,10 +67,6 @@ def test_an_empty_thought_that_the_template_inserts_is_not_supervised():
         (example,) = encode(row)
         assert "<think>\n\n</think>\n\nHello." in text(encode, example)
         assert supervised(encode, example) == ["Hello.<|im_end|>"]
-    encode = encoder(THINKING_GENERATION)
-    (example,) = encode(row)
-    assert "<think>\n\n</think>\n\nHello." in text(encode, example)
-    assert supervised(encode, example) == ["Hello.<|im_end|>"]
 
 
 def test_thoughts_of_the_target_are_supervised():
@@ -118,10 +109,8 @@ def test_prompt_and_completion():
     (chat,) = encode({"messages": [USER, ANSWER]})
     assert encode({"prompt": [USER], "completion": [ANSWER]}) == [chat]
     assert encode({"prompt": [USER], "completion": "Hello."}) == [chat]
-    for template in (CHATML, GENERATION):  # answers that are part of the prompt are only read
-        encode = encoder(template)
-        (example,) = encode({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]})
-        assert supervised(encode, example) == ["So.<|im_end|>"]
+    (example,) = encode({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]})
+    assert supervised(encode, example) == ["So.<|im_end|>"]  # answers that are part of the prompt are only read
     with pytest.raises(ValueError, match="`prompt` is text but `completion` is not"):
         encode({"prompt": "Hi", "completion": [ANSWER]})
 
@@ -129,7 +118,7 @@ def test_prompt_and_completion():
 def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
     """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
     encode = encoder(CHATML, max_length=6)
-    turns = [([5, 6, 7], [0, 1, 1]), ([5] * 8, [0] * 6 + [1, 1])]
+    turns = [Example([5, 6, 7], [0, 1, 1]), Example([5] * 8, [0] * 6 + [1, 1])]
     monkeypatch.setattr(encode, "_conversation", lambda *args: turns)
     assert encode({"messages": TWO_TURNS}) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
     del turns[0]
@@ -175,11 +164,7 @@ def test_wrong_rows_are_errors(row, message):
     assert not isinstance(error.value, UnusableRow)
 
 
-def test_a_template_that_marks_everything_is_refused():
-    """Silently, the prompt would be learned as well (NVIDIA-NeMo/Megatron-Bridge#3359)."""
-    everything = "{% generation %}" + CHATML.replace("<|im_end|>\n", "<|im_end|>") + "{% endgeneration %}"
-    with pytest.raises(ValueError, match="all ones"):
-        encoder(everything)({"messages": TWO_TURNS})
+def test_messages_need_a_template():
     with pytest.raises(ValueError, match="no chat template"):
         encoder(None)({"messages": TWO_TURNS})
 
@@ -206,7 +191,7 @@ def test_a_template_that_marks_everything_is_refused():
         ({"messages": [USER, {}, ANSWER]}, {}, "a message in its `messages` is null or empty"),
         ({"messages": [{**USER, "content": []}, ANSWER]}, {}, "has no content"),
         ({"messages": [{**USER, "content": {"text": "Hi"}}, ANSWER]}, {}, "the content of a message is a dict"),
-        ({"messages": [{**USER, "content": [None]}, ANSWER]}, {}, "a part of type 'NoneType' that is not text"),
+        ({"messages": [{**USER, "content": [None]}, ANSWER]}, {}, "a part of type 'NoneType' that is neither"),
         ({"messages": [USER, {**ANSWER, "tool_calls": "f()"}]}, {}, "are not a list of calls"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": "f"}]}]}, {}, "a tool call .* has no name"),
     ],
@@ -222,13 +207,11 @@ def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
         encoder(template, **settings)(row)
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["prefixes", "generation"])
-def test_the_end_of_a_turn_that_was_cut_off_is_not_the_target_s(template):
-    encode = encoder(template)
-    (example,) = encode({"messages": TWO_TURNS, "finish_reason": "length"})
-    assert supervised(encode, example) == ["Hello.<|im_end|>", "So."]
-    (example,) = encode({"messages": TWO_TURNS, "finish_reason": "stop"})
-    assert supervised(encode, example) == ["Hello.<|im_end|>", "So.<|im_end|>"]
+def test_the_end_of_an_unfinished_turn_is_not_learned():
+    encode = encoder(CHATML)
+    for reason, end in {"length": "So.", "stop": "So.<|im_end|>"}.items():
+        (example,) = encode({"messages": TWO_TURNS, "finish_reason": reason})
+        assert supervised(encode, example) == ["Hello.<|im_end|>", end]
 
 
 def test_what_is_too_long_is_cut_at_its_end():
@@ -267,12 +250,11 @@ USERS_PARTS = CHATML.replace(
         (CHATML, {"system", "user", "assistant", "tool"}),
         (CHATML.replace("m.content", "m.content | trim"), {"system", "user", "assistant", "tool"}),
         (CHATML.replace("m.content", "m.content | tojson"), {"system", "user", "assistant", "tool"}),
-        (GENERATION, {"system", "user", "assistant", "tool"}),
         (USERS_PARTS, {"system", "assistant", "tool"}),
         (PARTS, set()),
         (ONLY_PARTS, set()),
     ],
-    ids=["printed", "trimmed", "json", "generation", "users", "parts", "only parts"],
+    ids=["printed", "trimmed", "json", "users", "parts", "only parts"],
 )
 def test_parts_of_text_are_text(template, joined, role):
     """Their Python source was learned wherever a template prints `content`."""

@@ -8,8 +8,9 @@ from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
+from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.sources import load_rows
+from dflash_hf.pairs import load_tokenizer
 from dflash_hf.training.rows import survey
 
 
@@ -136,14 +137,10 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
 def test_a_stream_gives_the_same_examples(tmp_path):
     encoder = RowEncoder(make_tokenizer(), max_length=60)
     path = write(tmp_path / "a.jsonl", ROWS)
-    for packing in (False, True):
-        whole, _ = prepare_dataset(load_rows(path), encoder, packing)
-        stream, report = prepare_dataset(load_rows(path, streaming=True), encoder, packing)
-        assert list(stream) == list(whole)
-        assert ("document_ids" in whole[0]) == packing
+    whole, _ = prepare_dataset(load_rows(path), encoder)
+    stream, report = prepare_dataset(load_rows(path, streaming=True), encoder)
+    assert list(stream) == list(whole)
     assert (report.rows, report.examples, sum(report.dropped.values())) == (21, 20, 1)
-    with pytest.raises(ValueError, match="packing=True needs max_length"):
-        prepare_dataset(load_rows(path), RowEncoder(make_tokenizer()), packing=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

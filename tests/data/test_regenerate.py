@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -20,8 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.messages import UnusableRow
-from dflash_hf.data.prompts import prompt_of
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
 
@@ -70,7 +69,7 @@ def check_complete(path):
 HERE = ("--device", "cpu", "--batch-size", "5")
 
 
-def test_responses_are_the_target_s_own(folder, data, tmp_path, capsys, monkeypatch):
+def test_responses_are_the_targets_own(folder, data, tmp_path, capsys, monkeypatch):
     target, tokenizer, outputs, packed = AutoModelForCausalLM.from_pretrained(folder).eval(), make_tokenizer(), [], []
     monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
     for name, options in (("quietly", ("-q",)), ("packed", ("--packed",))):
@@ -92,54 +91,23 @@ def test_responses_are_the_target_s_own(folder, data, tmp_path, capsys, monkeypa
     assert len(lengths) > 3
 
 
-def test_raw_prompts_and_samples(folder, data, tmp_path, capsys):
-    output = tmp_path / "raw.jsonl"
+def test_raw_prompts_are_texts(folder, data, tmp_path, capsys):
+    output, tokenizer = tmp_path / "raw.jsonl", make_tokenizer(CHATML)
     options = ("--raw", "--temperature", "1.5", "--top-p", "0.9", "--limit", "4")
-    code, _, _ = regenerate(capsys, data, folder, output, *HERE, *options)
-    assert code == 0
-    rows = rows_of(output)
-    tokenizer = make_tokenizer(CHATML)
-    assert sorted(row["prompt"] for row in rows) == sorted(QUESTIONS[:4])
-    for row in rows:
+    assert regenerate(capsys, data, folder, output, *HERE, *options)[0] == 0
+    assert sorted(row["prompt"] for row in rows_of(output)) == sorted(QUESTIONS[:4])
+    for row in rows_of(output):
         start = tokenizer(row["prompt"])["input_ids"]
         assert row["input_ids"][: len(start)] == start and row["loss_mask"].index(1) == len(start)
 
 
-def test_a_prompt_that_leaves_no_position_for_an_answer_is_left_out(folder, tmp_path, capsys):
+def test_prompt_without_room_is_refused(folder, tmp_path, capsys):
     """One broken row of ten megabytes took the memory of all."""
     long, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
     long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 300, "2?")), encoding="utf-8")
     code, out, _ = regenerate(capsys, long, folder, output, *HERE)
-    assert code == 1 and "1 rows were refused" in out
+    assert code == 1 and "  1 rows were refused, and the same command tries them again: its prompt fills all" in out
     assert sorted(row["row"] for row in rows_of(output)) == [0, 2]
-
-
-def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, capsys):
-    """The file is cut at every kind of place; the finished rows stay as they are, byte for byte."""
-    whole = tmp_path / "whole.jsonl"
-    assert regenerate(capsys, data, folder, whole, *HERE)[0] == 0
-    expected, lines = check_complete(whole), whole.read_bytes().splitlines(keepends=True)
-    for cut in (0, len(lines[0]) // 2, len(lines[0]), len(lines[0]) + len(lines[1]) - 1, sum(map(len, lines))):
-        output = tmp_path / f"cut{cut}.jsonl"
-        output.write_bytes(b"".join(lines)[:cut])
-        (tmp_path / f"cut{cut}.jsonl.settings.json").write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
-        code, out, _ = regenerate(capsys, data, folder, output, *HERE)
-        assert code == 0
-        finished = next(n for n in range(len(lines), -1, -1) if sum(map(len, lines[:n])) <= cut)
-        assert f"{finished} of 12 rows are finished" in out
-        assert ("removed an incomplete line" in out) == (cut > sum(map(len, lines[:finished])))
-        assert output.read_bytes().startswith(b"".join(lines[:finished]))
-        assert check_complete(output) == expected
-
-
-def test_another_file_of_one_line_is_kept(folder, data, tmp_path, capsys):
-    """It was taken for a response that a kill had cut off, and removed."""
-    other = tmp_path / "other.json"
-    other.write_text('{"minified": true}', encoding="utf-8")
-    code, _, error = regenerate(capsys, data, folder, other, *HERE)
-    assert code == 1 and "other.json is no file of responses; choose another output" in error
-    assert other.read_text(encoding="utf-8") == '{"minified": true}'
-    assert [path.name for path in tmp_path.glob("other*")] == ["other.json"]
 
 
 def talk(*turns):
@@ -173,11 +141,14 @@ def test_ten_kills_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsy
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ResponseFile, "write_row", tear)
-    while regenerate(capsys, chats, folder, torn, *options, "--batch-size", generator.randrange(1, 12))[0] == 130:
-        pass
-    assert len(interruptions) == 10
-    assert sorted(rows_of(torn), key=lambda row: row["row"]) == sorted(rows_of(whole), key=lambda row: row["row"])
-    assert {row["row"] for row in rows_of(whole)} == set(range(12)) and len(rows_of(whole)) == 12
+    code, finished, repaired = 130, b"", 0
+    while code == 130:
+        code, out, _ = regenerate(capsys, chats, folder, torn, *options, "--batch-size", generator.randrange(1, 12))
+        assert torn.read_bytes().startswith(finished)
+        finished, repaired = torn.read_bytes().rpartition(b"\n")[0], repaired + ("removed an incomplete" in out)
+    assert code == 0 and len(interruptions) == 10 and repaired > 5
+    rows, expected = ({row["row"]: row for row in rows_of(path)} for path in (torn, whole))
+    assert rows == expected and set(rows) == set(range(12)) and len(rows_of(torn)) == 12
 
 
 @pytest.mark.parametrize(
@@ -213,40 +184,35 @@ def test_other_settings_are_not_mixed(options, named, folder, data, tmp_path, ca
     assert regenerate(capsys, data, folder, output, *HERE)[0] == 0
 
 
-def test_other_data_and_damage_are_named(folder, data, tmp_path, capsys):
-    output = tmp_path / "out.jsonl"
+def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
+    """A file of one unfinished line was taken for a response that a kill had cut off, and removed."""
+    output, notes = tmp_path / "out.jsonl", tmp_path / "out.jsonl.settings.json"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    lines, same = output.read_text(encoding="utf-8").splitlines(keepends=True), notes.read_text(encoding="utf-8")
     data.write_text(data.read_text(encoding="utf-8").replace("Why 0?", "Who 0?"), encoding="utf-8")
-    lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
-    for text, message in (
-        (lines, "Row 0 of"),
-        (lines, "the data has changed"),
-        (lines[:2] + lines[:1], "is in an earlier line"),
-        ([lines[0], "nonsense\n", lines[1]], "is not a response with its `row`"),
+    for text, settings, message in (
+        (lines, same, "Row 0 of"),
+        (lines, same, "the data has changed; choose another output"),
+        (lines[:2] + lines[:1], same, "is in an earlier line"),
+        ([lines[0], "nonsense\n", lines[1]], same, "Line 2 of"),
+        (['{"row": 0, "text": "Hi"}\n'], same, "is not a row of such a file (KeyError('messages'))"),
+        (lines, "{", "out.jsonl.settings.json is not JSON"),
+        (['{"minified": true}'], None, "out.jsonl is no file of such rows; choose another output"),
     ):
         output.write_text("".join(text), encoding="utf-8")
+        notes.unlink() if settings is None else notes.write_text(settings, encoding="utf-8")
         code, _, error = regenerate(capsys, data, folder, output, *HERE)
         assert code == 1 and message in error
-    (tmp_path / "out.jsonl.settings.json").write_text("{", encoding="utf-8")
-    code, _, error = regenerate(capsys, data, folder, output, *HERE)
-    assert code == 1 and "out.jsonl.settings.json is not JSON" in error
+        assert output.read_text(encoding="utf-8") == "".join(text) and notes.exists() == (settings is not None)
 
 
-def test_rows_before_0_2_are_continued(folder, data, tmp_path, capsys):
-    """They have no digest of their question."""
+def test_same_files_elsewhere_are_continued(folder, data, tmp_path, capsys):
+    """Rows before 0.2 as well: they have no digest of their question."""
     output = tmp_path / "out.jsonl"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
-    rows = [
-        {key: value for key, value in row.items() if key not in ("question", "answered")} for row in rows_of(output)
-    ]
-    output.write_text("".join(json.dumps({**row, "given": 1}) + "\n" for row in rows), encoding="utf-8")
-    code, out, error = regenerate(capsys, data, folder, output, *HERE)
-    assert code == 0 and "3 of 12 rows are finished" in out, error
-
-
-def test_the_same_files_elsewhere_are_the_same(folder, data, tmp_path, capsys):
-    output = tmp_path / "out.jsonl"
-    assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    rows = [{"given": 1, **row} for row in rows_of(output)]
+    del rows[0]["question"], rows[0]["answered"]
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     moved, again = data.rename(tmp_path / "moved.jsonl"), shutil.copytree(folder, tmp_path / "again")
     template = tmp_path / "same.jinja"
     template.write_text(CHATML, encoding="utf-8")
@@ -254,17 +220,6 @@ def test_the_same_files_elsewhere_are_the_same(folder, data, tmp_path, capsys):
     code, out, error = regenerate(capsys, moved, again, output, *HERE, *options)
     assert code == 0 and "3 of 12 rows are finished" in out, error
     check_complete(output)
-
-
-def test_prompts_of_rows():
-    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
-    assert prompt_of({"messages": [user, answer, user, answer]}, True) == [user, answer, user]
-    assert prompt_of({"messages": [user]}, True) == [user]
-    assert prompt_of({"prompt": "Hi"}, True) == [user]
-    assert prompt_of({"prompt": "Hi"}, False) == "Hi"
-    assert prompt_of({"prompt": [{**user, "name": None}], "messages": None}, True) == [user]
-    with pytest.raises(UnusableRow, match=r"no column to read, only \['text'\]; give `messages`"):
-        prompt_of({"text": "Hi"}, True)
 
 
 # ------------------------------------------------------------------------------------------------------------ a server
@@ -276,7 +231,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
 
 
-def test_a_server_s_answers_are_kept_in_its_own_words(data, tmp_path, capsys, monkeypatch):
+def test_a_servers_answers_are_kept_as_they_are(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with chat_server(lambda body: f"You asked {body['messages'][0]['content']}") as (url, received):
         options = ["--server", url + "/v1", "--temperature", "0", "--template-args", '{"enable_thinking": false}']
@@ -315,66 +270,43 @@ TOOL_ROWS = [
     },
     {"messages": [{"role": "user", "content": "Hi"}]},
 ]
-TOOL_ANSWERS = {
-    "Weather?": {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"city": "Oslo"}')]},
-    "Sum?": {"role": "assistant", "content": "So:", "tool_calls": [call("sum", '{"of": [1, 2], "exact": true}')]},
-    "Both?": {"role": "assistant", "content": "Take an umbrella."},
-    "Hi": {"role": "assistant", "content": None, "tool_calls": [call("x", "{}")]},
+TOOL_ANSWERS = {  # as served, and as the template writes it
+    "Weather?": (
+        {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"city": "Oslo"}')]},
+        '<call>weather(city="Oslo";)',
+    ),
+    "Sum?": (
+        {"role": "assistant", "content": "So:", "tool_calls": [call("sum", '{"of": [1, 2], "exact": true}')]},
+        "So:<call>sum(of=[1, 2];exact=true;)",
+    ),
+    "Both?": ({"role": "assistant", "content": "Take an umbrella."}, "Take an umbrella."),
+    "Hi": ({"role": "assistant", "content": None, "tool_calls": [call("x", "{}")]}, "<call>x()"),
 }
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_and_their_calls_are_trained_on_as_they_were_served(as_text, tmp_path, capsys):
+def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
     """`tools` was sent but not written, and an answer that calls one became an empty text."""
-    data = tmp_path / "tools.jsonl"
+    data, output, encoder = tmp_path / "tools.jsonl", tmp_path / "out.jsonl", RowEncoder(make_tokenizer(TOOLS))
     rows = [{**row, "tools": json.dumps(row["tools"])} if as_text and "tools" in row else row for row in TOOL_ROWS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    output = tmp_path / "out.jsonl"
-    with chat_server(lambda body: TOOL_ANSWERS[body["messages"][0]["content"]]) as (url, received):
-        assert regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")[0] == 0
-        assert regenerate(capsys, data, "served", output, "--server", url)[0] == 0  # the prompts are known again
-    assert len(received) == 4
-    tokenizer = make_tokenizer(TOOLS)
-    expected = []
-    for body in received:
-        assert all(isinstance(one["function"]["arguments"], str) for m in body["messages"] for one in calls_of(m))
-        tools = next(row.get("tools") for row in TOOL_ROWS if row["messages"][0] == body["messages"][0])
-        assert body.get("tools") == tools
-        # What a server makes of it, and of its answer.
-        served = [parsed(message) for message in body["messages"]]
-        prompt = tokenizer.apply_chat_template(served, tools=tools, add_generation_prompt=True, tokenize=False)
-        answer = parsed({**TOOL_ANSWERS[served[0]["content"]]})
-        answer["content"] = answer["content"] or ""
-        whole = tokenizer.apply_chat_template([*served, answer], tools=tools, tokenize=False)
-        assert whole.startswith(prompt) and len(whole) > len(prompt) + len("<|im_end|>\n")
-        ids, start = tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])
-        expected.append((ids, [1] * (len(ids) - start - 1) + [0]))  # the last line break is the template's
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    written = tmp_path / "ids.jsonl"
-    assert (
-        main(["prepare", "--data", str(output), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(written)])
-        == 0
-    )
-    for row, (ids, mask) in zip(rows_of(written), expected, strict=True):
-        assert row["input_ids"] == ids and row["loss_mask"] == [0] * (len(ids) - len(mask)) + mask
-    assert '<call>weather(city="Oslo";)' in tokenizer.decode(expected[0][0])
+    with chat_server(lambda body: TOOL_ANSWERS[body["messages"][0]["content"]][0]) as (url, received):
+        for _ in range(2):  # the prompts are known again
+            assert regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")[0] == 0
+    assert [body.get("tools") for body in received] == [row.get("tools") for row in TOOL_ROWS]
+    assert received[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+    for row, asked in zip(load_rows(output), TOOL_ROWS, strict=True):
+        ((ids, mask),) = encoder.arrays(row)
+        prompt, answer = encoder.tokenizer.decode(ids[mask == 0]), encoder.tokenizer.decode(ids[mask == 1])
+        assert answer == TOOL_ANSWERS[asked["messages"][0]["content"]][1] + "<|im_end|>"
+        tools = [f"system\n{json.dumps(asked['tools'])}<|im_end|>\n"] if "tools" in asked else []
+        assert prompt.startswith(
+            "<|im_start|>" + "<|im_start|>".join([*tools, f"user\n{row['messages'][0]['content']}"])
+        )
+        assert ('<call>weather(city="Rome";)' in prompt) == (len(asked["messages"]) > 1)
 
 
-def calls_of(message):
-    return message.get("tool_calls") or []
-
-
-def parsed(message):
-    if not calls_of(message):
-        return message
-    calls = [
-        {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
-        for c in calls_of(message)
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def test_a_busy_server_is_asked_again(data, tmp_path, capsys, quick):
+def test_busy_server_is_asked_again(data, tmp_path, capsys, quick):
     asked = dict.fromkeys(QUESTIONS, 0)
 
     def reply(body):
@@ -388,15 +320,13 @@ def test_a_busy_server_is_asked_again(data, tmp_path, capsys, quick):
     assert len(received) == 36
 
 
-def test_a_dying_server_leaves_what_is_finished(data, tmp_path, capsys, quick):
-    answered = []
+def test_dying_server_leaves_what_is_finished(data, tmp_path, capsys, quick):
+    answered, output, options = [], tmp_path / "out.jsonl", ("--concurrency", "1", "--server")
 
     def reply(body):
         answered.append(body)
         return "Yes." if len(answered) <= 5 else None
 
-    output = tmp_path / "out.jsonl"
-    options = ("--concurrency", "1", "--server")
     with chat_server(reply) as (url, _):
         code, _, error = regenerate(capsys, data, "served", output, *options, url)
     assert code == 1 and f"{url} does not answer" in error
@@ -408,6 +338,31 @@ def test_a_dying_server_leaves_what_is_finished(data, tmp_path, capsys, quick):
         assert regenerate(capsys, data, "served", output, *options, url)[0] == 0
     check_complete(output)
     assert len(received) == 7
+
+
+def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
+    """One request above `--timeout` ended the run."""
+    monkeypatch.setattr("dflash_hf.data.chat_client.RETRIES", 0)
+    slow, over, output = set(QUESTIONS[3:5]), threading.Event(), tmp_path / "out.jsonl"
+
+    def reply(body):
+        if body["messages"][0]["content"] in slow:
+            over.wait(60)
+        return "Yes."
+
+    with chat_server(reply) as (url, received):
+        options = ("--server", url, "--timeout", "3", "--concurrency", "8")
+        code, out, _ = regenerate(capsys, data, "served", output, *options)
+        assert code == 1 and "10 of 12 rows are in" in out
+        reason = f"{url} gives no answer within 3 seconds, tried 1 times; raise --timeout"
+        assert f"  2 rows were refused, and the same command tries them again: {reason}" in out
+        slow.update(QUESTIONS)
+        code, _, error = regenerate(capsys, data, "served", tmp_path / "hung.jsonl", *options)
+        assert code == 1 and f"8 requests in a row: {url} gives no answer within 3 seconds" in error
+        slow.clear()
+        over.set()
+        assert regenerate(capsys, data, "served", output, *options)[0] == 0
+    check_complete(output)
 
 
 @pytest.mark.parametrize(
@@ -441,20 +396,21 @@ def test_a_password_is_sent_and_never_shown(data, tmp_path, capsys, quick):
     assert code == 1 and "server='***' must be an address" in error
 
 
-def test_a_row_that_a_server_refuses_is_left_out(data, tmp_path, capsys):
+def test_refused_row_is_left_out(data, tmp_path, capsys):
     def reply(body):
         return (400, "too long") if body["messages"][0]["content"] == QUESTIONS[3] else "Yes."
 
     with chat_server(reply) as (url, _):
         code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)
-    assert code == 1 and "11 of 12 rows are in" in out and "1 rows were refused" in out
+    assert code == 1 and "11 of 12 rows are in" in out
+    assert "  1 rows were refused, and the same command tries them again: the server answers 400: too long" in out
     assert sorted(row["row"] for row in rows_of(tmp_path / "out.jsonl")) == [0, 1, 2, *range(4, 12)]
     with chat_server(lambda body: "Yes.") as (url, _):
         code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url, "--limit", "4")
     assert code == 0 and "4 of 4 rows are in" in out  # not 12 of 4
 
 
-def test_half_a_surrogate_pair_leaves_a_file_that_can_be_read(data, tmp_path, capsys):
+def test_half_a_surrogate_pair_is_written(data, tmp_path, capsys):
     """It was a `UnicodeEncodeError`, and all answers after it were lost."""
     output = tmp_path / "out.jsonl"
     with chat_server(lambda body: "Yes \ud83d.") as (url, _):
@@ -475,8 +431,8 @@ ELSEWHERE = ("--server", "http://127.0.0.1:1")
         (("--temperature", "-1"), 2, "argument --temperature: -1 must be 0"),
         (("--top-p", "2"), 2, "argument --top-p: 2 must be above 0"),
         (("--mask-token-id", "-7"), 2, "argument --mask-token-id: -7 is not a token id"),
-        (("--temperature", "0", "--top-p", "0.9"), 2, "--top-p 0.9 has no effect in greedy decoding"),
-        (("--top-p", "0.5"), 1, "generation config is greedy"),
+        (("--temperature", "0", "--top-p", "0.9"), 2, "--top-p 0.9 has an effect in sampling only; add --temperature"),
+        (("--top-p", "0.5"), 2, "--top-p 0.5 has an effect in sampling only; add --temperature, such as 1"),
         (("--target", "absent"), 1, "there is no such folder"),
         (("--output", "prompts.jsonl"), 2, "is the data itself, which would be overwritten; choose another file"),
         (("--data", "text.jsonl"), 1, "None of 1 rows of text.jsonl has a prompt: 1 because it has no column to read"),

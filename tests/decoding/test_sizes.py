@@ -14,7 +14,7 @@ from support.scripted_draft import recognising, scripted
 from dflash_hf.decoding import costs as costs_module
 from dflash_hf.decoding.costs import NOTHING, CostTable, table_of
 from dflash_hf.decoding.reliability import Reliability, TextCalibration
-from dflash_hf.decoding.sizes import SlowestRow, Throughput
+from dflash_hf.decoding.sizes import Throughput
 from dflash_hf.decoding.strategy import Fixed
 from dflash_hf.modeling.accept_dflash import Block
 
@@ -304,20 +304,3 @@ def test_drafter_is_believed_as_far_as_it_was_right():
     for _ in range(5):
         here.note(4.0, 1.0)
     assert 0.25 < here.ratio < 0.5
-
-
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("slow", [False, True], ids=["equal", "one-slow"])
-def test_batch_is_as_fast_as_its_slowest_row(rows, slow):
-    """Over all rounds of a text: of equal rows it is known early; of one slow row, in the end."""
-    draws, left = random.Random(rows), 300
-    slowest, got, estimates = SlowestRow(rows), [0] * rows, []
-    while min(got) < left:
-        counts = [1 if slow and row == 0 else draws.choice((1, 1, 2, 4, 8, 9)) for row in range(rows)]
-        estimates.append(slowest.after(counts, [one < left for one in got], left - min(got)))
-        got = [one + count for one, count in zip(got, counts, strict=True)]
-    true = left / len(estimates)
-    if slow:
-        assert true == 1 and estimates[200] < 1.15 and estimates == sorted(estimates, reverse=True)
-    else:
-        assert min(estimates) > 0.45 * true and abs(estimates[40] / true - 1) < 0.25

@@ -1,5 +1,6 @@
 """Ways of calling `generate` that broke other implementations."""
 
+import contextlib
 import gc
 from threading import Thread
 
@@ -14,7 +15,7 @@ from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipel
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import cache_argument, recurrent_states
 
@@ -196,6 +197,32 @@ def test_interrupted_cache_equals_the_plain_one(family, place):
                 held[-1] += recurrent_states(cache.layers)
             for theirs, ours in zip(*held, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4 * max(1.0, float(theirs.abs().max())))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "falcon_h1"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
+    """Whichever buffer of whichever layer it fails at, the caller's cache holds what it held."""
+    target, prompt = make_target(family, attn=None), torch.randint(5, 90, (2, 9))
+    mask, draft, make = torch.ones_like(prompt), make_draft(target), SlotLayer._buffer
+    mask[0, :3] = 0
+
+    def read(assistant=None):
+        cache = DynamicCache(config=target.config)
+        options = {"attention_mask": mask, "max_new_tokens": 1, cache_argument(target): cache}
+        with contextlib.suppress(error):
+            target.generate(prompt, **options, assistant_model=assistant)
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        return [part for pair in layers for states in pair for part in (states[0, :, 3:], states[1])]
+
+    expected = read()
+    read(draft)  # so that the target was tried before
+    for place in range(1, len(expected) + 1):
+        failing = Interruption(error, place)
+        monkeypatch.setattr(SlotLayer, "_buffer", lambda *args, failing=failing: failing() or make(*args))
+        for theirs, ours in zip(expected, read(draft), strict=True):
+            assert torch.equal(ours, theirs)
+        assert failing.left <= 0 or 2 * place > len(expected)
 
 
 class Interrupting(nn.Module):

@@ -152,6 +152,25 @@ def test_usage_counts_drafted_and_cached_tokens(server, own):
     assert turn.prompt_tokens_details.cached_tokens == answer.usage.total_tokens - 1 < turn.prompt_tokens
 
 
+def test_responses_stop_and_count_tokens(server, own):
+    """Stop strings were unknown, the usage had zeros, and an answer that was cut was `completed`."""
+    create, text = server.client.responses.create, own["Say 3"]
+    options = {"model": server.model, "input": "Say 3", "temperature": 0, "max_output_tokens": MAX_TOKENS}
+    stop, whole = {"extra_body": {"stop": ["~", text[10:12]]}}, None
+    for more, expected, count, status in (({}, text, MAX_TOKENS, "incomplete"), (stop, text[:10], 12, "completed")):
+        plain = create(**options, **more)
+        *pieces, last = create(**options, **more, stream=True)
+        streamed = "".join(event.delta for event in pieces if event.type.endswith("text.delta"))
+        assert plain.output_text == streamed == last.response.output_text == expected
+        assert plain.status == last.response.status == status == last.type.removeprefix("response.")
+        whole = whole or plain.usage
+        for usage in (plain.usage, last.response.usage):
+            assert usage.output_tokens == count and usage.output_tokens_details.accepted_prediction_tokens > 4
+    said = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": text}]
+    turn = create(**options | {"input": [*said, {"role": "user", "content": "And?"}], "max_output_tokens": 2})
+    assert turn.usage.input_tokens_details.cached_tokens == whole.total_tokens - 1
+
+
 @needs_grammars
 def test_responses_follow_schemas_and_call_tools(server):
     create, said = server.client.responses.create, {"model": server.model, "input": "Say 1", "temperature": 0}

@@ -7,7 +7,6 @@ import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
 
 
 class Hub:
@@ -23,7 +22,6 @@ class Hub:
         drop (`int`): Uploads of large files still to be cut off half-way.
         reader (`bool`): The token may read only.
         sent (`dict[str, int]`): Bytes of each file that were downloaded.
-        listed (`dict[str, tuple[list[str], int]]`): Tags and downloads of what a search can find.
     """
 
     def __init__(self):
@@ -31,7 +29,6 @@ class Hub:
         self.drop, self.reader, self.uploads = 0, False, 0
         self.sent = {}
         self.pulls = []
-        self.listed = {}
         self.token = "hf_right"
 
     def sha(self) -> str:
@@ -101,9 +98,6 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", self.path.split("?")[0]):
             self.resolve(match[1], match[2])
             return
-        if self.path.split("?")[0] == "/api/models":
-            self.list_models()
-            return
         match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/[\w.-]+)?", self.path.split("?")[0])
         if match is None or match[1] not in self.hub.files:
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
@@ -115,16 +109,6 @@ class Handler(BaseHTTPRequestHandler):
         names = [{"rfilename": name, **one} for name, one in known.items()]
         private = self.hub.private.get(match[1], False)
         self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names, "private": private})
-
-    def list_models(self):
-        """Repositories with a tag of the query's `filter`, the most downloaded first."""
-        wanted = parse_qs(urlsplit(self.path).query).get("filter", [])
-        found = [
-            {"id": repo, "modelId": repo, "tags": tags, "downloads": downloads, "likes": 0}
-            for repo, (tags, downloads) in self.hub.listed.items()
-            if set(wanted) <= set(tags)
-        ]
-        self.answer(sorted(found, key=lambda one: -one["downloads"]))
 
     def resolve(self, repo, name):
         content = self.hub.files.get(repo, {}).get(name)

@@ -40,12 +40,16 @@ def make_batch(target) -> Batch:
 
 
 def shaken(draft):
-    """All weights away from where they start, so that every part matters."""
+    """
+    All weights away from where they start, so that every part matters; in fp64, in which only a fault makes a
+    difference.
+    """
     random = torch.Generator().manual_seed(7)
+    draft.double()
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if parameter.requires_grad and "verifier" not in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=random)
+                parameter += 0.3 * torch.randn(parameter.shape, generator=random, dtype=torch.float64)
     return draft
 
 
@@ -168,7 +172,7 @@ def automodel(target, batch, folder, kind, selector=1.0, **fields):
     return Step(draft, run, (step, "_sample_anchor_positions"))
 
 
-def automodel_dspark(target, batch, folder, **fields):
+def automodel_dspark(target, batch, folder, kind, **fields):
     from nemo_automodel.components.speculative.dspark import config as configs
     from nemo_automodel.components.speculative.dspark import core, draft_qwen3
 
@@ -220,7 +224,7 @@ def modelopt(target, batch, folder, kind, loss=None, **fields):
     model = copy.deepcopy(target)
     speculative.convert(model, [("dflash", settings)])
     shaken(model.dflash_module)
-    model.get_exporter().export(folder / "draft", dtype=torch.float32)
+    model.get_exporter().export(folder / "draft", dtype=torch.float64)
     model.train()
     rotary = modeling_dflash._ROTARY_CLS(model.dflash_config)
     model.dflash_module.rotary_emb = rotary  # built later with a `device`, which transformers 5.23 does not take

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
 from dflash_hf.target import target_features, target_forward, target_logits
-from dflash_hf.training.train import leave_group
+from dflash_hf.training.adapters import add_adapter
+from dflash_hf.training.train import leave_group, save
 from support.pairs import make_draft, make_target
 from support.rows import uneven_rows
 from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
@@ -53,6 +54,17 @@ def train_selector_alone(folder, ranks):
     except ValueError as error:
         return str(error)
     return draft.candidate_selector.state_dict()
+
+
+def save_adapter(folder, ranks):
+    """One step of an adapter, saved alone and merged into its drafter, as `dflash train` does."""
+    torch.manual_seed(0)
+    target = make_target(dtype=torch.float64)
+    model = add_adapter(make_draft(target, block_size=BLOCK), {"r": 2})
+    fields = {"per_device_train_batch_size": 4 // ranks, **PLAIN_SGD}
+    trainer = make_trainer(Path(folder, "adapted"), target, [uneven_rows()[i] for i in ROWS["ce"]], model, **fields)
+    trainer.train()
+    save(trainer, adapted=True)
 
 
 def save_and_resume(folder, ranks):
@@ -122,6 +134,7 @@ def main(scenario, folder):
     results = {loss_type: train_and_evaluate(folder, 2, loss_type) for loss_type in LOSSES[scenario]}
     results["resumed"] = save_and_resume(folder, 2)
     results["selector alone"] = train_selector_alone(folder, 2)
+    save_adapter(folder, 2)
     if scenario == "ddp":
         results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
         results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)

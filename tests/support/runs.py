@@ -12,7 +12,8 @@ NEW_NAME = hasattr(PreTrainedModel, "activation_checkpointing_enable")  # from t
 CHECKPOINTING = "activation_checkpointing" if NEW_NAME else "gradient_checkpointing"
 
 
-def make_trainer(folder, target, rows, draft=None, eval_rows=None, **overrides):
+def make_trainer(folder, target, rows, draft=None, eval_rows=None, kwargs=None, **overrides):
+    """A trainer of a short run, with other `kwargs`, and with `overrides` of its arguments."""
     fields = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -26,7 +27,7 @@ def make_trainer(folder, target, rows, draft=None, eval_rows=None, **overrides):
         **overrides,
     }
     draft = make_draft(target, block_size=BLOCK) if draft is None else draft
-    return DFlashTrainer(draft, target, DFlashTrainingArguments(**fields), rows, eval_rows)
+    return DFlashTrainer(draft, target, DFlashTrainingArguments(**fields), rows, eval_rows, **(kwargs or {}))
 
 
 # With these, one step moves every parameter by minus its gradient.

@@ -48,11 +48,13 @@ def scripted(folder: Path, prompts: list[str], max_tokens: int):
 
 def serve(folder: Path, prompts: list[str]) -> None:
     """A server at some port, until it is ended."""
-    from dflash_hf.serving.server import DraftedServe, bound
+    from dflash_hf.serving.server import Server, bound, loaded
 
-    DraftedServe(
-        str(folder), scripted(folder, prompts, MAX_TOKENS), say, bound("127.0.0.1", 0), device="cpu", name="readable"
-    )
+    target, processor = loaded(str(folder), device="cpu")
+    draft = scripted(folder, prompts, MAX_TOKENS)
+    draft.decoding_config.block_size = draft.config.block_tokens  # in every round, whatever the clock says
+    server = Server(target, processor, draft, "readable", say)
+    server.run(bound("127.0.0.1", 0), server.app())
 
 
 def chat(folder: Path, prompts: list[str]) -> None:

@@ -57,10 +57,10 @@ def signalled(number: int, folder: Path, *words) -> Ended:
     return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
-def make_world(folder: Path, megabytes: int = 1) -> Path:
+def make_world(folder: Path) -> Path:
     """A tiny target with its tokenizer, a drafter, prompts and responses, damaged forms of each, and one long line."""
     tokenizer = make_tokenizer(CHATML)
-    tokenizer.add_tokens(["a" * 1000])  # ten megabytes are few tokens then, and soon read
+    tokenizer.add_tokens(["a" * 1000])  # a long line is few tokens then, and soon read
     target = make_target(vocab_size=len(tokenizer) + 1)
     target.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -74,7 +74,7 @@ def make_world(folder: Path, megabytes: int = 1) -> Path:
     latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
     (folder / "latin.jsonl").write_bytes(line.encode() * 2 + latin.encode("latin-1") + b"\n")
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
-    long = json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000 * megabytes}, row["messages"][1]]})
+    long = json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000}, row["messages"][1]]})
     (folder / "long.jsonl").write_text(long + "\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     (folder / "latin.txt").write_bytes("Say 1\nGrüße\n".encode("latin-1"))

@@ -15,12 +15,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GENERATION = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # As Qwen3 does it: a thought is put before the last turn, an empty one if need be, and dropped from earlier turns.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -30,11 +24,6 @@ THINKING = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-THINKING_GENERATION = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}<think>\n\n</think>\n\n{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
 # Tools before the conversation, calls in the answers; arguments are mappings, as in most published templates.
 TOOLS = (
@@ -48,14 +37,15 @@ TOOLS = (
 CROOKED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot: {% endif %}")
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token for each byte, after the special ones."""
+def make_tokenizer(template: str | None = CHATML, **named: str) -> PreTrainedTokenizerFast:
+    """One token for each byte, after the special ones; then those that are `named`, such as `image_token`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"pad_token": SPECIAL[PAD], "eos_token": SPECIAL[END], "extra_special_tokens": [SPECIAL[START]]}
+    special |= {"model_specific_special_tokens": named} if named else {}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     return fast

@@ -87,8 +87,14 @@ OVERRIDES: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16},
+    "mimo_v2_flash": {"num_key_value_heads": 2},  # its sliding layers have twice as many
     "ministral3": {
         "rope_parameters": {**PLAIN_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+    },
+    "mistral4": {
+        "qk_nope_head_dim": HEAD,
+        "head_dim": 4,  # of its rotary part
+        "rope_parameters": {**PLAIN_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16},
     },
     "paddleocr_vl_text": MROPE,
     "qwen2_5_vl_text": MROPE,

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.pairs import make_draft, make_target
 from support.ranks import (
     LOSSES,
     ROWS,
     generate_in_step,
     read_target,
+    save_adapter,
     save_and_resume,
     train_and_evaluate,
     train_selector_alone,
 )
+from support.runs import BLOCK
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.training.checkpoints import last_checkpoint
@@ -36,16 +40,9 @@ def launch(scenario, folder):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "PYTHONFAULTHANDLER": "1"}
     options = ["--config_file", str(CONFIGURATIONS / f"{scenario}.yaml"), "--num_processes", "2"]
-    options += [
-        "--mixed_precision",
-        "no",
-        "--main_process_port",
-        port,
-        str(TESTS / "support" / "ranks.py"),
-        scenario,
-        str(folder),
-    ]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    options += ["--mixed_precision", "no", "--main_process_port", port]
+    script = [str(TESTS / "support" / "ranks.py"), scenario, str(folder)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *script]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=env, start_new_session=True, **streams)
 
@@ -113,6 +110,22 @@ def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched,
             assert torch.equal(saved[name], parameter), name
     assert {path.name for path in folder.glob("*point*")} == {"checkpoint-1", "checkpoint-2"}
     assert last_checkpoint(folder) == folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize("scenario", LOSSES)
+def test_two_ranks_save_an_adapter_merged(scenario, launched, tmp_path):
+    """Sharded, its matrices were copied by one rank alone."""
+    pytest.importorskip("peft")
+    save_adapter(tmp_path, 1)
+    folder, _ = launched(scenario)
+    expected, saved = (load_file(one / "adapted" / "model.safetensors") for one in (tmp_path, folder))
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6)
+    assert (folder / "adapted" / "adapter" / "adapter_model.safetensors").is_file()
+    before = make_draft(make_target(dtype=torch.float64), block_size=BLOCK).state_dict()
+    name = "layers.0.mlp.up_proj.weight"
+    assert not torch.equal(saved[name], before[name])
 
 
 def test_a_sharded_target_is_read_like_a_whole_one(launched, alone):

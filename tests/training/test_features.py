@@ -85,7 +85,7 @@ def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
                 target(torch.tensor([[1, 2]]))
             arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), **loss})
             draft = make_draft(make_target(), block_size=BLOCK)
-            data = (StoredFeatures(tmp_path / name, states=states) for name in ("train", "eval"))
+            data = (StoredFeatures(tmp_path / name) for name in ("train", "eval"))
             trainer = DFlashTrainer(draft, target, arguments, *data)
         else:
             trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:3], **loss)
@@ -100,7 +100,7 @@ def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
 def test_states_stored_in_bf16_are_read_by_a_head_in_fp32(target, tmp_path):
     """`dflash features` stores bf16 unless told otherwise; a target in fp32 then could not be a teacher."""
     store(target, counting_rows(4), tmp_path / "features", dtype="bfloat16", states=True)
-    dataset = StoredFeatures(tmp_path / "features", states=True)
+    dataset = StoredFeatures(tmp_path / "features")
     trainer = make_offline_trainer(tmp_path / "run", target, dataset, loss_type="dpace_kl")
     trainer.train()
     assert history(trainer, "loss")
@@ -206,32 +206,33 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
         (
             make_draft(target, target_layer_ids=[0, 1, 3]),
             target,
-            r"reads target_layer_ids=\[0, 2, 3\], but the drafter reads target_layer_ids=\[0, 1, 3\]",
+            r"holds target_layer_ids=\[0, 2, 3\], but the drafter reads target_layer_ids=\[0, 1, 3\]",
         ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
     ):
         with pytest.raises(ValueError, match=message):
             make_offline_trainer(tmp_path, other, dataset, draft)
-    with pytest.raises(ValueError, match="needs the target's final states: pass `StoredFeatures"):
-        make_offline_trainer(tmp_path, target, dataset, loss_type="kl")
     with pytest.raises(ValueError, match="was stored without the final states, .* `dflash features --states`"):
-        StoredFeatures(stored, states=True)
+        make_offline_trainer(tmp_path, target, dataset, loss_type="kl")
 
 
-def test_some_layers_of_some_folders(target, stored, tmp_path):
-    """One set of stored features serves drafters that read fewer of them, and data that came later adds its own."""
-    whole, part = (StoredFeatures(stored, ids) for ids in (None, [3, 0]))
-    width = target.config.hidden_size
-    for index in (0, 5):
-        first, _, last = whole[index]["stored"].features().split(width, dim=1)
-        assert torch.equal(part[index]["stored"].features(), torch.cat([last, first], dim=1))
+def test_features_of_another_layer_are_refused(stored, tmp_path):
+    """Checked once the layers were dropped, those of a fine-tuned target passed."""
+    tuned = make_target()
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
+    draft = make_draft(tuned, block_size=BLOCK)
+    drop_layers(tuned, torch.device("cpu"))
+    with pytest.raises(ValueError, match="holds features of some/target with weights.layers="):
+        make_offline_trainer(tmp_path, tuned, StoredFeatures(stored), draft)
+
+
+def test_several_folders_are_one_dataset(target, stored, tmp_path):
     assert torch.equal(survey(stored_tokens(stored)).counts, survey(counting_rows(6)).counts)
-    with pytest.raises(ValueError, match=r"holds target_layer_ids=\[0, 2, 3\], but the drafter reads .*=\[1\]"):
-        StoredFeatures(stored, [1])
     store(target, counting_rows(9), tmp_path / "later")
-    both = stored_features([stored, tmp_path / "later"], [0, 3])
-    assert len(both) == 6 + 9 and both[14]["stored"].features().shape[1] == 2 * width
-    trainer = make_offline_trainer(tmp_path / "run", target, both, make_draft(target, target_layer_ids=[0, 3]))
+    both = stored_features([stored, tmp_path / "later"])
+    assert len(both) == 6 + 9 and len(stored_tokens([stored, tmp_path / "later"])) > 3
+    trainer = make_offline_trainer(tmp_path / "run", target, both)
     trainer.train()
     assert trainer.state.global_step > 0
 

@@ -9,7 +9,6 @@ from support.runs import history, make_trainer
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.training.features import describe, store_features
 from dflash_hf.training.trainer import NotFiniteError
-from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import check_finite_weights
 
 
@@ -72,11 +71,6 @@ def test_a_drafter_that_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(NotFiniteError, match="the drafter's weights are not finite, and are not saved"):
         trainer.save_model()
     assert (tmp_path / "model.safetensors").read_bytes() == good
-
-
-def test_losses_are_not_replaced_by_averages(tmp_path):
-    with pytest.raises(ValueError, match="logging_nan_inf_filter=True hides losses"):
-        DFlashTrainingArguments(str(tmp_path), logging_nan_inf_filter=True)
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(1e7, "float16"), (float("inf"), "bfloat16")])

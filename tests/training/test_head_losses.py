@@ -1,15 +1,17 @@
 """Training a head over the whole vocabulary: its loss behind the frozen head, what moves, and what training says."""
 
+from functools import partial
+
 import pytest
 import torch
-from support.pairs import make_draft, make_draft2, make_target
+from support.pairs import make_draft, make_target
 from support.recurrent_head import SIZES, RecurrentHead, use_heads
 from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.training.losses import Teacher, block_loss, scored_losses
+from dflash_hf.training.heads import head_loss
+from dflash_hf.training.losses import Teacher, block_loss, token_losses
 from dflash_hf.training.start import take_vocabulary, with_parts
 
 
@@ -43,16 +45,16 @@ def test_the_loss_of_all_scores_written_out(teacher, chunk_size):
     for chunked in (True, False):
         hidden, queries, bias = (one.clone().requires_grad_() for one in learned)
         if chunked:
-            losses = scored_losses(
+            losses = token_losses(
                 hidden,
-                queries,
                 lambda rows: rows @ weight.T,
-                lambda query, logits, bias=bias: (logits, logits + query @ bias),
-                lambda rows: rows.divergence(rows.scores) + 0.3 * rows.divergence(rows.logits),
                 labels,
                 known,
                 chunk_size,
                 one,
+                queries,
+                lambda query, logits, bias=bias: (None, logits + query @ bias),
+                lambda rows: rows.divergence(rows.scores) + 0.3 * rows.divergence(rows.logits),
             )
             values, figures = losses.values, losses
         else:
@@ -73,19 +75,19 @@ def test_the_loss_of_all_scores_written_out(teacher, chunk_size):
         torch.testing.assert_close(ours, expected)
 
 
-def test_no_token_at_all_is_a_loss_of_zero_that_reaches_the_head():
+@pytest.mark.parametrize("chooses", [False, True])
+def test_no_token_is_a_loss_of_zero_that_reaches_the_head(chooses):
+    """On a rank without any, the gradients of the others are reduced all the same."""
     learned, (weight, labels, known, _) = a_batch(teacher=False)
     hidden, queries, bias = (one.clone().requires_grad_() for one in learned)
-    losses = scored_losses(
-        hidden,
-        queries[:0],
-        lambda rows: rows @ weight.T,
-        lambda query, logits: (logits, logits + query @ bias),
-        lambda rows: rows.divergence(rows.scores),
-        labels,
-        torch.zeros_like(known),
-    )
-    block_loss(losses, torch.zeros_like(known), None).sum().backward()
+
+    def score(query, logits):
+        scores = logits + query @ bias
+        return (scores.topk(4).indices, scores.topk(4).values) if chooses else (None, scores)
+
+    none, loss = torch.zeros_like(known), partial(head_loss, None, progress=0.0)
+    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, none, 512, None, queries[:0], score, loss)
+    block_loss(losses, none, None).sum().backward()
     assert all(one.grad.abs().max() == 0 for one in (hidden, queries, bias))
 
 
@@ -131,42 +133,3 @@ def test_a_head_is_added_to_a_trained_drafter_and_learns_alone(tmp_path):
     assert end["eval_loss"] < 0.75 * start["eval_loss"]
     with pytest.raises(ValueError, match="head_only=False, but an earlier run"):
         make_trainer(tmp_path, target, rows, draft)
-
-
-def recurrent(target, **overrides):
-    draft = make_draft(target, **SIZES, **overrides)
-    with torch.no_grad():
-        for parameter in draft.memory.parameters():
-            parameter.normal_(generator=torch.Generator().manual_seed(3))
-    return draft
-
-
-@pytest.mark.parametrize("make", [make_draft, make_draft2, recurrent])
-def test_training_says_of_each_slot_what_the_walk_would_say(make, tmp_path, monkeypatch):
-    """Given the true tokens before it: one place early or late, and a head learns what decoding cannot know."""
-    target, rows, seen = make_target(), counting_rows(4), {}
-    draft = make(target, block_size=BLOCK)
-    trainer = make_trainer(tmp_path, target, rows, draft)
-    losses_of = trainer.objective.head_losses
-    monkeypatch.setattr(trainer.objective, "head_losses", lambda *args: seen.update(args=args) or losses_of(*args))
-    batch = trainer.data_collator(rows)
-    trainer.objective.draw_anchors(batch, step=0)
-    with torch.no_grad():
-        trainer.compute_loss(trainer.model, batch)
-        hidden, labels, counted = seen["args"][:3]
-        losses, drafter = losses_of(*seen["args"]), Drafter(draft, target)
-        head, anchors = drafter.head, trainer.objective.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
-        for block in counted.any(-1).nonzero().tolist():
-            i, j = block
-            ids, logits = drafter.candidates(hidden[i, j : j + 1, 1:], [0])
-            before, state = anchors[i, j : j + 1], head.start(anchors[i, j : j + 1])
-            for slot in range(1, BLOCK):
-                query, state = head.step(state, before, hidden[i, j : j + 1, slot])
-                scores = head.scores(query, ids[:, slot - 1], logits[:, slot - 1])[0]
-                before = labels[i, j, slot : slot + 1]
-                if counted[i, j, slot]:
-                    at = ids[0, slot - 1] == before
-                    nll = -scores.log_softmax(-1)[at].sum() if at.any() else torch.tensor(torch.inf)
-                    torch.testing.assert_close(losses.nll[i, j, slot], nll, atol=1e-4, rtol=1e-4)
-                    assert losses.correct[i, j, slot] == at[scores.argmax()]
-    assert losses.known.sum() > 20

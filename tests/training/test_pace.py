@@ -8,7 +8,6 @@ from support.runs import BLOCK, make_trainer
 from transformers import ProgressCallback
 
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
-from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 @pytest.fixture
@@ -51,6 +50,18 @@ def test_a_run_ends_in_time_and_goes_on_with_the_rest_of_it(clock, tmp_path):
     clock[0] += 1000  # the checkpoint lay there for a while
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
     assert abs(again.state.global_step - steps) <= 1
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(20, range(17, 23)), (5, [7])])
+def test_resumed_run_follows_its_own_arguments(seconds, steps, clock, tmp_path):
+    """Length and warm-up were those of the checkpoint, whatever the resuming command said."""
+    run(tmp_path, 10 / 60).train()
+    resumed = run(tmp_path / "resumed", seconds / 60, warmup_steps=0.5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert (resumed.pace.seconds, resumed.pace.warmup) == (seconds, 0.5)
+    assert resumed.state.global_step in steps
+    rates = {line["step"]: line["learning_rate"] for line in resumed.state.log_history if "learning_rate" in line}
+    assert seconds == 5 or max(rates, key=rates.get) in (10, 11)
 
 
 def test_another_call_of_train_has_its_own_time(clock, tmp_path):
@@ -104,19 +115,6 @@ def test_a_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
     assert "loss" in trainer.state.log_history[-2]  # a line even so
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_minutes": 0}, "max_minutes=0 must be positive"),
-        ({"max_minutes": 1, "max_steps": 5}, "both end training"),
-        ({"max_minutes": 1, "warmup_steps": 20}, "warmup_steps=20 counts steps.* such as warmup_steps=0.04"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)
-
-
 def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
     from types import SimpleNamespace
 
@@ -159,7 +157,7 @@ def test_slow_steps_name_the_settings(clock, tmp_path):
 
     trainer.compute_loss = slow
     _, (warning,) = counted(trainer)
-    assert "num_anchors=6, per_device_train_batch_size=2; a CPU takes 16 and 4" in warning
+    assert "per_device_train_batch_size=2, gradient_accumulation_steps=1; a CPU takes 16, 4 and 1" in warning
 
 
 def test_bar_of_a_timed_run_is_open_ended(tmp_path):

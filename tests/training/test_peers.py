@@ -26,113 +26,49 @@ WINDOWS = {
     "sliding_window": 5,
     "use_sliding_window": True,
 }
-DSPARK_LOSS = '{"ce": 0.1, "tv": 1.8}'
-OUR_DSPARK = {"loss_type": "dspark"}
-# What makes the drafter, and with which arguments of the trainer its loss is ours.
+CE, KL, DSPARK = ({"loss_type": one} for one in ("ce", "kl", "dspark"))
+UNIFORM = {"loss_type": "kl", "loss_decay_gamma": float("inf")}
+WEIGHED = {"loss": '{"ce": 0.1, "tv": 1.8}', **SURE}
+ALONE, CAUSAL = {"use_confidence_head": True, "loss": {"dflash_confidence_head_alpha": 1.0}}, "dflash_draft_attention"
+SINKS = {"dflash_swa_window_size": 5, "dflash_attention_sink": True}
+# What makes the drafter, its kind, with which arguments of the trainer its loss is ours, and its other settings.
 CASES = {
-    "speculators, DFlash": (peers.speculators, {"kind": "dflash"}, {"loss_type": "kl"}),
-    "speculators, DSpark": (peers.speculators, {"kind": "dspark", "loss": DSPARK_LOSS, **SURE}, OUR_DSPARK),
+    "speculators, DFlash": (peers.speculators, "dflash", KL, {}),
+    "speculators, DSpark": (peers.speculators, "dspark", DSPARK, WEIGHED),
     "speculators, DSpark, 1+N, gated": (
-        peers.speculators,
-        {"kind": "dspark", "loss": DSPARK_LOSS, "sample_from_anchor": False, **SURE, "markov_head_type": "gated"},
-        OUR_DSPARK,
+        *(peers.speculators, "dspark", DSPARK),
+        {**WEIGHED, "sample_from_anchor": False, "markov_head_type": "gated"},
     ),
-    "speculators, DSpark, rnn": (
-        peers.speculators,
-        {"kind": "dspark", "loss": DSPARK_LOSS, **SURE, "markov_head_type": "rnn"},
-        OUR_DSPARK,
-    ),
+    "speculators, DSpark, rnn": (peers.speculators, "dspark", DSPARK, {**WEIGHED, "markov_head_type": "rnn"}),
     # Its training cuts the window at the anchor, which nobody serves: here it is wide, and says what is causal.
-    "speculators, windows": (
-        peers.speculators,
-        {"kind": "dflash", "layers": {**WINDOWS, "sliding_window": 40}},
-        {"loss_type": "kl"},
-    ),
-    "SpecForge, windows": (peers.specforge, {"kind": "dflash", "layers": WINDOWS}, {"loss_type": "ce"}),
-    # Theirs learns to select through the backbone, too: its part of the loss is compared alone, then the rest.
-    **{
-        f"speculators, DFlash 2, {selector}": (
-            peers.speculators,
-            {"kind": "dflash2", "loss": "ce", "selector": selector, **CONV2},
-            {"loss_type": "ce"},
-        )
-        for selector in (1.0, 0.0)
-    },
-    **{
-        f"Automodel, DFlash 2, {selector}": (
-            peers.automodel,
-            {"kind": "dflash2", "selector": selector, **CONV2},
-            {"loss_type": "ce"},
-        )
-        for selector in (1.0, 0.0)
-    },
-    "SpecForge, DFlash": (peers.specforge, {"kind": "dflash"}, {"loss_type": "ce"}),
-    "SpecForge, D-PACE": (peers.specforge, {"kind": "dflash", "loss_type": "dpace"}, {"loss_type": "dpace"}),
-    **{
-        f"SpecForge, Domino, {shift}": (
-            peers.specforge,
-            {"kind": "domino", **DOMINO, "shift_label": shift},
-            {"loss_type": "ce"},
-        )
-        for shift in (True, False)
-    },
-    **{
-        f"SpecForge, DSpark, {form}": (
-            peers.specforge,
-            {"kind": "dspark", "projector_type": "dspark", **SURE, "markov_head_type": form},
-            OUR_DSPARK,
-        )
-        for form in ("vanilla", "gated", "rnn")
-    },
-    "Automodel, DFlash": (peers.automodel, {"kind": "dflash"}, {"loss_type": "ce"}),
-    "Automodel, JetSpec": (
-        peers.automodel,
-        {"kind": "jetspec", "causal": True},
-        {"loss_type": "kl", "loss_decay_gamma": float("inf")},
-    ),
-    **{
-        f"Automodel, Domino, {shift}": (
-            peers.automodel,
-            {"kind": "domino", **DOMINO, "shift_label": shift},
-            {"loss_type": "ce"},
-        )
-        for shift in (True, False)
-    },
-    **{
-        f"Automodel, DSpark, {form}": (peers.automodel_dspark, {"markov_head_type": form}, OUR_DSPARK)
-        for form in ("vanilla", "gated", "rnn")
-    },
-    "ModelOpt, DFlash": (peers.modelopt, {"kind": "dflash"}, {"loss_type": "ce"}),
-    "ModelOpt, causal": (
-        peers.modelopt,
-        {"kind": "dflash", "loss": {"dflash_draft_attention": "causal"}},
-        {"loss_type": "ce"},
-    ),
-    "ModelOpt, windows and sinks": (
-        peers.modelopt,
-        {"kind": "dflash", "loss": {"dflash_swa_window_size": 5, "dflash_attention_sink": True}},
-        {"loss_type": "ce"},
-    ),
-    "ModelOpt, Domino": (
-        peers.modelopt,
-        {"kind": "domino", **DOMINO, "loss": {"dflash_lambda_base_start": 0.75}},
-        {"loss_type": "ce"},
-    ),
-    **{
-        f"ModelOpt, DSpark, {form}": (
-            peers.modelopt,
-            {
-                "kind": "dspark",
-                "markov_rank": 6,
-                "markov_head_type": form,
-                "use_confidence_head": True,
-                "loss": {"dflash_confidence_head_alpha": 1.0},
-            },
-            OUR_DSPARK,
-        )
-        for form in ("vanilla", "gated", "rnn")
-    },
+    "speculators, windows": (peers.speculators, "dflash", KL, {"layers": {**WINDOWS, "sliding_window": 40}}),
+    "SpecForge, windows": (peers.specforge, "dflash", CE, {"layers": WINDOWS}),
+    "SpecForge, DFlash": (peers.specforge, "dflash", CE, {}),
+    "SpecForge, D-PACE": (peers.specforge, "dflash", {"loss_type": "dpace"}, {"loss_type": "dpace"}),
+    "Automodel, DFlash": (peers.automodel, "dflash", CE, {}),
+    "Automodel, JetSpec": (peers.automodel, "jetspec", UNIFORM, {"causal": True}),
+    "ModelOpt, DFlash": (peers.modelopt, "dflash", CE, {}),
+    "ModelOpt, causal": (peers.modelopt, "dflash", CE, {"loss": {CAUSAL: "causal"}}),
+    "ModelOpt, windows and sinks": (peers.modelopt, "dflash", CE, {"loss": SINKS}),
+    "ModelOpt, Domino": (peers.modelopt, "domino", CE, {**DOMINO, "loss": {"dflash_lambda_base_start": 0.75}}),
 }
+for selector in (1.0, 0.0):  # theirs learns through the backbone, too: compared alone, and then the rest
+    CASES[f"speculators, DFlash 2, {selector}"] = (
+        *(peers.speculators, "dflash2", CE),
+        {"loss": "ce", "selector": selector, **CONV2},
+    )
+    CASES[f"Automodel, DFlash 2, {selector}"] = (peers.automodel, "dflash2", CE, {"selector": selector, **CONV2})
+for shift in (True, False):
+    CASES[f"SpecForge, Domino, {shift}"] = (peers.specforge, "domino", CE, {**DOMINO, "shift_label": shift})
+    CASES[f"Automodel, Domino, {shift}"] = (peers.automodel, "domino", CE, {**DOMINO, "shift_label": shift})
+for form in ("vanilla", "gated", "rnn"):
+    named = {**SURE, "projector_type": "dspark", "markov_head_type": form}
+    CASES[f"SpecForge, DSpark, {form}"] = (peers.specforge, "dspark", DSPARK, named)
+    CASES[f"Automodel, DSpark, {form}"] = (peers.automodel_dspark, "dspark", DSPARK, {"markov_head_type": form})
+    CASES[f"ModelOpt, DSpark, {form}"] = (
+        *(peers.modelopt, "dspark", DSPARK),
+        {"markov_rank": 6, "markov_head_type": form, **ALONE},
+    )
 MODULES = {
     "speculators": "speculators",
     "SpecForge": "specforge",
@@ -165,17 +101,17 @@ def test_one_step_is_theirs(name, tmp_path, monkeypatch):
     project = MODULES[name.split(",")[0]]
     if importlib.util.find_spec(project) is None:
         pytest.skip(f"{project} is not installed")
-    make, fields, arguments = CASES[name]
-    target = make_target()
+    make, kind, arguments, fields = CASES[name]
+    target = make_target(dtype=torch.float64)
     batch = peers.make_batch(target)
     torch.manual_seed(0)
-    step = make(target, batch, tmp_path, **fields)
+    step = make(target, batch, tmp_path, kind, **fields)
     drawn, theirs = watched(monkeypatch, *step.anchors), states_of(step.draft)
     their_loss = step.run()
     their_loss.backward()
     anchors, valid = (one.reshape(1, -1) for one in drawn[0])
 
-    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float64)
     rows = [{"input_ids": batch.ids[0].tolist(), "loss_mask": batch.mask[0].int().tolist()}]
     arguments = {"loss_decay_gamma": peers.GAMMA, **arguments}
     trainer = make_trainer(tmp_path, target, rows, draft.train(), max_steps=4, **arguments)
@@ -192,12 +128,11 @@ def test_one_step_is_theirs(name, tmp_path, monkeypatch):
     loss.backward()
 
     shape = (-1, peers.BLOCK, 32)
-    torch.testing.assert_close(
-        ours[-1].reshape(shape)[valid[0]], theirs[-1].reshape(shape)[valid[0]], atol=1e-5, rtol=1e-5
-    )
+    states = (one[-1].double().reshape(shape)[valid[0]] for one in (ours, theirs))
+    torch.testing.assert_close(*states, atol=1e-5, rtol=1e-5)
     selector = fields.get("selector")
     if selector != 0.0:
-        torch.testing.assert_close(loss, their_loss.float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loss.double(), their_loss.double(), atol=1e-5, rtol=1e-5)
     gradients = {canonical_name(name): one.grad for name, one in step.draft.named_parameters()}
     for name, parameter in draft.named_parameters():
         assert parameter.grad.abs().max() > 1e-6, name

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.rows import counting_rows
-from support.tiny_chat import CHATML, save_target
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
-from dflash_hf.commands.train import _check_before
 from dflash_hf.training import presets
 from dflash_hf.training.recipe import RecipeArguments, as_arguments, decide, key_lines, read_recipe
 from dflash_hf.training.rows import survey
@@ -74,7 +72,7 @@ ERRORS = {
     "block_size=2.5": "block_size: invalid int value: '2.5'",
     "block_size=true": "block_size: invalid int value: 'True'",
     "block_size=[4]": r"block_size=\[4\] must be of type int",
-    "packing=maybe": "packing: .*maybe",
+    "muon=maybe": "muon: .*maybe",
     "learning_rate=fast": "learning_rate: invalid float value: 'fast'",
     "max_length=null": "max_length=None must be of type int",
     "chat_template_kwargs=yes": "chat_template_kwargs: invalid dict value",
@@ -86,13 +84,16 @@ ERRORS = {
     "data=null": "A run needs data or features, but neither is given",
     "target=null": "target is not given",
     "head=eagle": "head='eagle' must be one of dspark, domino",
-    "data=null features=f packing=true": "features='f' and packing=True contradict each other",
-    "data=null features=f decode_prompts=2": "decode_prompts=2 .* without the target's layers; leave one out",
-    "data=null features=f store_rows=2": "store_rows=2 contradict",
-    "streaming=true num_proc=2": "num_proc=2 contradict each other: a stream is read once",
-    "streaming=true draft_vocab_size=9": "draft_vocab_size=9 contradict",
-    "packing=true store_rows=2": "store_rows=2 contradict",
-    "draft=d init_layers=[1]": "draft='d' and init_layers=.1. contradict",
+    **{
+        f"data=null features=f {key}={value}": f"{key}=.*{value}.* has no effect with features='f': stored features"
+        for key, value in {
+            **{"max_length": 64, "split": "a", "data_name": "a", "data_revision": "a", "num_proc": 2, "store_rows": 2},
+            **{"attn_implementation": "eager", "eval_data": "e.jsonl", "eval_split": "test"},
+        }.items()
+    },
+    "eval_features=f": "eval_features='f' has no effect with data='d.jsonl'",
+    "draft=d init_layers=[1]": "init_layers=.1. has no effect with draft='d': a trained drafter has its weights",
+    "draft=d draft_vocab_size=9": "draft_vocab_size=9 has no effect with draft='d'",
     "num_draft_layers=2 init_layers=[1]": r"init_layers=\[1\] must name one layer .* num_draft_layers=2",
 }
 
@@ -151,7 +152,7 @@ def test_vocabulary_follows_the_data(supervised, size):
 def test_cpu_trains_for_a_number_of_steps(monkeypatch):
     """By passes over the data, 60 answers had 90 steps and 50,000 ones a day."""
     machine(monkeypatch, "cpu")
-    assert values()["max_steps"] == values("streaming=true")["max_steps"] == 3000
+    assert values()["max_steps"] == 3000
     for given in ("max_minutes=10", "num_train_epochs=3", "max_steps=7"):
         assert values(given).get("max_steps") in (None, 7)
     machine(monkeypatch, "cuda")
@@ -166,7 +167,6 @@ def test_gpu_takes_the_papers_settings(monkeypatch):
     assert (chosen["loss_type"], chosen["learning_rate"], chosen["bf16"]) == ("ce", 6e-4, True)
     assert not {"init_layers", "use_cpu", "target_dtype"} & chosen.keys()
     assert chosen["draft_vocab_size"] is None and chosen["store_rows"] == 0
-    assert "gradient_accumulation_steps" not in values("per_device_train_batch_size=8")
     assert values("use_cpu=true")["block_size"] == 8
     machine(monkeypatch, "mps")
     assert not {"use_cpu", "bf16"} & values().keys() and values()["num_anchors"] == 16
@@ -177,9 +177,7 @@ def test_gpu_takes_the_papers_settings(monkeypatch):
     [
         ("draft=d", {"num_draft_layers", "block_size", "draft_vocab_size", "init_layers"}),
         ("head_only=true", {"loss_type", "learning_rate"}),
-        ("packing=true", {"store_rows"}),
         ("peft_config={r: 2}", {"store_rows"}),
-        ("streaming=true", {"store_rows", "draft_vocab_size"}),
         ("fp16=true", {"bf16"}),
     ],
 )
@@ -251,9 +249,21 @@ def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, caps
 
 def test_half_precision_needs_no_use_cpu(tmp_path):
     """`bf16=true` was refused for want of `use_cpu`, which the preset sets."""
-    target = tmp_path / "t"
-    save_target(target, CHATML)
-    _check_before(*read_recipe(None, [f"target={target}", "data=d", f"output_dir={tmp_path / 'o'}", "bf16=true"]))
+    _, training = read_recipe(None, ["target=t", "data=d", f"output_dir={tmp_path / 'o'}", "bf16=true"])
+    assert DFlashTrainingArguments(**training).bf16
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("cpu", 4), ("cuda", 8)])
+def test_step_keeps_its_rows(kind, rows, monkeypatch):
+    """The remedy for little memory, one row at a time, made the steps of a run eight times smaller in silence."""
+    machine(monkeypatch, kind)
+    for at_once in (1, 2, rows):
+        chosen = decide(None, ["target=t", "data=d", f"per_device_train_batch_size={at_once}"])
+        assert at_once * chosen["gradient_accumulation_steps"].value == rows
+    assert f"a step has {rows} rows" in chosen["gradient_accumulation_steps"].origin
+    assert values("per_device_train_batch_size=16")["gradient_accumulation_steps"] == 1
+    given = ("per_device_train_batch_size=1", "gradient_accumulation_steps=3")
+    assert values(*given)["gradient_accumulation_steps"] == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

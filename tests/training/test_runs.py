@@ -29,11 +29,12 @@ datasets = pytest.importorskip("datasets")
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 DEMO, OFFLINE, LORA = (FOLDER / f"{name}.yaml" for name in ("demo", "offline", "lora"))
 TINY = (
-    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "max_length=64"),
+    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4"),
     *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
     *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
-    *("dataloader_num_workers=0", "target_dtype=float32", "store_rows=0", "init_layers=null", "save_steps=1"),
+    *("dataloader_num_workers=0", "target_dtype=float32", "init_layers=null", "save_steps=1"),
 )
+ONLINE = ("max_length=64", "store_rows=0")
 RESUME = "resume_from_checkpoint=auto"
 
 
@@ -62,7 +63,8 @@ def write(path, answer="as you wish"):
 
 
 def train(capsys, folder, output, *overrides, config=DEMO):
-    code = main(["train", "--config", str(config), f"target={folder}", f"output_dir={output}", *TINY, *overrides])
+    given = [*TINY, *(() if config == OFFLINE else ONLINE), *overrides]
+    code = main(["train", "--config", str(config), f"target={folder}", f"output_dir={output}", *given])
     printed = capsys.readouterr()
     print(printed.err)
     return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
@@ -82,13 +84,12 @@ def contents(folder):
 def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys):
     output = tmp_path / "drafter"
     options = (f"data={data}", f"eval_data={data}", "eval_strategy=steps", "eval_steps=2", "save_steps=1")
-    options = (*options, "decode_prompts=2", "decode_max_new_tokens=4")
     kwargs = "chat_template_kwargs.enable_thinking=false"
     code, out, error = train(capsys, folder, output, *options, kwargs)
     assert code == 0, error
     assert "rows              12" in out and f"The drafter is in {output}" in out
     assert f"dflash eval --target {folder} --draft {output} --data" in out
-    assert "eval_loss" in out and "eval_tau" in out
+    assert "eval_loss" in out and "eval_simulated_tau" in out
     config = DFlashDraftConfig.from_pretrained(output)
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
     assert (config.mask_token_id, config.block_size, config.target_layer_ids) == (259, 4, [0, 2])
@@ -111,24 +112,14 @@ def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys
     assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("key, has", [("num_draft_layers", 2), ("block_size", 4), ("target_layer_ids", [0, 2])])
-def test_given_drafter_keeps_its_shape(key, has, folder, data, tmp_path, capsys):
+def test_given_drafter_keeps_its_shape(folder, data, tmp_path, capsys):
     """Another value was ignored."""
-    given = f"target={folder}", f"data={data}", *TINY, "num_draft_layers=2"
-    assert main(["train", *given, f"output_dir={tmp_path / 'first'}"]) == 0
-    given = *given, f"draft={tmp_path / 'first'}"
-    assert main(["train", *given, f"output_dir={tmp_path / 'same'}", f"{key}=null"]) == 0
-    capsys.readouterr()
-    other = [0, 1] if has == [0, 2] else 3
-    assert main(["train", *given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"]) == 1
-    assert f"{key}={other}, but {tmp_path / 'first'} was trained with {has}; leave it out." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["packing", "streaming"])
-def test_packed_and_streamed_data_train(mode, folder, data, tmp_path, capsys):
-    code, out, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", f"{mode}=true")
-    assert code == 0, error
-    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+    target, first = AutoModelForCausalLM.from_pretrained(folder), tmp_path / "first"
+    make_draft(target, block_size=4, num_hidden_layers=2, target_layer_ids=[0, 2]).save_pretrained(first)
+    given = (f"target={folder}", f"data={data}", *TINY, *ONLINE, "num_draft_layers=2", f"draft={first}")
+    for key, has, other in (("num_draft_layers", 2, 3), ("block_size", 4, 3), ("target_layer_ids", [0, 2], [0, 1])):
+        assert main(["train", *given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"]) == 1
+        assert f"{key}={other}, but {first} was trained with {has}; leave it out." in capsys.readouterr().err
 
 
 def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsys):
@@ -150,7 +141,7 @@ def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsy
 def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, capsys):
     given = f"data={data}"
     if source == "features":
-        store(folder, data, tmp_path / "features", "0", "2", "3")
+        store(folder, data, tmp_path / "features", "0", "2")
         given = f"features={tmp_path / 'features'}"
     options = (given, "draft_vocab_size=20", layers, "learning_rate=1e-12", "warmup_steps=0")
     config = DEMO if source == "data" else OFFLINE
@@ -198,37 +189,97 @@ def test_responses_of_another_mode_are_refused(folder, data, tmp_path, capsys):
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
 
 
-def test_errors_are_told_in_one_line(folder, data, tmp_path, capsys):
-    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
-    (tmp_path / "broken.yaml").write_text("a: [", encoding="utf-8")
-    output, good = tmp_path / "drafter", f"data={data}"
-    for overrides, options, message in (
-        ([good], {"config": tmp_path / "absent.yaml"}, "absent.yaml: there is no such file"),
-        ([good], {"config": tmp_path / "lora.yaml"}, "there is no such file; the bundled recipe is "),
-        ([good], {"config": tmp_path}, "is a folder; name a file"),
-        ([good, f"output_dir={data}"], {}, "is a file; name a folder"),
-        ([good], {"config": tmp_path / "list.yaml"}, "list.yaml must hold keys and values"),
-        ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
-        (["data=absent.jsonl"], {}, "there is no such file"),
-        ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
-        ([good, "output_dir=null"], {}, "No output folder is given"),
-        ([good, "push_to_hub=true", "hub_model_id=me/a"], {}, "publish the finished drafter with `dflash publish"),
-        ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
-        ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
-        ([good, "num_anchors=0"], {}, "num_anchors=0"),
-        ([good, "max_minutes=0", "max_steps=-1"], {}, "max_minutes=0.0 must be positive"),
-        (
-            [good, "per_device_train_batch_size=16", "dataloader_drop_last=true"],
-            {},
-            "12 examples are less than a batch",
-        ),
-        ([good, f"draft={tmp_path}"], {}, "config.json"),
-    ):
-        code, _, error = train(capsys, folder, output, *overrides, **options)
-        assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
-    assert main(["train", f"target={folder}", good]) == 1
-    assert "No output folder is given" in capsys.readouterr().err
-    assert not list(output.glob("*.safetensors"))
+# What a run is given, and what its error names.
+WRONG = {
+    "config=absent.yaml": "absent.yaml: there is no such file",
+    "config=lora.yaml": "there is no such file; the bundled recipe is ",
+    "config=.": "is a folder; name a file",
+    "config=list.yaml": "list.yaml must hold keys and values",
+    "config=broken.yaml": "broken.yaml is not YAML",
+    "output_dir=data.jsonl": "is a file; name a folder",
+    "output_dir=data.jsonl/drafter": "cannot be written",
+    "output_dir=null": "No output folder is given",
+    "data=absent.jsonl": "there is no such file",
+    "eval_data=absent.jsonl eval_strategy=steps": "there is no such file",
+    "eval_data=empty.jsonl eval_strategy=steps": "is an empty file",
+    "eval_data=data.jsonl": "eval_data=.* is never read with eval_strategy=no",
+    "eval_strategy=epoch": "eval_strategy=epoch has nothing to evaluate on: name eval_data",
+    "eval_split=train eval_strategy=steps metric_for_best_model=tau": "metric_for_best_model=tau is not measured",
+    "blok_size=1": "did you mean 'block_size'",
+    "num_anchors=0": "num_anchors=0",
+    "max_minutes=0 max_steps=-1": "max_minutes=0.0 must be positive",
+    "report_to=nobody": "report_to=nobody is not installed, or unknown",
+    "peft_config={rank: 4}": "peft_config={'rank': 4} is not a PEFT configuration",
+    "push_to_hub=true hub_model_id=me/a": "publish the finished drafter with `dflash publish",
+    "draft=.": "config.json",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG.items(), ids=list(WRONG))
+def test_wrong_run_ends_before_its_target_is_loaded(given, message, data, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dflash_hf.training.train.load_target", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("list.yaml", "- a"), ("broken.yaml", "a: ["), ("empty.jsonl", "")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config, words = DEMO, [given] if "{" in given else given.split()
+    if given.startswith("config="):
+        config, words = Path(given.removeprefix("config=")), []
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", *words, config=config)
+    assert code == 1 and re.search(message, error) and error.startswith("dflash train: ")
+    assert not (tmp_path / "drafter").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["mask_token_id=2"], "12 because it holds the mask token 2"),
+        (["per_device_train_batch_size=16", "dataloader_drop_last=true"], "12 examples are less than a batch"),
+        (["head_only=true"], "head_only=True trains the head of a drafter"),
+        (["init_layers=[9]"], "init_layers=[9] must name a layer of the target"),
+    ],
+)
+def test_wrong_run_stores_no_features(given, message, folder, data, tmp_path, capsys, monkeypatch):
+    """They took a third of the time, and then the trainer refused its arguments."""
+    if "batch" not in message:
+        monkeypatch.setattr("dflash_hf.training.train.store_rows", lambda *_: pytest.fail("stored"))
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", "store_rows=-1", *given)
+    assert code == 1 and message in error
+    assert not list(tmp_path.glob("drafter/*.safetensors"))
+
+
+@pytest.mark.parametrize("what", ["layers", "template", "tokenizer", "states", "shard"])
+def test_features_of_something_else_are_refused(what, folder, data, tmp_path, capsys, monkeypatch):
+    """Those of a fine-tuned target passed: only embedding and head were compared."""
+    target, features = tmp_path / "target", tmp_path / "features"
+    shutil.copytree(folder, target)
+    store(target, data, features, "0", "2")
+    message = {
+        "layers": "holds features of .* with weights.layers=.*: load that target, or store the features again",
+        "template": "was stored with template=.*: train with the same chat template .chat_template=FILE.",
+        "tokenizer": "was stored with tokenizer=.*: train with the same vocabulary, or store",
+        "states": "was stored without the final states",
+        "shard": "holds 0 of 1 shards; run the same `dflash features` again",
+    }[what]
+    if what == "layers":
+        tuned = AutoModelForCausalLM.from_pretrained(target)
+        with torch.no_grad():
+            tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
+        tuned.save_pretrained(target)
+    else:
+        monkeypatch.setattr("dflash_hf.training.train.load_target", lambda *_, **__: pytest.fail("loaded"))
+    if what == "template":
+        make_tokenizer(CHATML).save_pretrained(target)
+    if what == "tokenizer":
+        other = make_tokenizer(THINKING)
+        other.add_tokens(["<new>"])
+        other.save_pretrained(target)
+    given = [f"features={features}", *(["loss_type=kl"] if what == "states" else [])]
+    if what == "shard":  # of those to evaluate on
+        store(folder, data, tmp_path / "right", "0", "2")
+        next(features.glob("*.safetensors")).unlink()
+        given = [f"features={tmp_path / 'right'}", f"eval_features={features}", "eval_strategy=steps"]
+    code, _, error = train(capsys, target, tmp_path / "drafter", *given, config=OFFLINE)
+    assert code == 1 and re.search(message, error), error
 
 
 @pytest.mark.parametrize("given", [[], ["overwrite_output_dir=true"]])
@@ -266,7 +317,14 @@ def test_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "domino": "gru_hidden_dim: 8, emb_dim: 8"}
     config = f"draft_config={{{sizes.get(head, 'selector_rank: 8, conv_group_size: 8')}, intermediate_size: 32}}"
     given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
-    given += [*(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true", "use_cpu=true"]
+    given += [
+        *ONLINE,
+        *(one for one in TINY if "draft_config" not in one),
+        f"head={head}",
+        config,
+        "bf16=true",
+        "use_cpu=true",
+    ]
     trainer = train_recipe(*read_recipe(None, given))
     assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
 
@@ -299,14 +357,13 @@ def test_accelerate_launches_two_processes(folder, data, tmp_path):
         "--num_machines",
         "1",
     ]
-    run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY]
-    for name, extra in (("whole", ()), ("stream", ("streaming=true",))):
-        command = [*launch, *run, f"output_dir={tmp_path / name}", *extra]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("rows              12") == 1
-        assert done.stdout.count("The drafter is in") == 1
-        DFlashDraftModel.from_pretrained(tmp_path / name)
+    run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY, *ONLINE]
+    command = [*launch, *run, f"output_dir={tmp_path / 'drafter'}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rows              12") == 1
+    assert done.stdout.count("The drafter is in") == 1
+    DFlashDraftModel.from_pretrained(tmp_path / "drafter")
 
 
 def test_command_line_is_a_module():
@@ -404,10 +461,10 @@ def test_nan_keeps_the_last_good_drafter(used, folder, data, capsys, monkeypatch
 def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     """Killed by SIGKILL between two checkpoints: the features are not stored again, and other data are refused."""
     output, script = tmp_path / "o", [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
-    options = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "store_rows=8"]
+    options = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, *ONLINE, "store_rows=8"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen([*script, *options, "max_steps=100000"], env=env, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (output / "checkpoint-3" / "trainer_state.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

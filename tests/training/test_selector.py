@@ -10,8 +10,8 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
-from dflash_hf.modeling.heads_dflash import PathSelector
-from dflash_hf.training.losses import Candidates, Teacher, TokenLosses, block_loss, selected, token_losses
+from dflash_hf.training.heads import head_loss
+from dflash_hf.training.losses import Rows, Teacher, token_losses
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import take_vocabulary, with_parts
@@ -35,8 +35,8 @@ def forked_rows(count, length=26):
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
-def known_tokens(teacher, chunk_size=3, tokens=7, k=4):
-    """Losses of one block's slots, in fp64, and all that they were made of."""
+def known_tokens(teacher, chunk_size=3, shift=None, tokens=7, k=4):
+    """Losses of one block's slots, in fp64, whose candidates' scores are shifted, and all that they were made of."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1, tokens, 6, generator=random, dtype=torch.float64).requires_grad_()
     weight = torch.randn(12, 6, generator=random, dtype=torch.float64)
@@ -48,64 +48,49 @@ def known_tokens(teacher, chunk_size=3, tokens=7, k=4):
     counted[..., 0] = False
     one = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if teacher else None
 
-    def likely(logits):
+    def score(query, logits):
         ids = logits.topk(k).indices.sort().values
-        return ids, logits.gather(-1, ids)
+        return ids, logits.detach().gather(-1, ids) + query
 
-    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, one, likely)
+    def loss(rows):
+        return head_loss(None, rows, progress=0.0)
+
+    scored = () if shift is None else (shift, score, loss)
+    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, one, *scored)
     return losses, hidden, weight, labels, states
 
 
 @pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_the_loss_among_the_candidates_written_out(teacher, chunk_size):
-    losses, hidden, weight, labels, states = known_tokens(teacher, chunk_size)
+    """And the slots learn what they would without the selector."""
     shift = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    both = selected(losses, lambda candidates: candidates.logits + shift, labels)
+    plain, own, *_ = known_tokens(teacher, chunk_size)
+    both, hidden, weight, labels, states = known_tokens(teacher, chunk_size, shift)
     known = [1, 2, 4, 5, 6]
-    assert losses.known[0, 0].nonzero().flatten().tolist() == known
+    assert both.known[0, 0].nonzero().flatten().tolist() == known
     for number, slot in enumerate(known):
         logits = weight @ hidden[0, 0, slot].detach()
         ids = logits.topk(4).indices.sort().values
-        assert losses.candidates.ids[number].tolist() == ids.tolist()
         log_q = (logits[ids] + shift[number].detach()).log_softmax(0)
         wanted = (weight @ states[slot]).softmax(0)[ids] if teacher else (ids == labels[0, 0, slot]).double()
         extra = sum(w * ((w / wanted.sum()).log() - q) for w, q in zip(wanted, log_q, strict=True) if w > 0)
-        assert both.values[0, 0, slot].item() == pytest.approx(losses.values[0, 0, slot].item() + float(extra))
+        assert both.values[0, 0, slot].item() == pytest.approx(plain.values[0, 0, slot].item() + float(extra))
         at = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
         assert both.nll[0, 0, slot].item() == (pytest.approx(-float(log_q[at[0]])) if at else float("inf"))
         assert both.correct[0, 0, slot].item() == (log_q.argmax().item() in at)
-    both.values.sum().backward()
+        assert both.alone[0, 0, slot] == plain.correct[0, 0, slot] == (logits.argmax() == labels[0, 0, slot])
+    for losses in (plain, both):
+        losses.values.sum().backward()
     # Of the labels, one that is no candidate teaches the selector nothing; a teacher's candidates always do.
     assert shift.grad.abs().amax(1).gt(0).tolist() == [True, teacher, True, True, True]
-
-
-def test_the_selector_does_not_change_what_the_slots_learn():
-    grads = []
-    for scores in (None, lambda candidates: 3 * candidates.logits):
-        losses, hidden, *_, labels, _ = known_tokens(True)
-        losses = losses if scores is None else selected(losses, scores, labels)
-        grads.append(torch.autograd.grad(losses.values.sum(), hidden)[0])
-    assert torch.equal(*grads)
-
-
-def test_no_token_at_all_is_a_loss_of_zero_that_reaches_the_selector():
-    hidden, labels = torch.randn(1, 2, 3, 6, requires_grad=True), torch.zeros(1, 2, 3, dtype=torch.long)
-    none = torch.zeros_like(labels, dtype=torch.bool)
-    head = torch.nn.Linear(6, 12).requires_grad_(False)
-    losses = token_losses(hidden, head, labels, none, likely=lambda logits: logits.topk(4)[::-1])
-    weight = torch.ones((), requires_grad=True)
-    losses = selected(losses, lambda candidates: candidates.logits * weight, labels)
-    block_loss(losses, none, None).sum().backward()
-    assert weight.grad == 0 and hidden.grad.abs().max() == 0
+    assert torch.equal(hidden.grad, own.grad)
 
 
 def test_a_certain_candidate_has_no_loss():
-    candidates = Candidates(torch.tensor([[3, 5]]), torch.tensor([[0.0, 40.0]]), torch.tensor([[0.0, 1.0]]))
-    zero, known = torch.zeros(1), torch.ones(1, dtype=torch.bool)
-    losses = TokenLosses(zero, zero, known, known, candidates)
-    losses = selected(losses, lambda found: found.logits, torch.tensor([5]))
-    assert losses.values.item() == 0 and losses.nll.item() == 0 and losses.correct.item()
+    rows = Rows(torch.tensor([[0.0, 40.0]]), torch.zeros(1, 9), torch.tensor([[3, 5]]), torch.tensor([5]), *[None] * 3)
+    nll, correct, _ = rows.figures()
+    assert rows.selection().item() == nll.item() == 0 and correct.item()
 
 
 # ------------------------------------------------------------------------------------------------------------- a run
@@ -145,36 +130,6 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
     gain = end["eval_simulated_tau"] - start["eval_simulated_tau"]
     assert gain > 0.3, (start, end)
     assert history(trainer, "simulated_tau_argmax")
-
-
-def test_a_slot_goes_on_from_the_token_before_it(tmp_path, monkeypatch):
-    """From the slot's own token instead, the selector would learn to repeat what decoding cannot know."""
-    target = make_target()
-    trainer = make_trainer(tmp_path, target, counting_rows(3), make_draft2(target, block_size=BLOCK))
-    batch, seen = trainer.data_collator(counting_rows(3)), []
-    trainer.objective.draw_anchors(batch, step=0)
-    step = PathSelector.step
-    monkeypatch.setattr(PathSelector, "step", lambda self, *rest: seen.append(rest[1]) or step(self, *rest))
-    trainer.compute_loss(trainer.model, batch)
-    blocks = trainer.objective.build_blocks(batch)
-    expected = (blocks.labels - 3) % 90  # of rows that count in threes
-    assert torch.equal(seen[0], expected[blocks.counted]) and len(seen[0]) > 20
-
-
-def test_what_cannot_be_trained_alone_is_refused(tmp_path):
-    target, rows = make_target(), counting_rows(2)
-    with pytest.raises(ValueError, match="head_only=True trains the head .*such as selector_rank"):
-        make_trainer(tmp_path, target, rows, head_only=True)
-
-
-def test_what_was_frozen_is_trained_again_when_that_is_said(tmp_path):
-    """After the selector alone, the whole of the same drafter: the rest stood still without a word."""
-    target, rows, draft = make_target(), counting_rows(4), make_draft2(make_target(), block_size=BLOCK)
-    make_trainer(tmp_path, target, rows, draft, head_only=True)
-    with pytest.raises(ValueError, match="head_only=False, but an earlier run .*requires_grad_"):
-        make_trainer(tmp_path, target, rows, draft)
-    make_trainer(tmp_path, target, rows, draft.requires_grad_(True))
-    assert all(parameter.requires_grad for parameter in draft.parameters())
 
 
 # ------------------------------------------------------------------------------------------- adding it to a drafter

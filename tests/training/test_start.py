@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.losses import TokenLosses, block_loss, dpace_weights, slot_weights, token_losses
+from dflash_hf.training.losses import block_loss, dpace_weights, slot_weights, token_losses
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import _take, begin_as_target, draft_ids, take_vocabulary
 
@@ -113,13 +113,6 @@ def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
     expected = dpace_weights(nll, counted, 0.5) if weights is None else counted * weights
     assert loss.item() == pytest.approx((nll * expected)[0, 0, [1, 3]].sum().item())
     assert math.isfinite(loss.item())
-
-
-def test_all_tokens_known_is_the_loss_as_it_was():
-    values = torch.rand(2, 3, 4)
-    counted = torch.ones(2, 3, 4, dtype=torch.bool)
-    losses = TokenLosses(values, values.detach(), counted, counted)
-    assert torch.allclose(block_loss(losses, counted, None), (values * dpace_weights(values, counted)).sum((1, 2)))
 
 
 def test_a_reduced_vocabulary_trains_without_its_head(tmp_path):

@@ -10,7 +10,6 @@ from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
-from dflash_hf.data.examples import pack
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_fit, target_features
@@ -148,8 +147,7 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_groups_have_the_gradients_of_the_dense_mask(packed, attention, tmp_path, monkeypatch):
+def test_groups_have_the_gradients_of_the_dense_mask(attention, tmp_path, monkeypatch):
     """Also where the activations of the layers are recomputed."""
     target, results = make_target(), []
     for kind in ("dense", "groups", "recomputed"):
@@ -164,7 +162,7 @@ def test_groups_have_the_gradients_of_the_dense_mask(packed, attention, tmp_path
             return block_groups(anchors, *shape, queries=2 * BLOCK)
 
         monkeypatch.setattr(objective, "block_groups", mask)
-        batch = trainer.data_collator(list(pack(uneven_rows(), 64)) if packed else uneven_rows())
+        batch = trainer.data_collator(uneven_rows())
         trainer.objective.draw_anchors(batch, step=0)
         loss = trainer.compute_loss(trainer.model.train(), batch)
         loss.backward()

@@ -44,6 +44,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
+    encoder.reader = None  # its experiments are of texts
     case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
     result = diagnose(case, bar("trying"))
     for line in result.lines():

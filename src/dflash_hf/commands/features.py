@@ -34,6 +34,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """`dflash features`: store the features missing in the output."""
     from dflash_hf.configs import check_token_id
+    from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.layouts.read import fitting_target_layer_ids
@@ -46,15 +47,16 @@ def run(arguments, echo) -> Outcome:
     config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
     layer_ids = arguments.target_layer_ids if config is None else config.target_layer_ids
     encoder, rows = shared.encoder_of(arguments, pair.tokenizer, config), shared.rows_of(arguments)
-    target = freeze(pair.target())
+    encoder.reader, target = pair.image_reader, freeze(pair.target())
     layer_ids = layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)
-    size, output = int(arguments.shard_size * 1e9), arguments.output
-    manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
+    size, output, collator = int(arguments.shard_size * 1e9), arguments.output, DFlashCollator(0, encoder.reader)
+    options = {"batch_size": arguments.batch_size, "shard_bytes": size, "say": echo, "collator": collator}
+    manifest = store_features(target, dataset, output, made_with, **options)
     files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
     echo(f"{manifest.examples} examples in {files} are in {output}")
     facts = {"examples": manifest.examples, "tokens": report.tokens, "shards": len(manifest.shards)}

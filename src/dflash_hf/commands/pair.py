@@ -57,7 +57,7 @@ class NamedPair:
 
     @cached_property
     def tokenizer(self):
-        from dflash_hf.data.prepare import load_tokenizer
+        from dflash_hf.pairs import load_tokenizer
 
         template, loading = self.arguments.chat_template, self.loading
         return load_tokenizer(self.arguments.target, template, loading.revision, loading.trust_remote_code)
@@ -76,12 +76,21 @@ class NamedPair:
         given = template_arguments(self.arguments.template_args)
         return template_kwargs(default if given is None else given, draft_config=self.draft_config, say=self.say)
 
+    @cached_property
+    def image_reader(self):
+        """Reads images as the target does; `None` if it does not."""
+        from dflash_hf.data.images import load_image_reader
+
+        kind = self.config.get("model_type")
+        return load_image_reader(self.arguments.target, kind, self.tokenizer, self.loading)
+
     def encoder(self, template: dict):
         """Reads rows as the target does."""
         from dflash_hf.configs import positions_of
         from dflash_hf.data.encode import RowEncoder
 
-        return RowEncoder(self.tokenizer, chat_template_kwargs=template, positions=positions_of(self.config))
+        options = {"positions": positions_of(self.config), "reader": self.image_reader}
+        return RowEncoder(self.tokenizer, chat_template_kwargs=template, **options)
 
     def draft(self):
         """

@@ -29,9 +29,10 @@ def run(arguments, echo) -> Outcome:
     from dataclasses import asdict
 
     from dflash_hf.configs import check_names, check_token_id, vocab_size_of
-    from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
+    from dflash_hf.data.images import load_image_reader
+    from dflash_hf.data.prepare import colored_example, prepare_dataset
     from dflash_hf.files import atomic
-    from dflash_hf.pairs import Loading
+    from dflash_hf.pairs import Loading, load_tokenizer
 
     output = arguments.output
     if output is not None:
@@ -42,6 +43,7 @@ def run(arguments, echo) -> Outcome:
     tokenizer = load_tokenizer(name, arguments.chat_template, loading.revision, loading.trust_remote_code)
     encoder = shared.encoder_of(arguments, tokenizer)
     encoder.vocab_size = vocab_size_of(config)
+    encoder.reader = load_image_reader(name, config.get("model_type"), tokenizer, loading)
     rows = shared.rows_of(arguments)
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)

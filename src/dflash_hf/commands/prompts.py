@@ -47,7 +47,7 @@ def run(arguments, echo) -> Outcome:
     from transformers.utils import logging
 
     from dflash_hf.data.encode import digests_of_tokenizer
-    from dflash_hf.data.magpie import PromptSettings, judged_samples, rows_of_file, user_turn
+    from dflash_hf.data.magpie import PromptSettings, judged_samples, request_of, user_turn
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.pairs import pack
     from dflash_hf.responses import rows_that_fit
@@ -63,10 +63,10 @@ def run(arguments, echo) -> Outcome:
     left_out: Counter[str] = Counter()
     new = 0
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
-    with ResponseFile(arguments.output, made_with, rows_of_file) as output:
+    with ResponseFile(arguments.output, made_with, request_of) as output:
         if output.repaired:
             echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
-        before = rows_of_file(arguments.output)
+        before = list(output.finished.values())
         echo(f"{len(before)} of {arguments.count} requests are done")
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})

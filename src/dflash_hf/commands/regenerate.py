@@ -55,11 +55,13 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.data.regenerate import question_digest
     from dflash_hf.data.response_file import ResponseFile
 
     if arguments.server and (ours := shared.given(arguments, _HERE)):
         raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
-    shared.check_sampling(arguments)
+    if arguments.top_p and not arguments.temperature:
+        raise UsageError(f"--top-p {arguments.top_p} has an effect in sampling only; add --temperature, such as 1.")
     shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
         kwargs, pair, tokenizer = template_kwargs(template_arguments(arguments.template_args), say=note), None, None
@@ -71,7 +73,7 @@ def run(arguments, echo) -> Outcome:
         if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
             raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    questions, left_out = _questions(arguments, as_chat)
+    questions, left_out = _questions(arguments, as_chat, pair is None or pair.image_reader is not None)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
@@ -84,7 +86,7 @@ def run(arguments, echo) -> Outcome:
         **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
     }
     total = len(questions)
-    with ResponseFile(arguments.output, settings) as output:
+    with ResponseFile(arguments.output, settings, question_digest) as output:
         if output.repaired:
             echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
         for index, digest in output.finished.items():
@@ -95,22 +97,33 @@ def run(arguments, echo) -> Outcome:
                 )
         missing = [question for index, question in questions.items() if index not in output.finished]
         echo(f"{total - len(missing)} of {total} rows are finished")
+        refused: Counter[str] = Counter()
+        shortened: Counter[str] = Counter()
         if missing:
             rows = answering(missing) if pair is None else _in_process(pair, kwargs, missing, output)
             with logging.tqdm(total=total, initial=total - len(missing), unit="row") as bar:
-                for row in rows:
-                    output.write_row(row)
+                for row, reason in rows:
+                    if row:
+                        output.write_row(row)
+                    if reason:
+                        (shortened if row else refused)[reason] += 1
                     bar.update()
-    refused = len(set(questions) - set(output.finished))
     if missing:
-        echo(f"{total - refused} of {total} rows are in {arguments.output}")
-    if refused:
-        echo(f"{refused} rows were refused; run the same command again to retry them")
-    facts = {"rows": total, "finished": total - refused, "refused": refused, "left_out": left_out}
-    return Outcome(1 if refused else 0, facts)
+        echo(f"{total - refused.total()} of {total} rows are in {arguments.output}")
+    return _outcome(echo, total, left_out, shortened, refused)
 
 
-def _questions(arguments, as_chat: bool) -> tuple[dict, dict[str, int]]:
+def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, refused: Counter) -> Outcome:
+    """`echo` why rows end early or were refused."""
+    for reason, number in shortened.most_common():
+        echo(f"  {number} rows end early: {reason}")
+    for reason, number in refused.most_common():
+        echo(f"  {number} rows were refused, and the same command tries them again: {reason}")
+    facts = {"rows": total, "finished": total - refused.total(), "left_out": left_out, "refused": dict(refused)}
+    return Outcome(1 if refused else 0, {**facts, "shortened": dict(shortened)})
+
+
+def _questions(arguments, as_chat: bool, images: bool) -> tuple[dict, dict[str, int]]:
     """
     The question of each row by its number, and the number of rows without one, by reason.
 
@@ -127,7 +140,7 @@ def _questions(arguments, as_chat: bool) -> tuple[dict, dict[str, int]]:
     index = -1
     for index, row in enumerate(shared.rows_of(arguments)):
         try:
-            question = question_of(row, index, as_chat, arguments.turns == "all")
+            question = question_of(row, index, as_chat, arguments.turns == "all", images)
             if arguments.thinking:
                 thinks = Random(f"{arguments.seed} {index} thinking").random() < arguments.thinking
                 kwargs = {**question.template_kwargs, "enable_thinking": thinks}
@@ -186,10 +199,6 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
             config.top_p = config.top_k = None
     if arguments.top_p is not None:
         config.top_p = arguments.top_p
-    if not config.do_sample and arguments.top_p:
-        raise ValueError(
-            "The target's generation config is greedy, so --top-p has no effect; add --temperature, such as 1."
-        )
     pack(arguments.packed, target)
     longest = arguments.max_new_tokens
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + longest // 2, len(questions))

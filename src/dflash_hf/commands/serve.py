@@ -52,31 +52,24 @@ def run(arguments, echo) -> Outcome:
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
     from safetensors import SafetensorError
 
-    from dflash_hf.pairs import damaged
-    from dflash_hf.serving.server import DraftedServe, bound
+    from dflash_hf.pairs import damaged, pack
+    from dflash_hf.serving.server import Server, bound, loaded
 
     pair = NamedPair(arguments, echo.note)
     _ = pair.tokenizer  # raises if there is none: upstream would serve with an empty one
-    loading, at = pair.loading, bound(arguments.host, arguments.port)
-    draft = pair.draft()
+    loading, at, draft = pair.loading, bound(arguments.host, arguments.port), pair.draft()
+    dtype, trust = loading.dtype_on(pair.device), loading.trust_remote_code
     try:
-        DraftedServe(
-            f"{arguments.target}@{loading.revision}" if loading.revision else arguments.target,
-            draft,
-            say=echo.note,
-            at=at,
-            packed=arguments.packed,
-            template=pair.template(),
-            device=pair.device,
-            dtype=loading.dtype_on(pair.device),
-            trust_remote_code=loading.trust_remote_code,
-            log_level="info" if arguments.verbose else "error",
-            name=arguments.served_model_name or arguments.target_name,
-            api_key=arguments.api_key,
-            enable_cors=arguments.enable_cors,
+        target, processor = loaded(
+            arguments.target, loading.revision, device=pair.device, dtype=dtype, trust_remote_code=trust
         )
-    except SafetensorError as error:  # upstream loads the target
+    except SafetensorError as error:
         raise ValueError(damaged(f"--target {arguments.target}", error)) from error
+    pack(arguments.packed, target, draft)
+    name = arguments.served_model_name or arguments.target_name or arguments.target
+    server = Server(target, processor, draft, name, echo.note, pair.template())
+    app = server.app(arguments.api_key, arguments.enable_cors)
+    server.run(at, app, "info" if arguments.verbose else "warning")
     return Outcome()
 
 

@@ -7,7 +7,7 @@
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
 
 settings to change first:
-    per_device_train_batch_size  rows per step; 1 if memory is short
+    per_device_train_batch_size  rows at a time; 1 if memory is short (a step keeps its rows, by accumulation)
     max_minutes                  the length of the run (default: 3,000 steps on a CPU, else 6 passes over the data)
     learning_rate                (default: 1e-3 on a CPU, else 6e-4)
     bf16                         true on a GPU that supports it
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import Outcome, check_writable, is_secret
+from dflash_hf.terminal import Outcome, is_secret
 
 
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
@@ -73,9 +73,14 @@ def run(arguments, echo) -> Outcome:
         )
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
+    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
+    if unread and training.get("eval_strategy", "no") == "no":
+        raise ValueError(
+            f"{unread[0]}={getattr(recipe, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
+            "and eval_steps, or leave it out."
+        )
     if arguments.dry_run:
         return _dry_run(settings, echo)
-    _check_before(recipe, training)
     from dflash_hf.training.train import leave_group, train
 
     trainer = train(recipe, training, echo)
@@ -96,24 +101,3 @@ def _dry_run(settings: dict, echo) -> Outcome:
     for key, value in shown.items():
         echo(f"{f'{key}: {json.dumps(value)}':40}  # {settings[key].origin}")
     return Outcome(facts=shown)
-
-
-def _check_before(recipe, training: dict) -> None:
-    """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
-    from dflash_hf.configs import check_names, check_token_id
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.pairs import Loading
-    from dflash_hf.training.training_args import DFlashTrainingArguments
-
-    DFlashTrainingArguments(**{**training, "resume_from_checkpoint": None})
-    if Path(training["output_dir"]).is_file():
-        raise ValueError(f"output_dir={training['output_dir']} is a file; name a folder.")
-    try:
-        check_writable(Path(training["output_dir"]))
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
-        ) from error
-    config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
-    check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
-    load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)

@@ -16,6 +16,10 @@ class ServerError(OSError):
     """The server cannot be reached, or rejects every request; the message has the remedy."""
 
 
+class NoAnswer(UnusableRow):
+    """No answer came in time."""
+
+
 class ChatClient:
     """
     A client of a server.
@@ -55,7 +59,7 @@ class ChatClient:
         Request an answer; returns the message and why it ended.
 
         Raises:
-            `UnusableRow`: this conversation is rejected.
+            `UnusableRow`: this conversation is rejected, or its answer takes too long (`NoAnswer`).
             `ServerError`: every conversation would be.
         """
         body, kwargs = {**self.options, "messages": messages}, {**self.template_kwargs, **template_kwargs}
@@ -74,7 +78,13 @@ class ChatClient:
                 raise UnusableRow(f"the server answers {status}: {detail}") from error
             hint = _HINTS.get(status, f"tried {RETRIES + 1} times; see its log" if status >= 429 else "see its log")
             raise ServerError(f"{self.where} answers {status}: {detail}; {hint}.") from error
+        except self.errors.APITimeoutError as error:
+            late = f"{self.where} gives no answer within {self.client.timeout:g} seconds, tried {RETRIES + 1} times"
+            raise NoAnswer(f"{late}; raise --timeout, or lower --concurrency or --max-new-tokens") from error
         except self.errors.APIConnectionError as error:
+            if type(error.__cause__).__name__ == "ReadTimeout":  # it is there, and shorter answers may be in time
+                seconds = f"{self.client.timeout:g} seconds (--timeout)"
+                raise UnusableRow(f"the server did not answer within {seconds}, tried {RETRIES + 1} times") from error
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(
                 f"{self.where} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"

@@ -1,27 +1,31 @@
 """
 Rows of a dataset as ids and a loss mask, which is 1 on the tokens that the target wrote.
 
-Conversations go through the tokenizer's chat template. If the template marks assistant tokens with `{% generation %}`,
-the mask follows it. Otherwise each assistant turn is rendered as in serving: the messages before it, with the
-generation prompt, must be a prefix of the same messages with the turn; the rest is the turn. If later messages change
-how earlier turns are rendered (templates that drop old reasoning), every turn becomes an example of its own.
+Conversations go through the tokenizer's chat template, each assistant turn as in serving: the messages before it, with
+the generation prompt, must be a prefix of the same messages with the turn; the rest is the turn. No `{% generation %}`
+marks are needed. If later messages change how earlier turns are rendered (templates that drop old reasoning), every
+turn becomes an example of its own.
 """
 
 import contextlib
-import numbers
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
+from dflash_hf.data.images import ImageReader, load
 from dflash_hf.data.messages import (
+    UNSEEN,
     UnusableRow,
     as_value,
     column_of,
+    column_of_images,
+    image_uri,
+    images_in,
     messages_in,
     text_of,
     tools_of,
@@ -33,7 +37,13 @@ from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
 
-Example = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids and loss mask
+class Example(NamedTuple):
+    """Ids and loss mask, and the paths or URIs of the images among the ids."""
+
+    ids: Sequence[int] | np.ndarray
+    mask: Sequence[int] | np.ndarray
+    images: Sequence[str] = ()
+
 
 COLUMNS = (
     "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
@@ -41,7 +51,6 @@ COLUMNS = (
 )
 _ROLES = {"system", "developer", "user", "assistant", "tool", "ipython"}  # others are in the template, or unknown
 _PROBE = "Xq7"  # plain letters: a template may trim or escape anything else
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
 # Arguments of `apply_chat_template` itself, not of templates.
@@ -63,6 +72,7 @@ class RowEncoder:
             both itself and an unknown token.
         vocab_size (`int`, *optional*): Number of rows of the target's embedding; larger ids are an error.
         positions (`int`, *optional*): Maximum sequence length of the target; prompts of that length are left out.
+        reader (`ImageReader`, *optional*): Of a target that reads images. Without it, rows with images are left out.
     """
 
     tokenizer: object = None
@@ -71,6 +81,7 @@ class RowEncoder:
     mask_token_id: int | None = None
     vocab_size: int | None = None
     positions: int | None = None
+    reader: ImageReader | None = None
 
     def __post_init__(self):
         _check_template_kwargs(self.chat_template_kwargs)
@@ -87,50 +98,59 @@ class RowEncoder:
         `input_ids` into examples.
 
         Returns:
-            `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length.
+            `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length, and `images` if there are any.
 
         Raises:
             `UnusableRow`: the row is left out.
             `ValueError`: the dataset or the template is invalid.
         """
-        return [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in self.arrays(row)]
+        examples = []
+        for ids, mask, images in self.arrays(row):
+            seen = {"images": list(images)} if images else {}
+            examples.append({"input_ids": ids.tolist(), "loss_mask": mask.tolist(), **seen})
+        return examples
 
-    def arrays(self, row: Mapping) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids and loss masks of the examples of a row; a call returns them as lists."""
+    def arrays(self, row: Mapping) -> list[Example]:
+        """The examples of a row; a call returns them as lists."""
         columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
         if columns is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
             raise without_columns(row, f"give {COLUMNS}" if row.get("prompt") is None else answer)
         if columns == ("input_ids",):
             examples = _examples_of_ids(row)
+            if images := images_of(row):
+                if len(examples) > 1:
+                    raise UnusableRow("it has `document_ids` and images, and no place says which are whose")
+                for one in images if self.reader else ():
+                    load(one)  # raises if it is damaged
+                examples = [examples[0]._replace(images=images)]
         elif columns == ("prompt", "completion"):
             examples = self._completed(row)
         elif row.get("response_ids") is not None:
             tools, kwargs = tools_of(row), template_kwargs_of(row)
             messages = self.as_read(messages_in(row, *columns), tools)
-            prompt = self.render(messages, tools, add_generation_prompt=True, **kwargs)
-            answer = numbers_in(row, "response_ids")
-            examples = [(np.append(prompt, answer), [0] * len(prompt) + [1] * len(answer))]
+            prompt, answer = self.prompt_ids(messages, tools, **kwargs), numbers_in(row, "response_ids")
+            mask = [0] * len(prompt) + [1] * len(answer)
+            examples = [Example(np.append(prompt, answer), mask, images_in(messages))]
         else:
             messages = messages_in(row, *columns)
             examples = self._conversation(row, messages, _learned(row, messages))
         found, unusable = [], None
-        for ids, mask in examples:  # of several turns, those that can be learned
+        for ids, mask, images in examples:  # of several turns, those that can be learned
             try:
-                found.append(self._checked(np.asarray(ids), np.asarray(mask)))
+                found.append(self._checked(np.asarray(ids), np.asarray(mask), images))
             except UnusableRow as error:
                 unusable = error
         if unusable is not None and not found:
             raise unusable
         return found
 
-    def _checked(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
         """Cut to length; reject examples that would teach nothing, or something wrong."""
         if len(ids) and mask.all():
             raise ValueError(
                 f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
-                "(or labels of -100); for text without a prompt, the first token alone. If a chat template was used, "
-                "its {% generation %} block must enclose the assistant's text only."
+                "(or labels of -100); for text without a prompt, the first token alone."
             )
         if (least := ids.min(initial=0)) < 0:
             raise ValueError(f"Token {least} of input_ids is negative; -100 belongs into `labels` only.")
@@ -146,10 +166,16 @@ class RowEncoder:
             raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
         if mask.sum() < 2:
             raise UnusableRow("it has no response of two tokens or more")
+        if images and self.reader is None:
+            raise UnusableRow(UNSEEN)
+        if self.reader and np.isin(ids[mask != 0] if images else ids, self.reader.token_ids).any():
+            raise UnusableRow("it holds the token of an image where there is none")
+        if images and self.max_length is not None and len(ids) > self.max_length:
+            raise UnusableRow(f"it has images and more than max_length={self.max_length} tokens; it cannot be cut")
         ids, mask = ids[: self.max_length], mask[: self.max_length]
         if mask.sum() < 2:
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
-        return ids, mask
+        return Example(ids, mask, images)
 
     def _completed(self, row: Mapping) -> list[Example]:
         """A row of `prompt` and `completion`."""
@@ -160,15 +186,14 @@ class RowEncoder:
                 raise UnusableRow(f"its `{'completion' if start else 'prompt'}` is empty")
             if ids[: len(start)] != start:
                 raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
-            return [(ids, [0] * len(start) + [1] * (len(ids) - len(start)))]
+            return [Example(ids, [0] * len(start) + [1] * (len(ids) - len(start)))]
         if isinstance(prompt, str):
             raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
         turns = [{"role": "assistant", "content": completion}]
         if not isinstance(completion, str):
             turns = messages_in(row, "completion")
         given = messages_in(row, "prompt")
-        messages = [*given, *turns]
-        return self._conversation(row, messages, [i for i in _answers(messages) if i >= len(given)])
+        return self._conversation(row, [*given, *turns], _learned({"given": len(given)}, [*given, *turns]))
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of text that continues: with one token that begins it, and without one that ends it."""
@@ -188,60 +213,48 @@ class RowEncoder:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _conversation(self, row: Mapping, messages: Sequence[Mapping], learned: list[int]) -> list[Example]:
-        """A conversation in which only the messages at some places are learned."""
+        """A conversation in which only the messages at some places are learned: what each adds to its prompt."""
         if not learned:
             raise UnusableRow("it has no assistant message")
-        tools, kwargs = tools_of(row), template_kwargs_of(row)
-        messages = self.as_read(messages[: learned[-1] + 1], tools)
-        turns = None
-        if _GENERATION.search(self.template(tools)):
-            turns = self._marked_turns(messages, learned, tools, kwargs)
-        turns = turns or self._rendered_turns(messages, learned, tools, kwargs)
-        reasons = row.get("finish_reason")
-        reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
-        for turn, reason in zip(turns, reasons, strict=False):
-            turn.cut = reason == "length" and turn.ids[turn.end - 1] in self.tokenizer.added_tokens_decoder
-        whole = turns[-1].ids
-        if not all(whole[: len(turn.ids)] == turn.ids for turn in turns):
-            return [(one.ids[: one.end], _mask(one.end, [one])) for one in turns]
-        return [(whole, _mask(len(whole), turns))]
-
-    def _marked_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn] | None":
-        """The turns that the template marks; `None` if they are not those of the messages and not all are learned."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = self.render(messages, tools, **options, **kwargs)
-        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
-        answers = _answers(messages)
-        if len(runs) == len(answers):
-            turns = [(messages[i], run) for i, run in zip(answers, runs) if i in learned]
-        elif answers == learned and runs:
-            turns = [({"content": " ".join(_text_of(messages[i]) for i in answers)}, run) for run in runs]
-        else:
-            return None
-        return [
-            _Turn(ids, run[0] + self._inserted(ids[run[0] : run[-1] + 1], message), run[-1] + 1)
-            for message, run in turns
-        ]
-
-    def _rendered_turns(self, messages, learned: list[int], tools, kwargs: dict) -> "list[_Turn]":
-        """Turns as what the template adds to the prompt of each."""
         if learned[0] == 0:
             raise UnusableRow("it begins with an assistant message")
-        texts = []
+        tools, kwargs = tools_of(row), template_kwargs_of(row)
+        messages = self.as_read(messages[: learned[-1] + 1], tools)
+        reasons = row.get("finish_reason")
+        reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
+        texts, images, examples = [], images_in(messages), []
         for i in learned:
             texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
             texts.append(self.render(messages[: i + 1], tools, tokenize=False, **kwargs))
-        encoded, turns = self._ids_of_beginnings(texts), []
-        for i, start, ids in zip(learned, encoded[::2], encoded[1::2], strict=True):
-            if ids[: len(start)] != start:
+        seen = [len(images_in(messages[:i])) for i in learned for i in (i, i + 1)]
+        if any(seen):
+            encoded = [self.reader.ids(text, images[:count]) for text, count in zip(texts, seen, strict=True)]
+        else:
+            encoded = self._ids_of_beginnings(texts)
+        for i, prompt, ids, reason in zip(learned, encoded[::2], encoded[1::2], reasons, strict=False):
+            if ids[: len(prompt)] != prompt:
                 raise UnusableRow(
-                    "the ids up to the generation prompt do not begin those with the assistant's turn; give the chat "
-                    "template {% generation %} blocks"
+                    "the ids up to the generation prompt do not begin those with the assistant's turn; have `dflash "
+                    "regenerate` answer in its own process, which writes the exact ids"
                 )
-            begin = len(start) + self._inserted(ids[len(start) : len(start) + 64], messages[i])
-            turns.append(_Turn(ids, begin, self._end(ids, begin)))
-        return turns
+            begin = len(prompt) + self._inserted(ids[len(prompt) : len(prompt) + 64], messages[i])
+            end = self._end(ids, begin)
+            if reason == "length" and ids[end - 1] in self.tokenizer.added_tokens_decoder:
+                end -= 1  # the answer is unfinished: its end is the template's
+            examples.append(Example(ids[:end], [0] * begin + [1] * (end - begin), images_in(messages[: i + 1])))
+        whole, mask = encoded[-1], np.zeros(len(encoded[-1]), dtype=int)
+        if not all(whole[: len(one.ids)] == one.ids for one in examples):
+            return examples
+        for one in examples:
+            mask[: len(one.ids)] |= one.mask
+        return [Example(whole, mask, images)]
+
+    def prompt_ids(self, messages: Sequence[Mapping], tools, **kwargs) -> list[int]:
+        """The ids of messages of [`as_read`] with the generation prompt."""
+        if not (images := images_in(messages)):
+            return self.render(messages, tools, add_generation_prompt=True, **kwargs)
+        text = self.render(messages, tools, add_generation_prompt=True, tokenize=False, **kwargs)
+        return self.reader.ids(text, images)
 
     def _ids_of_beginnings(self, texts: Sequence[str]) -> list[list[int]]:
         """
@@ -296,6 +309,8 @@ class RowEncoder:
             if role not in _ROLES and role not in template:
                 raise UnusableRow(f"the chat template does not know the role {role!r}")
             parts, only = self._reads_parts(role, template)
+            if images_in([message]) and not (self.reader and parts):
+                raise UnusableRow(UNSEEN)
             if content is None:
                 message = {**message, "content": ""}  # of calls alone, as `transformers serve` passes it
             elif only and isinstance(content, str):
@@ -340,7 +355,7 @@ class RowEncoder:
     def _inserted(self, ids: list[int], message: Mapping) -> int:
         """Length of an empty thought at the start of a turn that is not part of the message itself."""
         match = _EMPTY_THOUGHT.match(decoded(self.tokenizer, ids[:64]))
-        if not match or f"<{match[1]}>" in _text_of(message):
+        if not match or f"<{match[1]}>" in f"{message.get('reasoning_content')} {text_of(message)}":
             return 0
         # A token that also contains the start of the answer is the target's.
         counts = range(min(len(ids), 64), 0, -1)
@@ -352,24 +367,6 @@ class RowEncoder:
         while end > begin and not decoded(self.tokenizer, ids[end - 1 : end]).strip():
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
-
-
-@dataclass
-class _Turn:
-    """An assistant turn: the ids of a conversation at least up to it, and where it begins and ends."""
-
-    ids: list[int]
-    begin: int
-    end: int
-    cut: bool = False  # the answer is unfinished, so that the last token is the template's
-
-
-def _mask(length: int, turns: list[_Turn]) -> list[int]:
-    mask = [0] * length
-    for turn in turns:
-        end = turn.end - turn.cut
-        mask[turn.begin : end] = [1] * (end - turn.begin)
-    return mask
 
 
 def decoded(tokenizer, ids: list[int]) -> str:
@@ -390,6 +387,17 @@ def numbers_in(row: Mapping, name: str) -> np.ndarray:
         if numbers.ndim == 1 and (numbers == given).all():
             return numbers
     raise ValueError(f"`{name}` is {one_line(repr(row[name]), 60)}; give a flat list with one integer for each token.")
+
+
+def images_of(row: Mapping) -> list[str]:
+    """The images of a row: of its messages, or of what `dflash prepare` wrote."""
+    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
+    if columns is None:
+        return [image_uri(one) for one in column_of_images(row)] if row.get("input_ids") is not None else []
+    (name,) = columns
+    if not isinstance(row[name], list) or all(isinstance((one or {}).get("content"), str) for one in row[name]):
+        return []
+    return images_in(messages_in(row, name))
 
 
 def given_ids(row: Mapping) -> list[int]:
@@ -429,20 +437,16 @@ def digests_of_tokenizer(tokenizer) -> dict[str, str]:
     return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
-def _answers(messages: Sequence[Mapping]) -> list[int]:
-    return [i for i, one in enumerate(messages) if one["role"] == "assistant"]
-
-
 def _learned(row: Mapping, messages: Sequence[Mapping]) -> list[int]:
     """The places of the messages that are learned: see [`RowEncoder.__call__`]."""
-    answers = _answers(messages)
+    answers = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
     if row.get("answered") is not None:
         places = row["answered"]
         if not isinstance(places, list) or not set(places) <= set(answers):
             raise ValueError(f"`answered` is {places!r}; give places of assistant messages, which are at {answers}.")
         return sorted(places)
-    given = 0 if row.get("given") is None else row["given"]
-    if not isinstance(given, numbers.Real) or given % 1 != 0:
+    given = row.get("given") or 0
+    if not isinstance(given, int | float) or given % 1 != 0:
         raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
     return [i for i in answers if i >= given]
 
@@ -468,14 +472,9 @@ def _examples_of_ids(row: Mapping) -> list[Example]:
             "in transformers."
         )
     if row.get("document_ids") is None:
-        return [(ids, mask.astype(np.int64))]
+        return [Example(ids, mask.astype(np.int64))]
     documents = numbers_in(row, "document_ids")
     if len(documents) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
     starts = np.flatnonzero(np.diff(documents)) + 1
-    return list(zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True))
-
-
-def _text_of(message: Mapping) -> str:
-    thought = message.get("reasoning_content")
-    return f"{thought} {text_of(message)}" if isinstance(thought, str) else text_of(message)
+    return [Example(*one) for one in zip(np.split(ids, starts), np.split(mask.astype(np.int64), starts), strict=True)]

@@ -1,13 +1,12 @@
 """Token examples and their batches: ids and a loss mask that is 1 on the target's own response."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-
-_OPEN_ROWS = 64  # in `pack`: enough to fill rows to about 99 %, few enough to search
+from dflash_hf.data.images import ImageReader
 
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
@@ -60,38 +59,6 @@ def has_rows(dataset) -> bool:
     return hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset)
 
 
-def pack(examples: Iterable[dict], max_length: int) -> Iterator[dict]:
-    """
-    Join whole examples into rows of at most `max_length` tokens, so that little padding is needed.
-
-    Each example goes into the fullest open row that has room for it; 64 rows are open at a time.
-
-    Args:
-        examples (`Iterable[dict]`): With `input_ids` and `loss_mask`.
-        max_length (`int`): Maximum number of tokens per row. A longer example gets a row of its own.
-
-    Yields:
-        `dict`: `input_ids`, `loss_mask` and `document_ids`, which count the examples of a row from 0.
-    """
-    rows: list[dict] = []
-    for example in examples:
-        length = len(example["input_ids"])
-        fitting = [row for row in rows if len(row["input_ids"]) + length <= max_length]
-        if fitting:
-            row = max(fitting, key=lambda row: len(row["input_ids"]))
-        else:
-            if len(rows) == _OPEN_ROWS:
-                fullest = max(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-                yield rows.pop(fullest)
-            row = {"input_ids": [], "loss_mask": [], "document_ids": []}
-            rows.append(row)
-        document = row["document_ids"][-1] + 1 if row["document_ids"] else 0
-        row["input_ids"] += list(example["input_ids"])
-        row["loss_mask"] += list(example["loss_mask"])
-        row["document_ids"] += [document] * length
-    yield from rows
-
-
 @dataclass
 class DFlashCollator:
     """
@@ -99,42 +66,34 @@ class DFlashCollator:
 
     Args:
         pad_token_id (`int`): Any id of the target's embedding; padding is never attended to.
+        reader (`ImageReader`, *optional*): Of a target that reads images.
 
     Returns:
-        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For packed rows also `document_ids`, -1 on
-        padding, and `position_ids`, which start again at 0 with each document. For rows of stored
-        features also `stored`, which reads them when they are needed.
+        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For rows of stored features also `stored`, which
+        reads them when they are needed; for rows with images `images`, what the target's forward takes besides ids.
     """
 
     pad_token_id: int = 0
+    reader: ImageReader | None = None
 
     def __call__(self, examples: list[dict]) -> dict:
         for example in examples:  # those of streams, and of `evaluate(dataset)`, were never checked
             check_example(example, "A row of a batch")
-        lengths = [len(example["input_ids"]) for example in examples]
         batch = {
             "input_ids": padded([example["input_ids"] for example in examples], self.pad_token_id),
-            "attention_mask": padded([torch.ones(length) for length in lengths]),
+            "attention_mask": padded([torch.ones(len(example["input_ids"])) for example in examples]),
             "loss_mask": padded([example["loss_mask"] for example in examples]),
         }
-        if any("document_ids" in example for example in examples):
-            pairs = zip(examples, lengths, strict=True)
-            documents = [example.get("document_ids", torch.zeros(length)) for example, length in pairs]
-            batch["document_ids"] = padded(documents, -1)
-            batch["position_ids"] = document_positions(batch["document_ids"])
         if "stored" in examples[0]:
             batch["stored"] = [example["stored"] for example in examples]
+        images = [example.get("images") or [] for example in examples]
+        if any(images) and "stored" not in batch:
+            if self.reader is None:
+                raise ValueError("A batch has images; give `DFlashCollator` the target's `ImageReader`.")
+            batch["images"] = self.reader.inputs(batch["input_ids"], images)
         return batch
 
 
 def padded(rows: Sequence, value: int = 0) -> torch.LongTensor:
     """Rows of integers as one tensor `[N, S]`, padded on the right."""
     return pad_sequence([torch.as_tensor(row).long() for row in rows], batch_first=True, padding_value=value)
-
-
-def document_positions(document_ids: torch.LongTensor) -> torch.LongTensor:
-    """Positions `[N, S]` that start again at 0 wherever `document_ids` `[N, S]` change; padding counts as one."""
-    place = torch.arange(document_ids.shape[1]).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return place - (place * begins).cummax(1).values

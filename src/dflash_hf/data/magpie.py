@@ -153,7 +153,7 @@ def judged_samples(
     turn, seen, left_out = user_turn(tokenizer, settings), DistinctTexts(), Counter()
     for row in before:
         seen.add(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
-    have, first = len(before), before[-1]["sample"] + 1 if before else 0
+    have, first = (before[-1]["row"] + 1, before[-1]["sample"] + 1) if before else (0, 0)
     for number, response in _sampled(target, tokenizer, turn, settings, first, batch_size):
         kind, begin = settings.of_sample(number)
         text, reason = _request(tokenizer, turn, target, begin, response)
@@ -222,18 +222,13 @@ def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int])
     return (begin + text).strip(), reason
 
 
-def rows_of_file(path: Path) -> list[dict]:
+def request_of(row: dict) -> dict:
     """
-    The requests in a file, without a last line that was never finished.
+    A row of the output of `dflash prompts`.
 
     Raises:
-        `ValueError`: a line is not a request of `dflash prompts`; the message names it.
+        `ValueError`: it is another one.
     """
-    with path.open("rb") as lines:
-        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    for number, row in enumerate(rows):
-        if row["row"] != number or "sample" not in row or not {"prompt", "messages"} & row.keys():
-            raise ValueError(
-                f"Line {number + 1} of {path} is not request {number} of `dflash prompts`; choose another output."
-            )
-    return rows
+    if "sample" not in row or not {"prompt", "messages"} & row.keys():
+        raise ValueError(f"not a request of `dflash prompts`: it has {sorted(row)}")
+    return row

@@ -1,8 +1,11 @@
 """Conversations of rows in one form, whatever their layout: messages with `role` and `content`, and lists of tools."""
 
+import base64
 import contextlib
+import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from dflash_hf.terminal import one_line
 
@@ -16,6 +19,8 @@ _ROLES = {
 _CALLS = {"function_call", "tool_call"}  # roles of answers that are calls as JSON text
 _OF_THE_TARGET = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # an answer may have these alone
 _TEXTS = {"text", "input_text", "output_text"}
+UNSEEN = "a message has an image, which this target does not read"
+_IMAGES = {"image", "image_url", "input_image"}
 
 
 class UnusableRow(ValueError):
@@ -35,8 +40,9 @@ def without_columns(row: Mapping, remedy: str) -> UnusableRow:
 
 def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
     """
-    The messages in a column: a list, or its JSON text. Roles have the names of chat templates, and texts in parts are
-    parts of the type `text`. In ShareGPT's layout, a column `system` is the first message.
+    The messages in a column: a list, or its JSON text. Roles have the names of chat templates, texts in parts are
+    parts of the type `text`, and images of the type `image` with a path or a `data:` URI. Images that name none are
+    those of the column `images`, in order. In ShareGPT's layout, a column `system` is the first message.
 
     Raises:
         `UnusableRow`: there are none, or one that cannot be read.
@@ -52,14 +58,17 @@ def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
         raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with {LAYOUTS}.")
     if not value:
         raise UnusableRow(f"its `{name}` is empty")
-    messages = [_message(one or {}, name) for one in value]
+    images = iter(column_of_images(row))
+    messages = [_message(one or {}, name, images) for one in value]
+    if name != "completion" and next(images, None) is not None:
+        raise UnusableRow(f"it has more images than its `{name}` has parts of the type 'image'")
     system = row.get("system") if name == "conversations" else None
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _message(given: Mapping, name: str) -> dict:
+def _message(given: Mapping, name: str, images: Iterator) -> dict:
     message = {key: value for key, value in given.items() if value is not None}  # tables have every key in every one
     if not message:
         raise UnusableRow(f"a message in its `{name}` is null or empty")
@@ -78,7 +87,7 @@ def _message(given: Mapping, name: str) -> dict:
         message["tool_calls"] = _calls(message["tool_calls"])
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = message["content"] = [_text_part(one) for one in content]
+        content = message["content"] = [_part(one, images) for one in content]
     if content is None or content == []:
         if not any(message.get(key) for key in _OF_THE_TARGET):
             raise UnusableRow(f"a message in its `{name}` has no content")
@@ -88,14 +97,50 @@ def _message(given: Mapping, name: str) -> dict:
     return message
 
 
-def _text_part(part) -> dict:
-    """A part of a message, which must be text: targets and drafters read nothing else."""
+def _part(part, images: Iterator) -> dict:
+    """A part of a message: text, or an image; `images` are those of parts without one of their own."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
+    if kind in _IMAGES and isinstance(part, Mapping):
+        names = ("image", "url", "path", "base64", "image_url")
+        given = next((part[name] for name in names if part.get(name) is not None), None)
+        given = f"data:image/png;base64,{given}" if given is part.get("base64") and given else given
+        return {"type": "image", "image": image_uri(next(images, None) if given is None else given)}
     if kind not in _TEXTS or not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        raise UnusableRow(f"a message has a part of type {kind!r} that is not text")
+        raise UnusableRow(f"a message has a part of type {kind!r} that is neither text nor an image")
     return {"type": "text", "text": part["text"]}
+
+
+def column_of_images(row: Mapping) -> list:
+    """The images in the column `images` or `image`, as they are."""
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def image_uri(given) -> str:
+    """The path of an image, or its `data:` URI: what files can hold, and transformers' `load_image` reads."""
+    if isinstance(given, Mapping):  # of an OpenAI message, or of `datasets.Image`
+        given = next((given[name] for name in ("url", "bytes", "path") if given.get(name) is not None), None)
+    if hasattr(given, "save"):  # a PIL image
+        file = io.BytesIO()
+        given.save(file, "PNG")
+        given = file.getvalue()
+    if isinstance(given, bytes):
+        given = f"data:image/png;base64,{base64.b64encode(given).decode()}"
+    if not isinstance(given, str):
+        raise UnusableRow("a message has an image that is not there")
+    if given.startswith(("http://", "https://")):
+        raise UnusableRow("an image is an address, which would be fetched in each epoch; give it as a file")
+    if not given.startswith("data:") and not Path(given).is_file():
+        raise UnusableRow(f"there is no image file {one_line(given, 60)!r}")
+    return given
+
+
+def images_in(messages: list[Mapping]) -> list[str]:
+    """The images of messages of [`messages_in`], in order."""
+    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def _calls(value) -> list[dict]:
@@ -119,12 +164,14 @@ def _calls(value) -> list[dict]:
 def text_of(message: Mapping) -> str:
     """The text of a message. Parts are joined with a space, as `transformers serve` does."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content if "text" in part)
 
 
 def with_text(message: Mapping) -> Mapping:
-    """A message with its parts as one text."""
-    return {**message, "content": text_of(message)} if isinstance(message.get("content"), list) else message
+    """A message with its parts as one text, unless there are images among them."""
+    if not isinstance(message.get("content"), list) or images_in([message]):
+        return message
+    return {**message, "content": text_of(message)}
 
 
 def tools_of(row: Mapping) -> list | None:

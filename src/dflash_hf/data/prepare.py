@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter, not_
-from pathlib import Path
 
 import numpy as np
 from transformers.utils import logging
 
-from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.examples import pack
+from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.sources import as_written
-from dflash_hf.pairs import TRUST, damaged_config
-from dflash_hf.repositories import small_file
-from dflash_hf.terminal import one_line, read_text
 
 
 logger = logging.get_logger(__name__)
@@ -90,16 +85,13 @@ class DataReport:
         return lines
 
 
-def prepare_dataset(
-    rows, encoder: RowEncoder, packing: bool = False, num_proc: int | None = None, source: str = "the data"
-):
+def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, source: str = "the data"):
     """
     Encode a dataset.
 
     Args:
         rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
         encoder (`RowEncoder`): Makes examples from rows.
-        packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
         num_proc (`int`): Number of processes; not for streams.
         source (`str`): Name of the dataset, for messages.
 
@@ -113,10 +105,9 @@ def prepare_dataset(
     from datasets import Features, IterableDataset, Value
     from datasets import Sequence as ListOf
 
-    if packing and encoder.max_length is None:
-        raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
-    packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
+    if encoder.reader is not None:
+        features["images"] = ListOf(Value("string"))
     encode, rows = partial(_encode_batch, encoder, source), as_written(rows)
     stream = isinstance(rows, IterableDataset)
     if stream:
@@ -124,11 +115,10 @@ def prepare_dataset(
         columns = rows.column_names or list(first[0] if first else ())  # of a stream, known only from its rows
         batch = {name: [row.get(name) for row in first] for name in columns}
         report = DataReport.of(len(first), [encode(batch, range(len(first)))] if first else ())
-        encode, options, more = partial(_encode_rows, encoder, source), {"remove_columns": columns}, {}
+        encode, options = partial(_encode_rows, encoder, source), {"remove_columns": columns}
     else:
         rows = _with_arrays(rows)
-        more = {"num_proc": num_proc}
-        options = {"remove_columns": rows.column_names, "desc": "encoding", **more}
+        options = {"remove_columns": rows.column_names, "desc": "encoding", "num_proc": num_proc}
     features_and_reason = Features({**features, "left_out": Value("string")})
     encoded = rows.map(encode, with_indices=True, batched=True, features=features_and_reason, **options)
     encoded = encoded.with_format(None)  # not that of the rows
@@ -136,11 +126,7 @@ def prepare_dataset(
         report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
     kept = encoded.filter(not_, input_columns="left_out") if stream or report.dropped else encoded
-    kept = kept.remove_columns("left_out")
-    if packing:
-        more |= {} if stream else {"desc": "packing"}
-        kept = kept.map(partial(_pack_batch, encoder.max_length), batched=True, features=packed_features, **more)
-    return kept, report
+    return kept.remove_columns("left_out"), report
 
 
 def _with_arrays(rows):
@@ -148,7 +134,8 @@ def _with_arrays(rows):
     import pyarrow as pa
 
     names = [name for name in _IDS if name in rows.column_names]
-    if "input_ids" not in names or rows.format["type"] is not None:
+    images = {"messages", "conversations", "prompt", "image", "images"} & set(rows.column_names)  # may hold some
+    if "input_ids" not in names or images or rows.format["type"] is not None:
         return rows
     columns = [rows.data.column(name) for name in names]
     types = [getattr(column.type, "value_type", column.type) for column in columns]
@@ -161,32 +148,29 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
     import pyarrow as pa
 
-    ids, masks, left_out = [], [], []
+    ids, masks, images, left_out = [], [], [], []
     for place, index in enumerate(indices):
         try:
             examples, reason = encoder.arrays({name: values[place] for name, values in batch.items()}), None
         except UnusableRow as unusable:
-            examples, reason = [(np.zeros(0), np.zeros(0))], str(unusable)
+            examples, reason = [Example(np.zeros(0), np.zeros(0))], str(unusable)
         except ValueError as error:
             raise ValueError(f"Row {index} of {source}: {error}") from error
-        ids += [one for one, _ in examples]
-        masks += [one for _, one in examples]
+        ids += [one.ids for one in examples]
+        masks += [one.mask for one in examples]
+        images += [list(one.images) for one in examples]
         left_out += [reason] * len(examples)
     ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
     columns = {"input_ids": np.concatenate(ids).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.int8)}
     lists = {name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()}
+    if encoder.reader is not None:
+        lists["images"] = pa.array(images, pa.list_(pa.string()))
     return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
 
 
 def _encode_rows(*arguments) -> dict:
     """As [`_encode_batch`], for a stream."""
     return _encode_batch(*arguments).to_pydict()
-
-
-def _pack_batch(max_length: int, batch: dict) -> dict:
-    examples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in zip(batch["input_ids"], batch["loss_mask"])]
-    packed = list(pack(examples, max_length))
-    return {name: [row[name] for row in packed] for name in ("input_ids", "loss_mask", "document_ids")}
 
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
@@ -205,44 +189,3 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text += piece
     return text
-
-
-def load_tokenizer(
-    name: str,
-    chat_template: str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    empty: bool = False,
-):
-    """
-    Load a tokenizer, optionally with another chat template. An `empty` one is enough for rows of token ids.
-
-    Raises:
-        `OSError`: the folder or repository does not exist.
-        `ValueError`: it has no tokenizer, or a tokenizer with custom code.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer
-
-    small_file(str(name), str(name), revision, "tokenizer_config.json")
-    options = {"trust_remote_code": True} if trust_remote_code else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
-        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
-        known = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
-        if not known:  # made of a folder without files
-            raise ValueError(f"the tokenizer of {name} has no vocabulary")
-    except StrictDataclassError as error:
-        raise ValueError(damaged_config(str(name), error)) from error
-    except (ValueError, OSError, ImportError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
-        if Path(name).expanduser().is_dir():
-            raise ValueError(
-                f"{name} holds no tokenizer that can be read; save the target's there with "
-                f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."
-            ) from error
-        raise
-    if chat_template is not None:
-        tokenizer.chat_template = read_text(Path(chat_template))
-    return tokenizer

@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, given_ids, template_kwargs_of
+from dflash_hf.data.encode import RowEncoder, given_ids, images_of, template_kwargs_of
 from dflash_hf.data.messages import (
+    UNSEEN,
     UnusableRow,
     as_text,
     column_of,
@@ -59,7 +60,7 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
         ids = encoder.text_ids(prompt)
     else:
         messages = encoder.as_read(prompt, tools)
-        ids = encoder.render(messages, tools, add_generation_prompt=True, **template_kwargs) if messages else []
+        ids = encoder.prompt_ids(messages, tools, **template_kwargs) if messages else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
     return ids
@@ -78,7 +79,8 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     Raises:
         `ValueError`: the row has no such column, or its prompt is empty.
     """
-    if row.get("input_ids") is not None:
+    images = images_of(row)
+    if row.get("input_ids") is not None and not (images and row.get("messages")):
         ids = given_ids(row)
     else:
         # With a `completion`, a text prompt is plain text: training reads such rows in the same way.
@@ -86,7 +88,9 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
         ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row), **template_kwargs_of(row))
     if not ids:
         raise ValueError("The prompt is empty.")
-    return ids
+    if images and encoder.reader is None:
+        raise UnusableRow(UNSEEN)
+    return encoder.reader.prompt(ids, images) if images else ids
 
 
 def template_kwargs(

@@ -3,21 +3,23 @@
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import NamedTuple
 
-from transformers.utils import logging
-
-from dflash_hf.data.chat_client import ChatClient, ServerError
+from dflash_hf.data.chat_client import ChatClient, NoAnswer, ServerError
 from dflash_hf.data.encode import RowEncoder, template_kwargs_of
-from dflash_hf.data.messages import UnusableRow, column_of, tools_of, with_text
+from dflash_hf.data.images import load
+from dflash_hf.data.messages import UNSEEN, UnusableRow, column_of, image_uri, images_in, tools_of, with_text
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
 from dflash_hf.files import digest_of
-from dflash_hf.responses import eos_ids, responses
+from dflash_hf.responses import eos_ids, responses, responses_to_images
 from dflash_hf.target import without_token
 
 
-logger = logging.get_logger(__name__)
+RowOrReason = tuple[dict | None, str | None]  # the reason also of a row that ends early
+_SILENT = 8  # requests without an answer in time, and none answered in between: the server hangs
 
 
 class Question(NamedTuple):
@@ -52,9 +54,10 @@ class Answer(NamedTuple):
     ids: Sequence[int] = ()
 
 
-def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False) -> Question:
+def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False, images: bool = True) -> Question:
     """
-    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one.
+    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one. `images`:
+    whether the target reads them.
 
     Raises:
         `UnusableRow`, `ValueError`: see [`~dflash_hf.data.prompts.prompt_of`].
@@ -64,7 +67,15 @@ def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = Fals
     ahead = turns_of(whole_conversation(row, *columns)) if several else [prompt_of(row, as_chat)]
     if not any(ahead):
         raise UnusableRow("its prompt is empty")
+    if not images and any(images_in(part) for part in ahead if not isinstance(part, str)):
+        raise UnusableRow(UNSEEN)
     return Question(index, ahead, tools_of(row), template_kwargs_of(row))
+
+
+def question_digest(row: Mapping) -> str:
+    """The digest of the question that a row of the output answers; rows before 0.2 have none."""
+    prompt = row["prompt"] if "prompt" in row else row["messages"][:-1]
+    return row.get("question") or digest_of([prompt, tools_of(row)])
 
 
 def turns_of(messages: Sequence[dict]) -> list[Prompt]:
@@ -153,11 +164,11 @@ def generate_rows(
     batch_size: int | None = None,
     generation_config=None,
     seed: int = 0,
-) -> Iterator[dict]:
+) -> Iterator[RowOrReason]:
     """
-    Yield the rows that a target in this process has answered, as they finish; long prompts first, so that memory runs
-    out early or never. A conversation goes on with its next turn as soon as it has an answer, so that batches stay
-    full; it ends early where the template refuses what follows.
+    Yield what a target in this process makes of questions, as it finishes; long prompts first, so that memory runs out
+    early or never. A conversation goes on with its next turn as soon as it has an answer, so that batches stay full;
+    it ends early where the template refuses what follows.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -169,66 +180,97 @@ def generate_rows(
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    waiting, running = _Queue(), {}
+    waiting, seeing, running = _Queue(), _Queue(), {}  # texts, prompts with images, and what was asked
 
-    def ask(question: Question, answers: list[Answer]) -> bool:
-        if len(answers) == len(question.ahead):
-            return False
+    def ask(question: Question, answers: list[Answer]) -> RowOrReason | None:
+        """Have the next turn wait for its answer; what becomes of the row if there is none."""
+        reason = None
         try:
-            said = conversation(question, answers)
-            ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
-            if not ids:
-                raise UnusableRow("its prompt is empty")
-        except UnusableRow as reason:
-            logger.warning_once(f"A row {'ends early' if answers else 'is left out'}: {reason}")
-            return False
-        key = f"{question.index}.{len(answers)}" if answers else question.index
-        running[key] = question, answers, ids
-        waiting.appendleft((key, ids))
-        return True
+            if len(answers) < len(question.ahead):
+                said = conversation(question, answers)
+                ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
+                if not ids:
+                    raise UnusableRow("its prompt is empty")
+                key = f"{question.index}.{len(answers)}" if answers else question.index
+                running[key] = question, answers, ids
+                if images := [] if isinstance(said, str) else images_in(said):
+                    seeing.append((key, images))
+                else:
+                    waiting.appendleft((key, ids))
+                return None
+        except UnusableRow as unusable:
+            reason = str(unusable)
+        return row_of(question, answers) if answers else None, reason
 
-    for question in questions:
-        ask(question, [])
+    yield from filter(None, [ask(question, []) for question in questions])
     waiting.extend(sorted(waiting, key=lambda one: -len(one[1])))
-    for key, ids in responses(target, waiting, max_new_tokens, config, batch_size, seed):
+    texts = responses(target, waiting, max_new_tokens, config, batch_size, seed)
+    shown = ((key, encoder.reader.prompt(running[key][2], images)) for key, images in seeing)
+    for key, ids in chain(texts, responses_to_images(target, shown, max_new_tokens, config, seed)):
         question, answers, prompt = running.pop(key)
         stopped = ids[-1] in eos_ids(config)
         text = encoder.tokenizer.decode(ids[: len(ids) - stopped])
         message = {"role": "assistant", "content": text}
         answers.append(Answer(message, "stop" if stopped else "length", prompt, ids))
-        if not ask(question, answers):
-            yield row_of(question, answers)
+        if outcome := ask(question, answers):
+            yield outcome
 
 
-def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int) -> Iterator[dict]:
+def _as_sent(message: Mapping) -> Mapping:
+    """A message for a server: texts in parts as one text, which servers join otherwise; images with their content."""
+    if not images_in([message]):
+        return with_text(message)
+    content = []
+    for part in message["content"]:
+        if part["type"] == "image":
+            if not (address := part["image"]).startswith("data:"):
+                load(address)  # raises if there is no image
+                address = image_uri(Path(address).read_bytes())
+            part = {"type": "image_url", "image_url": {"url": address}}
+        content.append(part)
+    return {**message, "content": content}
+
+
+def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int) -> Iterator[RowOrReason]:
     """
-    The rows that a server has answered, as they finish. A conversation ends early where the server refuses what
+    Yield what a server makes of questions, as it answers. A conversation ends early where the server refuses what
     follows, or where the answer calls a tool: nobody runs it.
+
+    Raises:
+        `ServerError`: the server rejects everything, or has answered none of the last requests in time.
     """
-
     failed: list[ServerError] = []
+    late: list[NoAnswer] = []  # since the last answer
 
-    def answered(question: Question) -> dict | None:
+    def answered(question: Question) -> RowOrReason:
         answers: list[Answer] = []
+        reason = None
         if failed:  # a server that rejects everything is not asked again
             raise failed[0]
         try:
             while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
-                messages = [with_text(one) for one in conversation(question, answers)]  # servers join parts otherwise
-                message, reason = server.answer(messages, question.tools, question.template_kwargs)
+                messages = [_as_sent(one) for one in conversation(question, answers)]
+                message, ended = server.answer(messages, question.tools, question.template_kwargs)
+                late.clear()
                 answer = {"role": "assistant", "content": message.get("content") or ""}
                 if thought := message.get("reasoning_content") or message.get("reasoning"):
                     answer["reasoning_content"] = thought
                 if message.get("tool_calls"):
                     answer["tool_calls"] = message["tool_calls"]
-                answers.append(Answer(answer, reason))
-        except UnusableRow as reason:
-            logger.warning_once(f"A row {'ends early' if answers else 'is left out'}: {reason}")
+                answers.append(Answer(answer, ended))
+        except NoAnswer as unanswered:
+            reason = str(unanswered)
+            late.append(unanswered)
+            if len(late) >= _SILENT:
+                failed.append(ServerError(f"{len(late)} requests in a row: {reason}."))
+                raise failed[0] from unanswered
+        except UnusableRow as unusable:
+            reason = str(unusable)
         except ServerError as error:
             failed.append(error)
             raise
-        return row_of(question, answers) if answers else None
+        return row_of(question, answers) if answers else None, reason
 
     # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
     with ThreadPool(concurrency) as pool:
-        yield from filter(None, pool.imap_unordered(answered, questions))
+        yield from pool.imap_unordered(answered, questions)

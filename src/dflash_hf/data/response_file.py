@@ -1,11 +1,10 @@
-"""A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
+"""A JSON Lines file of numbered rows that grows by whole lines and survives a kill at any moment."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from dflash_hf.data.messages import tools_of
-from dflash_hf.files import differences, digest_of, lock, read_json, write_json
+from dflash_hf.files import differences, lock, read_json, write_json
 
 
 SETTINGS = ".settings.json"  # added to the file's name
@@ -13,27 +12,27 @@ SETTINGS = ".settings.json"  # added to the file's name
 
 class ResponseFile:
     """
-    Responses by row number, with one writer. A line is there whole or not at all: opening the file cuts off what a
-    kill has left and reads the finished rows.
+    Rows by their numbers, with one writer. A line is there whole or not at all: opening the file cuts off what a kill
+    has left and reads the finished rows.
 
-    `NAME.settings.json`, next to it, has the settings of the responses; other settings are rejected.
+    `NAME.settings.json`, next to it, has the settings of the rows; other settings are rejected.
 
     Args:
         path (`Path`): The file; created if it does not exist.
-        settings (`dict`): What must be equal for the responses to belong together.
-        check (`Callable`, *optional*): Called with the path before anything is written; raises if it is another file.
+        settings (`dict`): What must be equal for the rows to belong together.
+        keep (`Callable`): What is kept of a row; raises if it is not one of such a file.
 
     Attributes:
-        finished (`dict[int, str]`): Rows that have a response, and a digest of their prompts.
+        finished (`dict`): What is kept of the finished rows, by number.
         repaired (`int`): Bytes of a half-written line that were cut off.
 
     Raises:
         `ValueError`: made with other settings, damaged in the middle, or being written by another process.
     """
 
-    def __init__(self, path: Path, settings: dict, check: Callable[[Path], object] | None = None):
-        self.path, self.notes = path, Path(f"{path}{SETTINGS}")
-        self.finished: dict[int, str] = {}
+    def __init__(self, path: Path, settings: dict, keep: Callable[[dict], object]):
+        self.path, self.notes, self.keep = path, Path(f"{path}{SETTINGS}"), keep
+        self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab+")
         try:
@@ -42,9 +41,7 @@ class ResponseFile:
             self.settings = read_json(self.notes) if size and self.notes.exists() else {}
             whole = self._read()
             if size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
-                raise ValueError(f"{path} is no file of responses; choose another output.")
-            if check is not None:
-                check(path)
+                raise ValueError(f"{path} is no file of such rows; choose another output.")
             self.settle(settings)  # only next to a valid response file
             self.repaired = size - whole
             self.file.truncate(whole)
@@ -85,23 +82,17 @@ class ResponseFile:
                 row = json.loads(line)
                 if row["row"] in self.finished:
                     raise ValueError(f"row {row['row']} is in an earlier line")
-                self.finished[row["row"]] = _question_in(row)
+                self.finished[row["row"]] = self.keep(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
+                    f"Line {number} of {self.path} is not a row of such a file ({error!r}); remove that line, or "
                     "choose another output."
                 ) from error
         return whole
 
     def write_row(self, row: dict) -> None:
-        """Add a response; once this returns, it outlives the process."""
+        """Add a row; once this returns, it outlives the process."""
         # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
         self.file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self.file.flush()
-        self.finished[row["row"]] = _question_in(row)
-
-
-def _question_in(row: Mapping) -> str:
-    """The digest of what a response answers; rows before 0.2 have none."""
-    prompt = row["prompt"] if "prompt" in row else row["messages"][:-1]
-    return row.get("question") or digest_of([prompt, tools_of(row)])
+        self.finished[row["row"]] = self.keep(row)

@@ -1,13 +1,16 @@
 """Rows of a dataset: local files, folders and Hub names, through `datasets`."""
 
-import contextlib
 import csv
 import glob
+import gzip
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import TextIO
 
 from dflash_hf.repositories import SECONDS, looks_local
 from dflash_hf.terminal import needs, one_line, read_text
@@ -17,7 +20,7 @@ _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
 }
-_LINE = "line"  # the column of JSON text
+_TEXT = "text"  # the column of JSON text
 _HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # of a surrogate pair, perhaps without its other half
 
 
@@ -103,76 +106,88 @@ def load_rows(
 
 
 def _of_files(datasets, kind: str, paths: list[Path], split: str, streaming: bool):
-    files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
-    options = {"data_files": files, "split": split, "streaming": streaming}
     if kind == "parquet":
-        return as_written(datasets.load_dataset(kind, **options))
-    if kind == "json" and all(map(_is_lines, paths)):
-        text = datasets.Features({_LINE: datasets.Value("string")})
-        rows = datasets.load_dataset("text", encoding="utf-8-sig", features=text, **options)
-        rows = rows.filter(_is_object, input_columns=_LINE, with_indices=True)
-    else:
-        texts = [json.dumps(row) for path in paths for row in (_objects if kind == "json" else _table)(path)]
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(texts)})
-        rows = datasets.Dataset.from_dict({_LINE: texts[part.from_ : part.to]})
-        rows = rows.to_iterable_dataset() if streaming else rows
-    if not streaming and len(rows) == 0:
+        files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
+        return as_written(datasets.load_dataset(kind, data_files=files, split=split, streaming=streaming))
+    # With size and time: a file that has changed is read again, not taken from the cache.
+    files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    options = {"features": datasets.Features({_TEXT: datasets.Value("string")}), "gen_kwargs": {"files": files}}
+    if streaming:
+        rows = datasets.IterableDataset.from_generator(_texts, split=split, **options)
+        return rows.map(_parsed, batched=True, remove_columns=_TEXT)
+    rows = datasets.Dataset.from_generator(_texts, **options)
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    return rows.select(range(len(rows))[part.from_ : part.to]).with_transform(_parsed)
+
+
+def _texts(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
+    """
+    Rows as JSON text. The loaders of `datasets` have one type for all values of a column: they add keys of other rows,
+    round numbers to ten digits, and make a mapping of a text that is JSON, a number of `5.`, a null of `NA`.
+    """
+    empty = True
+    for path in (Path(name) for name, *_ in files):
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as binary:
+            file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+            for text in (_table if _LOADERS[_suffix(path)] == "csv" else _objects)(file, path.suffix.lower()):
+                yield {_TEXT: text}
+                empty = False
+    if empty:
         raise ValueError("it has no rows")
-    return rows.map(_parsed, batched=True, remove_columns=_LINE) if streaming else rows.with_transform(_parsed)
 
 
-def _is_object(line: str, index: int) -> bool:
-    """Whether a line of JSON Lines holds a row; it may be blank."""
+def _objects(file: TextIO, suffix: str) -> Iterator[str]:
+    """The rows of JSON Lines; a .json file whose first line is no object is one JSON value."""
+    lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+    first = next(lines, None)
+    if first is not None and suffix == ".json" and not isinstance(_value(first[1]), dict):
+        value = json.loads(first[1] + file.read())
+        for number, row in enumerate(value if isinstance(value, list) else [value]):
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} is {one_line(repr(row), 60)}, not a JSON object; remove it")
+            yield json.dumps(row)
+        return
+    for number, line in chain([first] if first else (), lines):
+        if not isinstance(value := _value(line), dict):
+            reason = value if isinstance(value, Exception) else "another value"
+            raise ValueError(f"line {number} is not a JSON object ({reason}): {line[:60]!r}; fix or remove it")
+        yield line
+
+
+def _value(line: str):
+    """The value of JSON text, or why it has none."""
     try:
-        if not line.strip() or isinstance(json.loads(line), dict):
-            return bool(line.strip())
-        reason: Exception | str = "another value"
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
-        reason = error
-    raise ValueError(f"line {index + 1} is not a JSON object ({reason}): {line[:60]!r}; fix or remove it")
+        return error
+
+
+def _table(file: TextIO, suffix: str) -> Iterator[str]:
+    """The rows of a table, all of whose cells are text."""
+    limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
+    try:
+        lines = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        names = next(filter(None, lines), [])
+        for cells in filter(None, lines):
+            if any(cells[len(names) :]):
+                raise ValueError(
+                    f"line {lines.line_num} has more fields than the header; put texts that contain the separator in "
+                    "quotes"
+                )
+            yield json.dumps(dict(zip(names, cells)))
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parsed(batch: dict) -> dict:
-    """
-    Lines of JSON as columns. The loader of `datasets` has one type for all values of a column: it adds keys of other
-    rows, rounds numbers to ten digits, and makes a mapping of a text that is JSON.
-    """
+    """JSON text as columns."""
     rows = []
-    for line in batch[_LINE]:
-        rows.append(json.loads(line))
-        if _HALF.search(line):  # "?" for half a surrogate pair, which no tokenizer reads
+    for text in batch[_TEXT]:
+        rows.append(json.loads(text))
+        if _HALF.search(text):  # "?" for half a surrogate pair, which no tokenizer reads
             rows[-1] = json.loads(json.dumps(rows[-1], ensure_ascii=False).encode(errors="replace"))
     columns = dict.fromkeys(key for row in rows for key in row)
     return {name: [row.get(name) for row in rows] for name in columns}
-
-
-def _objects(path: Path) -> list[dict]:
-    """The rows of a file that is one JSON value, or of JSON Lines."""
-    text = path.read_text(encoding="utf-8-sig")
-    value = [json.loads(line) for line in text.splitlines() if line.strip()] if _is_lines(path) else json.loads(text)
-    rows = value if isinstance(value, list) else [value]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is {one_line(repr(row), 60)}, not a JSON object; remove it")
-    return rows
-
-
-def _table(path: Path) -> Iterator[dict]:
-    """The rows of a table, all of whose cells are text: `5.` is not a number, nor `NA` a missing value."""
-    limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-            names = next(filter(None, lines), [])
-            for cells in filter(None, lines):
-                if any(cells[len(names) :]):
-                    raise ValueError(
-                        f"line {lines.line_num} has more fields than the header; put texts that contain the separator "
-                        "in quotes"
-                    )
-                yield dict(zip(names, cells))
-    finally:
-        csv.field_size_limit(limit)
 
 
 def as_written(rows):
@@ -180,8 +195,13 @@ def as_written(rows):
     A dataset without the keys that tables add: a table has every key of its other rows in every mapping, as `None`.
     A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
     """
-    from datasets import IterableDataset
+    from datasets import Image, IterableDataset
 
+    for name, feature in (rows.features or {}).items():  # a damaged image is that row's fault, not that of reading
+        if getattr(feature, "decode", None) and isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(inner := getattr(feature, "feature", None), Image) and inner.decode:
+            rows = rows.cast_column(name, type(feature)(Image(decode=False)))
     merged = [name for name, feature in (rows.features or {}).items() if _has_mapping(feature)]
     if not merged:
         return rows
@@ -204,17 +224,6 @@ def _without_none(value):
     if isinstance(value, Mapping):
         return {key: _without_none(one) for key, one in value.items() if one is not None}
     return [_without_none(one) for one in value] if isinstance(value, list) else value
-
-
-def _is_lines(path: Path) -> bool:
-    """Whether a file is JSON Lines; of a .json file, its first line is an object."""
-    if path.suffix.lower() != ".json":
-        return True
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
-    with contextlib.suppress(ValueError, RecursionError):
-        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
-    return False
 
 
 def _suffix(path: Path) -> str:

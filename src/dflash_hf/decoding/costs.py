@@ -8,6 +8,8 @@ from collections import defaultdict, deque
 
 import torch
 
+from dflash_hf.decoding.packing import emulated
+
 
 # For each target, the cost of rounds by everything that affects it.
 _tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -15,6 +17,7 @@ _tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 SAMPLES = 24  # kept per size; older samples are dropped
 # The cost of a forward pass over N tokens, in passes over one token: assumed until it is measured.
 _CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
+_CPU_BF16 = {1: 1.0, 2: 1.1, 8: 1.17, 16: 1.25, 32: 1.45, 64: 1.7}  # with units for it
 _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 # Tokens that a round verifies in each row besides the anchor, and whether they were drafted, rather than copied.
 Work = tuple[int, bool]
@@ -50,14 +53,15 @@ class CostTable:
         drafting (`float`): Weights of the drafter and its head relative to the target's: the assumed cost of a drafter
             forward until it is measured.
         block_size (`int`): Tokens per row of such a forward.
-        device (`torch.device`): The target's device.
+        device (`torch.device`), dtype (`torch.dtype`): Of the target.
     """
 
     STEADY = 1.15  # how much slower or faster than usual all rounds of a call must be for another load of the machine
 
-    def __init__(self, drafting: float, block_size: int, device: torch.device):
+    def __init__(self, drafting: float, block_size: int, device: torch.device, dtype: torch.dtype = torch.float32):
         self.drafting, self.block_size = drafting, block_size
-        self.forwards = _CPU if device.type == "cpu" else _GPU
+        on_cpu = _CPU_BF16 if dtype == torch.bfloat16 and not emulated(dtype) else _CPU
+        self.forwards = on_cpu if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
         self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {work: seconds}
 
@@ -233,5 +237,6 @@ def table_of(target, draft) -> CostTable:
     if how not in tables:
         weights, of_target = (sum(p.numel() for p in model.parameters()) for model in (draft, target))
         head = 0 if draft.config.has_own_head else target.get_output_embeddings().weight.numel()
-        tables[how] = CostTable((weights + head) / max(of_target, 1), draft.config.block_size, target.device)
+        drafting, block_size = (weights + head) / max(of_target, 1), draft.config.block_size
+        tables[how] = CostTable(drafting, block_size, target.device, target.dtype)
     return tables[how]

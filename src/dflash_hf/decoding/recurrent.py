@@ -40,7 +40,7 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
     is_compileable = False
 
     def __init__(self, cache: "SlotCache", recurrent: LinearAttentionLayer):
-        self.__dict__ = {**vars(recurrent), "cache": cache, "ring": None}
+        self.__dict__ = {**vars(recurrent), "cache": cache, "ring": None, "keys": None, "values": None}
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Upstream's convention: keys and values are passed by position, states by keyword."""
@@ -69,9 +69,10 @@ class ReplaySession(SlotSession):
     CACHE = RecurrentSlots
     rollback_is_free = False
 
-    def __init__(self, target, *args):
-        super().__init__(target, *args)
-        self.saved = [state.clone() for state in self.states]  # the states before a verification
+    def __init__(self, target, cache, *args):
+        # The states before a verification; copied first, since what fails later must leave a whole cache.
+        self.saved = [state.clone() for state in recurrent_states(cache.layers)]
+        super().__init__(target, cache, *args)
         self.calls: list[tuple] = []  # the modules' inputs in it
         self.size = 0  # tokens of a verification that was not kept yet
         self.hooks = [(module, _record) for module in _moving_modules(target)]

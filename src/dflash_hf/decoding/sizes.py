@@ -9,9 +9,9 @@ not drafting, which is a size like any other.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import NormalDist
 
 from dflash_hf.decoding.reliability import Reliability, TextCalibration
 
@@ -63,42 +63,12 @@ class Seen:
 
     Attributes:
         rounds (`list[tuple]`): Size, tokens committed per row, and cost of each round.
-        slowest (`SlowestRow`): How fast a batch is.
         calibration (`TextCalibration`): How much of what is expected of a draft is accepted in this text.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self):
         self.rounds: list[tuple[int, float, float]] = []
-        self.slowest, self.calibration = SlowestRow(rows), TextCalibration()
-
-
-class SlowestRow:
-    """
-    Tokens per round of a batch, which is done when its slowest row is.
-
-    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equally fast rows lags
-    behind by `z * s / sqrt(k)` tokens per round: a lot at first, little by the end of a long text. So part of this lag
-    is added to the slowest row's rate so far, and the lag expected at the end is subtracted.
-    """
-
-    def __init__(self, rows: int):
-        self.rounds, self.got = 0, [0] * rows
-        self.seen, self.total, self.squares = 0, 0, 0
-        self.z = NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25))  # expected maximum of normals (Blom)
-        self.trust = max(0.5 - 1 / rows, 0.0)  # that rows are equally fast: few rows say little about it
-
-    def after(self, counts: list[int], alive: list[bool], left: int) -> float:
-        """Tokens per round, after a round that committed `counts` with `left` tokens to go."""
-        self.rounds += 1
-        for row, count in enumerate(counts):
-            if alive[row]:
-                self.got[row] += count
-                self.seen, self.total, self.squares = self.seen + 1, self.total + count, self.squares + count**2
-        mean = self.total / self.seen
-        lag = self.z * max(self.squares / self.seen - mean**2, 0.0) ** 0.5
-        got = min(got for got, one in zip(self.got, alive, strict=True) if one)
-        rate = min(got / self.rounds + self.trust * lag / self.rounds**0.5, mean)
-        return rate / (1 + lag / ((got + left) * rate) ** 0.5)
+        self.calibration = TextCalibration()
 
 
 def gains(tree, alive: list[bool], left: int, reliability: Reliability) -> tuple[list[float], list[list[float]]]:
@@ -123,6 +93,28 @@ def gains(tree, alive: list[bool], left: int, reliability: Reliability) -> tuple
             likely[node] = likely[parents[row][node]] * reliability(chances[row][node])
             each[node] += likely[node] * (depths[row][node] < left)
     return list(accumulate(each)), chances
+
+
+def judged(tree, chances: list[list[float]], verdict, alive: list[bool]) -> Iterator[tuple[float, bool]]:
+    """
+    The nodes of a tree whose predecessors were accepted.
+
+    Args:
+        tree (`Tree`), chances (`list[list[float]]`): The tree, and the drafter's chance of each node of each row.
+        verdict (`Verdict`): What was accepted.
+        alive (`list[bool]`): Rows that go on. The last token of a row that ended says nothing about those after it.
+
+    Yields:
+        The drafter's chance of a node, and whether it was accepted.
+    """
+    parents = tree.parents.tolist()
+    paths = [range(len(parents[0]))] * len(parents) if verdict.path is None else verdict.path.tolist()
+    for row, count in enumerate(verdict.counts):
+        accepted = paths[row][:count]
+        followed = set(accepted if alive[row] else accepted[:-1])
+        for node in range(1, len(parents[row])):
+            if parents[row][node] in followed:
+                yield chances[row][node], node in accepted
 
 
 def best_size(gains: list[float], costs: list[float], speed: float, bonus=lambda size: 0.0) -> int:

@@ -11,7 +11,7 @@ from dflash_hf.decoding.copies import Copies, together
 from dflash_hf.decoding.costs import NOTHING, Costs, Timed, Work, adapters_of, table_of
 from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.recurrent import ReplaySession
-from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains
+from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains, judged
 from dflash_hf.decoding.trees import TOP_K, Tree, tree, trial_tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 from dflash_hf.modeling.drafting_dflash import Drafter
@@ -131,7 +131,7 @@ class Fastest(Fixed):
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
         copying = call.prompt.tolist() if rows <= self.COPYING else []
         self.copies = [Copies(row, vocab_size, self.throughput.of_copies) for row in copying]
-        self.seen, self.round = Seen(rows), None
+        self.seen, self.round = Seen(), None
 
     def drafter(self) -> Drafter:
         self.costs.begin()  # the target was tried before
@@ -195,32 +195,23 @@ class Fastest(Fixed):
 
     def learn(self, text: Text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
-        done, seen, counts = self.round, self.seen, verdict.counts
-        alive = [count > 0 for count in counts]  # before this round
-        before = [length - count for length, count in zip(text.lengths, counts)]
-        left = self.call.rules.max_new - min(length for length, one in zip(before, alive) if one)
+        done, seen, throughput, counts = self.round, self.seen, self.throughput, verdict.counts
+        before = [length - count for length, count in zip(text.lengths, counts, strict=True)]
         self.costs.note(max(before), done.work, done.began)
+        self._follow(text, counts)
         # A batch is done when its slowest row is.
+        left = self.call.rules.max_new - min(length for length, count in zip(before, counts, strict=True) if count)
         tokens = min(left - (0 if text.done else text.left), max(counts))
         seen.rounds.append((done.work[0], tokens, done.cost))
-        self._follow(text, counts)
         if done.tree is None:
             return
+        for chance, accepted in judged(done.tree, done.chances, verdict, text.alive):
+            throughput.reliability.note(chance, accepted)
+        # Of one row, the expected number is as informative as the accepted one, and varies less.
+        share = self.EXPECTED_SHARE if len(counts) == 1 else 0.0
         expected = min(1 + seen.calibration.ratio * done.expected, left)
-        seen.calibration.note(done.expected, sum(counts) / sum(alive) - 1)
-        parents, path = done.tree.parents.tolist(), None if verdict.path is None else verdict.path.tolist()
-        for row in (row for row, one in enumerate(alive) if one):
-            taken = (path[row] if path else range(done.work[0] + 1))[: counts[row]]
-            # The last token of a row that ends says nothing about the tokens drafted after it.
-            judged = set(taken if text.alive[row] else taken[:-1])
-            for node in range(1, done.work[0] + 1):
-                if parents[row][node] in judged:
-                    self.throughput.reliability.note(done.chances[row][node], node in taken)
-        if len(counts) > 1:
-            rate = seen.slowest.after(counts, alive, left)
-        else:  # the expected number is as informative as the accepted one, and varies less
-            rate = self.EXPECTED_SHARE * expected + (1 - self.EXPECTED_SHARE) * tokens
-        self.throughput.note(rate, done.cost)
+        throughput.note(share * expected + (1 - share) * tokens, done.cost)
+        seen.calibration.note(done.expected, sum(counts) / sum(count > 0 for count in counts) - 1)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""

@@ -110,7 +110,8 @@ def judge(
     for one in found:
         place = (one.prompt, one.position, one.own, one.other)
         if place not in gaps:
-            text = [*prompts[one.prompt], *own[one.prompt][: one.position]]
+            prompt, answer = prompts[one.prompt], list(own[one.prompt][: one.position])
+            text = prompt + answer if isinstance(prompt, list) else [*prompt, *answer]  # with its images
             gaps[place] = gap_at(target, text, one.own, one.other)
         one.gap = gaps[place]
         one.verdict = WRONG if one.gap is None or one.gap > 2 * rounding.size else NEAR_TIE

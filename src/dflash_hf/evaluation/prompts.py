@@ -39,7 +39,7 @@ def prompts_of(
                 messages.append({"role": "user", "content": turn})
                 row = {"messages": messages} if encoder.tokenizer.chat_template and not raw else {"prompt": turn}
             try:
-                prompts.append(list(prompt_ids(encoder, row, raw)))
+                prompts.append(prompt_ids(encoder, row, raw))
             except ValueError as error:
                 raise ValueError(f"Row {index} of {data}: {error}") from error
             if number < len(turns):

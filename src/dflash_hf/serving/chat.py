@@ -44,7 +44,8 @@ class Chat:
             if self.color and self.drafts:
                 self.note("Green tokens were drafted and accepted; the others are the target's own.")
             self.note(HELP)
-        for line in self._lines():
+        for line in self._typed() if sys.stdin.isatty() else stdin_lines():
+            line = line.strip()
             if line == "/reset":
                 self.messages = []
             elif line in ("/draft on", "/draft off") and self.decoder.draft is not None:
@@ -55,25 +56,26 @@ class Chat:
                 self._turn(line)
         return self.turns
 
-    def _lines(self) -> Iterator[str]:
-        if not sys.stdin.isatty():
-            yield from map(str.strip, stdin_lines())
-            return
+    def _typed(self) -> Iterator[str]:
         while True:
             try:
-                yield input("\n> ").strip()
-            except KeyboardInterrupt:
+                yield input("\n> ")
+            except (KeyboardInterrupt, EOFError) as end:
                 self.write("\n")
-            except EOFError:
-                self.write("\n")
-                return
+                if isinstance(end, EOFError):
+                    return
 
     def _turn(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked, target = [*self.messages, {"role": "user", "content": text}], self.decoder.target
         streamer = PieceStreamer(self.decoder.tokenizer, self._show)
+        settings = copy.deepcopy(target.generation_config)
+        settings.update(**self.options)
         with after_the_text():
             try:
-                request = self._answer(asked, streamer)
+                ids = torch.tensor([self.encode(asked)], device=target.device)
+                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
+                self._wait(self.decoder.submit(request))
             except Exception as error:
                 if not sys.stdin.isatty():
                     raise
@@ -81,28 +83,22 @@ class Chat:
                 return
             self.write(("\x1b[0m" if self.color else "") + "\n")
         self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
-        where = cut_at(request.tokens, self.options["max_new_tokens"], self.decoder.target.generation_config)
+        where = cut_at(request.tokens, self.options["max_new_tokens"], target.generation_config)
         stopped = "; stopped" if request.gone.is_set() else f"; cut off at {where}" if where else ""
-        who = "with the drafter" if self.drafts else "target alone"
+        who = "with the drafter" if streamer.rounds else "target alone"
         self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures, "cached": request.cached})
 
-    def _answer(self, asked: list[dict], streamer: PieceStreamer) -> Request:
-        """The finished request, or, after Ctrl-C, the request as far as it came."""
-        target = self.decoder.target
-        ids = torch.tensor([self.encode(asked)], device=target.device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        settings = copy.deepcopy(target.generation_config)
-        settings.update(**self.options)
-        request = self.decoder.submit(Request(self.decoder, inputs, settings, streamer, drafts=self.drafts))
+    def _wait(self, request: Request) -> None:
+        """Until the answer is complete; Ctrl-C ends it where it is."""
         try:
-            return request.done.result()
+            request.done.result()
         except KeyboardInterrupt:
             request.gone.set()
             if not sys.stdin.isatty():
                 raise
-            return request.done.result()
+            request.done.result()
 
     def _show(self, piece: str, source: int) -> None:
         self.write(f"\x1b[{shade(source)}m{piece}" if self.color else piece)

@@ -1,19 +1,42 @@
 """The caches of the latest conversations: their next turns read only what is new."""
 
+import copy
 from os.path import commonprefix
+from typing import NamedTuple
 
+from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.configs import positions_of
 from dflash_hf.modeling.cache_dflash import cached_columns
+from dflash_hf.modeling.drafting_dflash import _contexts
+from dflash_hf.responses import free_memory
 
 
-_MOST = 4  # conversations, which together are no longer than one that fills the context
+_SHARE = 0.1  # of the free memory that all caches together may take
+_OPENING = 8  # tokens at the end of a prompt that open the answer, which the next turn may write otherwise
+_WORTH_SHARING = 64  # tokens; shorter beginnings are read with the rest
+
+
+class Conversation(NamedTuple):
+    """What the cache of a text holds, and how much of it was the prompt. A drafter's context goes with the cache."""
+
+    text: list[int]
+    prompt: int
+    cache: DynamicCache
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        states = [state for layer in self.cache.layers for state in vars(layer).values()]
+        states += [part for state in states if isinstance(state, list) for part in state]
+        return sum(state.nbytes for state in states if isinstance(state, Tensor))
 
 
 class Conversations:
     """
-    Caches of texts, the latest last. A drafter's context goes along with the cache.
+    Caches of texts, the latest last: together no longer than one that fills the context, and no larger than a tenth of
+    the memory that was free.
 
     Args:
         target (`PreTrainedModel`): Whose caches.
@@ -21,33 +44,46 @@ class Conversations:
 
     def __init__(self, target):
         self.longest = positions_of(target.config.get_text_config(decoder=True).to_dict())
-        self.kept: list[tuple[list[int], DynamicCache]] = []
+        self.memory = _SHARE * free_memory(target.device)
+        self.kept: list[Conversation] = []
 
     def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
         """
-        The cache whose text has the longest beginning in common with `ids`, cut to that beginning, and its length. A
-        text of which less than half is wanted stays for the conversation that it belongs to.
+        A cache that holds as many as possible of the first of these tokens, and how many.
+
+        The next turn of a conversation takes its cache. A conversation that only begins like another one, as with the
+        same instructions, shares the tensors of this beginning: what follows is written into new ones.
         """
-        common = [len(commonprefix([read, ids[:-1]])) for read, _ in self.kept]  # one token is left to be read
-        best = max(range(len(common)), key=common.__getitem__, default=None)
-        if best is None or 2 * common[best] < len(self.kept[best][0]) or not common[best]:
+        common = [len(commonprefix([one.text, ids[:-1]])) for one in self.kept]  # one token is left to be read
+        length = max(common, default=0)
+        if not length:
             return None, 0
-        (read, cache), length = self.kept.pop(best), common[best]
-        if length < len(read):
+        found = self.kept[common.index(length)]
+        text, cache = found.text, found.cache
+        if length == len(text) or (length >= found.prompt - _OPENING and len(ids) > found.prompt):
+            self.kept.remove(found)
+        elif length < _WORTH_SHARING:
+            return None, 0
+        else:
+            cache = copy.copy(found.cache)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+            if found.cache in _contexts:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
+                _contexts[cache] = copy.deepcopy(_contexts[found.cache])
+        if length < len(text):
             try:
-                cache.crop(length - len(read))
+                cache.crop(length - len(text))
             except RuntimeError:  # sliding windows and recurrent states have forgotten what came before
                 return None, 0
         return cache, length
 
-    def keep(self, text: list[int], cache) -> None:
-        """Keep the cache of a text, as far as it was read."""
-        if not isinstance(cache, DynamicCache):
+    def keep(self, text: list[int], prompt: int, cache) -> None:
+        """Keep the cache of a text that begins with a prompt of so many tokens, as far as it was read."""
+        if not isinstance(cache, DynamicCache) or not (length := cached_columns(cache)):
             return
-        self.kept.append((text[: cached_columns(cache)], cache))
-        total = 0
-        for number, (read, _) in enumerate(reversed(self.kept)):
-            total += len(read)
-            if number == _MOST or (number and self.longest is not None and total > self.longest):
-                del self.kept[: len(self.kept) - number]
-                break
+        self.kept.append(Conversation(text[:length], prompt, cache))
+        while len(self.kept) > 1 and self._too_many():
+            del self.kept[0]
+
+    def _too_many(self) -> bool:
+        tokens, memory = (sum(one) for one in zip(*((len(one.text), one.memory) for one in self.kept), strict=True))
+        return memory > self.memory or (self.longest is not None and tokens > self.longest)

@@ -31,11 +31,12 @@ logger = logging.get_logger(__name__)
 # Settings that may differ between the requests of a batch: the argument, and the attribute that holds its value.
 _PER_REQUEST = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _TEXT_ONLY = {"input_ids", "attention_mask"}
-_FAILURES = 3  # after so many, nothing is batched any more
+_FAILURES = 3  # after so many in a row, nothing is batched any more
 _MOST_BATCHES = 2  # each has its own cache
 _MEMORY = 0.1  # share of the free memory for such a cache
 _CPU_TOKENS = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
 _NEWS = 0.1  # seconds without a token after which a batch looks whether it still runs
+_LONGEST_REST = 31  # requests without the drafter
 
 
 class Decoder:
@@ -58,6 +59,7 @@ class Decoder:
         self.managers: dict[tuple, Any] = {}  # of batches, by what their requests share; the latest last
         self.failures = 0 if hasattr(target, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
+        self.rest = self.resting = 0  # requests without the drafter after one that gained nothing; those still to come
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, request: Request) -> Request:
@@ -90,18 +92,12 @@ class Decoder:
             self._receive(wait=not self.waiting)
             request = self.waiting.popleft()
             if request.over:  # nobody waits any more
-                self._finish(request)
+                request.finish()
             elif self._joins(request.kind):
                 self.waiting.appendleft(request)
                 self._together(request.kind)
             else:
                 self._alone(request)
-
-    def _finish(self, request: Request) -> None:
-        try:
-            request.finish()
-        except Exception as error:  # of its streamer
-            request.done.set_exception(error)
 
     def _receive(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
@@ -115,8 +111,9 @@ class Decoder:
 
     def _alone(self, request: Request) -> None:
         """Decode a request with the drafter, from where a batch has left it, and until others wait to join it."""
-
-        leaves = False
+        leaves, drafts = False, request.drafts and not self.resting
+        if request.drafts and self.resting:
+            self.resting -= 1
 
         def ends(input_ids, scores, **kwargs) -> torch.BoolTensor:
             nonlocal leaves
@@ -129,7 +126,7 @@ class Decoder:
             ids = torch.tensor([text], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         settings.max_new_tokens, settings.return_dict_in_generate = request.left, True
-        options: dict = {"assistant_model": self.draft if request.drafts else None}
+        options: dict = {"assistant_model": self.draft if drafts else None}
         keeps = not set(inputs) - _TEXT_ONLY and (settings.num_beams or 1) == 1 and not settings.cache_implementation
         try:
             request.begin()
@@ -146,7 +143,9 @@ class Decoder:
                 stopping_criteria=[ends],
             )
             if keeps:
-                self.conversations.keep(output.sequences[0].tolist(), output.get(CACHE_NAME))
+                self.conversations.keep(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
+            if (speedup := output.get("estimated_speedup")) is not None:  # the loop that can draft costs time, too
+                self.rest = self.resting = 0 if speedup > 1 else min(2 * self.rest + 1, _LONGEST_REST)
             if leaves and request.left and not request.over and not request.ended:
                 self.waiting.appendleft(request)
             else:
@@ -171,17 +170,17 @@ class Decoder:
                     raise RuntimeError("it has ended")
                 if output is not None and output.request_id in running:
                     self._take(output, manager, running)
-        except Exception as error:  # its requests go on one by one; a batch that could not start is not tried again
+        except Exception as error:
             logger.warning(f"Continuous batching failed; its requests continue one by one ({error}).")
-            manager = self.managers.pop(kind, None)
-            self.failures = _FAILURES if manager is None else self.failures + 1
-            for name in running if manager is not None else ():
-                manager.cancel_request(name)
-            if manager is not None:  # its thread may never end
-                threading.Thread(target=manager.stop, daemon=True).start()
+            self.failures += 1
             for request in reversed(running.values()):
                 request.kind = None
                 self.waiting.appendleft(request)
+            if kind in self.managers:
+                manager = self.managers.pop(kind)
+                for name in running:
+                    manager.cancel_request(name)
+                threading.Thread(target=manager.stop, daemon=True).start()  # which may never end
 
     def _manager(self, kind: tuple):
         if kind not in self.managers:
@@ -223,6 +222,6 @@ class Decoder:
             running.pop(output.request_id).done.set_exception(error)
         else:
             if request.over or output.is_finished():
-                self._finish(running.pop(output.request_id))
+                running.pop(output.request_id).finish()
         if output.request_id not in running and not output.is_finished():
             manager.cancel_request(output.request_id)

@@ -1,54 +1,50 @@
 """What a request's body asks for beyond what upstream's handlers understand."""
 
-import functools
 import json
-import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from transformers import LogitsProcessor
 
 
 # Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty
-# stops, searches the vocabulary for stop strings in each call, and ignores the others.
+# stops, searches the vocabulary for stop strings in each call, and ignores the others or does not know them.
 _OURS = {"seed", "stop", "logit_bias", "logprobs", "top_logprobs", "tool_choice", "response_format", "text"}
-_OURS_OF_RESPONSES = {"seed", "tool_choice", "text"}
+# What would change the answer and is not done, with the value that changes nothing, if there is one.
+_ONLY = dict.fromkeys(("functions", "function_call", "suffix", "audio", "image", "moderation", "verbosity"))
+_ONLY |= dict.fromkeys(("reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "context_management"))
+_ONLY |= {"previous_response_id": None, "conversation": None, "n": 1, "best_of": 1, "presence_penalty": 0}
+_ONLY |= {"modalities": ["text"], "echo": False, "background": False, "truncation": "disabled"}
+Length = Annotated[int, Field(ge=1)]
 
 
-@dataclass
-class Options:
+class Options(BaseModel):
     """
-    The fields of a body that upstream ignores although they change the answer, or misreads. Those that can only be
-    `None`, or a single value, are not supported.
+    The fields of a body that upstream ignores although they change the answer, misreads, or does not name in an error.
     """
 
+    messages: list[dict] | None = None
+    prompt: str | None = None
+    frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    max_output_tokens: Length | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    logit_bias: dict[int, float] | None = None
-    temperature: float | None = None
-    messages: list[dict] | None = None
     stream_options: dict | None = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    tools: list[dict] | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict | None = None
-    text: dict | None = None
-    n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
-    presence_penalty: Literal[0] | None = None
-    modalities: list[Literal["text"]] | None = None
-    echo: Literal[False] | None = None
-    background: Literal[False] | None = None
-    functions: None = None
-    function_call: None = None
-    suffix: None = None
-    audio: None = None
-    web_search_options: None = None
-    previous_response_id: None = None
-    conversation: None = None
+    text: dict[Literal["format"], dict] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
 
     @classmethod
     def of(cls, body: dict) -> "Options":
@@ -58,23 +54,30 @@ class Options:
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        from pydantic import ValidationError
-
+        for name in [name for name in body if name in _ONLY and body[name] not in (None, _ONLY[name])]:
+            only = "" if _ONLY[name] is None else f": only {_ONLY[name]!r} is"
+            raise ValueError(f"{name}={body[name]!r} is not supported{only}; leave it out.")
         try:
-            options = _reader().validate_python(body)
+            options = cls.model_validate(body)
         except ValidationError as error:
             name = error.errors()[0]["loc"][0]
             why = "; ".join(dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name))
             raise ValueError(f"{name}={body[name]!r} is not supported: {why}.") from error
-        if not 0 <= (options.temperature or 0) < math.inf:
-            raise ValueError(f"temperature={options.temperature:g} must be 0, for greedy decoding, or positive.")
-        if not 0 <= (options.likely or 0) <= 20:
-            raise ValueError(f"{options.likely} log-probabilities are asked for; at most 20 are listed.")
         if options.top_logprobs is not None and not options.logprobs:
             raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
+        if "input" in body and options.likely is not None:
+            raise ValueError(f"logprobs={options.logprobs!r} is not supported by /v1/responses; use a chat.")
+        if unknown := [tool for tool in options.tools or [] if tool.get("type", "function") != "function"]:
+            raise ValueError(f"tools has {unknown[0]!r}, which is not supported: its type must be 'function'.")
         if options.tool_choice == "none":
             body.pop("tools", None)
-        for name in body.keys() & (_OURS_OF_RESPONSES if "input" in body else _OURS):
+        elif options.parallel_tool_calls is False and options.tools and not options.is_call:
+            raise ValueError(
+                "parallel_tool_calls=False is not supported unless tool_choice forces the call of a tool."
+            )
+        if options.max_completion_tokens is not None:  # the oldest versions ignore it
+            body["max_tokens"] = body.pop("max_completion_tokens")
+        for name in body.keys() & _OURS:
             del body[name]
         return options
 
@@ -123,13 +126,6 @@ class Options:
                 return schema
             case asked:
                 raise ValueError(f"response_format={asked!r} is not supported: text, json_object and json_schema are.")
-
-
-@functools.cache
-def _reader():
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Options)
 
 
 def _call_of(tool: dict) -> dict:

@@ -25,9 +25,8 @@ class PieceStreamer(BaseStreamer):
     def __init__(self, tokenizer, write: Callable[[str, int], None]):
         self.tokenizer, self.write = tokenizer, write
         self.tokens = self.rounds = 0
-        self.text = ""
-        self._start = self._last = time.perf_counter()
-        self._prompt = True
+        self.text, self.seconds = "", 0.0
+        self._start, self._prompt = time.perf_counter(), True
         self._round: list[int] = []  # tokens committed by the current verification
         self._line: list[int] = []  # the last line break and the tokens since; and their text written so far
         self._written = ""
@@ -36,11 +35,6 @@ class PieceStreamer(BaseStreamer):
     def tau(self) -> float | None:
         """Tokens per verification; `None` if there was none."""
         return (self.tokens - 1) / self.rounds if self.rounds else None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start to the last token."""
-        return self._last - self._start
 
     def status(self) -> str:
         """Speed and tau so far."""
@@ -52,13 +46,11 @@ class PieceStreamer(BaseStreamer):
         if self._prompt:
             self._prompt = False
             return
-        tokens = value.flatten().tolist()
-        self.tokens += len(tokens)
-        self._last = time.perf_counter()
-        if self.rounds:
-            self._round += tokens
-        else:  # the first token, or no drafter
-            self._piece(tokens, 0)
+        self._round += value.flatten().tolist()
+        self.tokens += value.numel()
+        self.seconds = time.perf_counter() - self._start
+        if not self.rounds:  # the first token, or no drafter
+            self._flush()
 
     def next_round(self, drafted: int = 0) -> None:
         """The following tokens come from a new verification, of so many drafted ones."""
@@ -71,25 +63,21 @@ class PieceStreamer(BaseStreamer):
         self._piece([], 0, final=True)
 
     def _flush(self) -> None:
-        *accepted, own = self._round or [None]
-        self._round = []
+        accepted, own, self._round = self._round[:-1], self._round[-1:], []
         if accepted:
             self._piece(accepted, self.rounds)
-        if own is not None:
-            self._piece([own], 0)
+        if own:
+            self._piece(own, 0)
 
     def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
         self._line += tokens
-        text = self._text()
+        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
         if text.endswith("\ufffd") and not final:  # an incomplete character
             return
         piece, self._written = text[len(self._written) :], text
         if text.endswith("\n"):  # keep it: some tokenizers drop the space of the first token
             self._line = self._line[-1:]
-            self._written = self._text()
-        self.text += piece
+            self._written = self.tokenizer.decode(self._line, skip_special_tokens=True)
         if piece:
+            self.text += piece
             self.write(piece, source)
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self._line, skip_special_tokens=True)

@@ -77,8 +77,19 @@ class Request:
         """Whether the answer has ended by itself, rather than at its limit."""
         return self.stopped or bool(self.tokens) and self.tokens[-1] in eos_ids(self.settings)
 
+    @property
+    def text(self) -> list[int]:
+        """Prompt and answer so far."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def left(self) -> int | None:
+        """How many tokens may follow; `None` if there is no limit."""
+        limit = self.settings.max_new_tokens
+        return None if limit is None else limit - len(self.tokens)
+
     def begin(self) -> None:
-        """Decoding begins; streamers are given the prompt first."""
+        """Decoding begins, or goes on in another way; the streamer is given the prompt first."""
         if not self.begun:
             self.begun = time.perf_counter()
             if self.streamer is not None:
@@ -118,24 +129,16 @@ class Request:
     def end(self) -> None:
         """A call of `generate` has ended, but not necessarily the answer."""
 
-    @property
-    def text(self) -> list[int]:
-        """Prompt and answer so far."""
-        return [*self.prompt, *self.tokens]
-
-    @property
-    def left(self) -> int | None:
-        """How many tokens may follow; `None` if there is no limit."""
-        limit = self.settings.max_new_tokens
-        return None if limit is None else limit - len(self.tokens)
-
     def finish(self) -> None:
         """The answer is complete."""
         if self.ended:
             self.settings.max_new_tokens = None  # or upstream says that an answer of this length was cut
-        if self.streamer is not None:
-            self.streamer.end()
-        self.done.set_result(self)
+        try:
+            if self.streamer is not None:
+                self.streamer.end()
+            self.done.set_result(self)
+        except Exception as error:  # of its streamer
+            self.done.set_exception(error)
 
     def status(self) -> str:
         """Tokens, speed, tau and waiting time until now, as they are logged."""

@@ -1,13 +1,12 @@
 """
-transformers' own server (`transformers serve`), whose model decodes with a drafter.
+An OpenAI-compatible server whose model decodes with a drafter, on the handlers of `transformers serve`.
 
-The application and its handlers are upstream's. Added here: the drafter and the caches of conversations (see
-[`Decoder`]), options that upstream ignores (see [`Options`]), a log line for each request, cancellation when the
-client disconnects, and the context limit.
+What upstream does is read a body into the model's inputs and write its answer. Added here: the drafter and the caches
+of conversations (see [`Decoder`]), options that upstream ignores (see [`Options`]), a log line for each request,
+cancellation when the client disconnects, and the context limit.
 """
 
 import asyncio
-import contextlib
 import copy
 import functools
 import hmac
@@ -16,14 +15,23 @@ import re
 import signal
 import socket
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
 import torch
-from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _StreamError
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Request as HTTPRequest
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
-from dflash_hf.pairs import pack
 from dflash_hf.responses import eos_ids
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.options import Grammars, LogProbs, Options
@@ -32,9 +40,8 @@ from dflash_hf.serving.stop_strings import UpToStop, without_stop
 from dflash_hf.terminal import one_line
 
 
-_NEXT_PART = 5.0  # seconds that a part of a body may take to arrive
-_STREAM_ERROR = re.compile(r'^data: \{"error": (".*")\}$', re.MULTILINE)  # of upstream: its text is JSON
-_REMOVED = "/reset", "/v1/audio/transcriptions", "/v1/systemone"  # would unpack the model; are for other models
+_COMPLETED = ('"usage":', 'data: {"error":')  # what is completed of upstream's streams
+_HANDLERS = {"chat/completions": ChatCompletionHandler, "completions": CompletionHandler, "responses": ResponseHandler}
 # How upstream parses an answer that is a call, as `schema_of_answer` has it; one that was cut keeps what there is.
 _CALL = {
     "open_pattern": r'\{\s*"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"arguments"\s*:\s*',
@@ -44,9 +51,9 @@ _CALL = {
 }
 
 
-class Exchange(GenerateManager):
+class Exchange:
     """
-    One request over HTTP: what upstream's handler takes for its way to the model, and sends pieces of streams through.
+    One request over HTTP: what upstream's handler takes for the state of its server and for the manager of its model.
 
     Args:
         decoder (`Decoder`): Who answers.
@@ -95,8 +102,6 @@ class Exchange(GenerateManager):
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         """As upstream, but a cancelled request stops decoding."""
-        from fastapi import HTTPException
-
         request = self._submit(inputs, gen_config, request_id)
         try:
             await asyncio.wrap_future(request.done)
@@ -111,7 +116,12 @@ class Exchange(GenerateManager):
         return text, len(request.prompt), request.tokens
 
     def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
-        options = self.options
+        options, own = self.options, self.decoder.target.generation_config.to_dict()
+        if settings.num_return_sequences not in (None, 1):
+            raise ValueError(f"num_return_sequences={settings.num_return_sequences} is not supported: one answer is.")
+        if settings.max_new_tokens is None and settings.max_length is not None:
+            settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
+        settings.update(**own, defaults_only=True)  # what a body's `generation_config` leaves out
         if options.logit_bias:
             settings.sequence_bias = {(token,): bias for token, bias in options.logit_bias.items()}
         # Upstream ignores a temperature if the model's own settings are greedy.
@@ -133,139 +143,150 @@ class Exchange(GenerateManager):
     # Its answer.
 
     def complete(self, answer: dict) -> dict:
-        """An answer of upstream, or a piece of its stream, with log-probabilities and its usage."""
-        choice, request = answer["choices"][0], self.request
+        """An answer of upstream, or a piece of its stream, with log-probabilities, its usage and where it was cut."""
+        request, whole = self.request, answer.get("response", answer)
+        choice = whole.get("choices", [{}])[0]
         if content := self.logprobs and self.logprobs.since("text" not in choice):
             choice["logprobs"] = content
-        if "usage" in answer:
-            rejected = request.drafted - request.accepted
-            answer["usage"]["prompt_tokens_details"] = {"cached_tokens": request.cached}
-            answer["usage"]["completion_tokens_details"] = {
-                "accepted_prediction_tokens": request.accepted,
-                "rejected_prediction_tokens": rejected,
-            }
-            if self.options.is_call and not request.ended:
-                choice["finish_reason"] = "length"
+        if not (usage := whole.get("usage")):
+            return answer
+        read, written = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+        usage[f"{read}_tokens_details"] = {"cached_tokens": request.cached}
+        usage[f"{written}_tokens_details"] = {
+            "accepted_prediction_tokens": request.accepted,
+            "rejected_prediction_tokens": request.drafted - request.accepted,
+            **({"reasoning_tokens": 0} if written == "output" else {}),
+        }
+        if not request.ended and choice and self.options.is_call:
+            choice["finish_reason"] = "length"
+        elif not request.ended and "output" in whole:
+            whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            answer |= {"type": "response.incomplete"} if whole is not answer else {}
         return answer
 
     def whole(self, answer: dict) -> dict:
         """An answer that is not streamed, without the stop string."""
-        choice = self.complete(answer)["choices"][0]
-        of, name = (choice["message"], "content") if "message" in choice else (choice, "text")
-        of[name] = without_stop(of.get(name) or "", self.request.stops)
+        choice = self.complete(answer).get("choices", [{}])[0]
+        texts = [(choice, "text"), (choice.get("message", {}), "content")]
+        texts += [(part, "text") for item in answer.get("output", []) for part in item.get("content", [])]
+        for of, name in texts:
+            if name in of:
+                of[name] = without_stop(of[name] or "", self.request.stops)
         return answer
 
-    def sse(self, piece) -> str:
-        """A piece of a stream as an event. If asked for, the usage is an event of its own."""
-        if self.logprobs is None and piece.usage is None:
-            return f"data: {piece.model_dump_json(exclude_none=True)}\n\n"
-        answer = self.complete(piece.model_dump(exclude_none=True))
-        answers = [answer]
+    async def stream(self, events: AsyncIterator[str], of_responses: bool) -> AsyncIterator[str]:
+        """Upstream's stream, completed, with errors and the end as OpenAI's clients expect them."""
+        async for text in events:
+            if self.logprobs is None and not any(word in text for word in _COMPLETED):
+                yield text
+                continue
+            for event in text.removesuffix("\n\n").split("\n\n"):
+                for one in self.pieces(json.loads(event.removeprefix("data: "))):
+                    yield f"data: {json.dumps(one)}\n\n"
+        if not of_responses:
+            yield "data: [DONE]\n\n"
+
+    def pieces(self, piece: dict) -> list[dict]:
+        """A piece of a stream, completed. If asked for, the usage is a piece of its own."""
+        if isinstance(piece.get("error"), str):
+            return [{"error": {"message": piece["error"], "type": "server_error"}}]
+        answer = self.complete(piece)
         if "usage" in answer and (self.options.stream_options or {}).get("include_usage"):
-            answers = [{**answer, "usage": None}, {**answer, "choices": []}]
-        return "".join(f"data: {json.dumps(one)}\n\n" for one in answers)
+            return [{**answer, "usage": None}, {**answer, "choices": []}]
+        return [answer]
 
 
-class DraftedServe(Serve):
+class Server:
     """
-    Serves until SIGTERM or Ctrl-C; open requests are finished first.
+    A model and its drafter behind OpenAI's API.
 
     Args:
-        target (`str`): Folder or Hub name, optionally with `@revision`; the only model that is served.
+        target (`PreTrainedModel`): The only model that is served.
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer, or what else reads conversations.
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: the target decodes alone.
+        name (`str`): The model's id in the API.
         say (`Callable[[str], None]`): Called with a line when the server is ready, and for each finished request.
-        at (`socket.socket`): Where to listen, see [`bound`].
-        packed (`bool`, *optional*): Pack the weights of both models for a CPU. Default: if memory allows.
-        template (`dict`): Arguments of the chat template, for requests without their own.
-        name (`str`, *optional*): The model's id in the API. Default: `target`.
-        api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
-        options: `device`, `dtype`, `trust_remote_code`, `log_level` and `enable_cors`, as in `transformers serve`.
+        template (`dict`, *optional*): Arguments of the chat template, for requests without their own.
 
     Raises:
         `ValueError`: target and drafter do not belong together.
     """
 
-    def __init__(
-        self,
-        target: str,
-        draft,
-        say: Callable[[str], None],
-        at: socket.socket,
-        packed: bool | None = None,
-        template: dict | None = None,
-        name: str | None = None,
-        api_key: str | None = None,
-        **options,
-    ):
-        self.target, self.draft, self.say, self.at, self.packed = target, draft, say, at, packed
-        self.name, self.api_key = name or target, api_key
-        super().__init__(
-            force_model=target,
-            chat_template_kwargs=json.dumps(template or {}),
-            non_blocking=True,  # it calls `start_server` when everything is built
-            **options,
-        )
+    def __init__(self, target, processor, draft, name: str, say: Callable[[str], None], template: dict | None = None):
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.target, self.processor, self.name, self.say, self.template = target, processor, name, say, template
+        self.decoder, self.grammars = Decoder(target, tokenizer, draft), Grammars(target, tokenizer)
+        self.calls = _reads_calls(processor, target.generation_config)
+        # A few tokens, so that errors appear before the first request.
+        settings = copy.deepcopy(target.generation_config)
+        settings.update(max_new_tokens=4, do_sample=False)
+        inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
+        self.decoder.submit(Request(self.decoder, inputs, settings)).done.result()
 
-    def start_server(self) -> None:
-        """Complete what `Serve` has built, and run it in this thread, which receives signals."""
-        models = self._model_manager
-        loaded = models.loaded_models.pop(models.process_model_name(self.target))
-        models.loaded_models[self.name], models.process_model_name = loaded, self._pinned
-        self.model, self.processor = loaded.model, loaded.processor
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        pack(self.packed, self.model, self.draft)
-        self.grammars, decoder = Grammars(self.model, tokenizer), Decoder(self.model, tokenizer, self.draft)
-        self.decoder = decoder
-        self.calls = _reads_calls(self.processor, self.model.generation_config)
-        _try_out(decoder)
-        for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler.handle_request = functools.partial(self._answer, copy.copy(handler))
-        self._complete(self.server.config.app)
+    def run(self, at: socket.socket, app, log_level: str = "warning") -> None:
+        """Serve an application until SIGTERM or Ctrl-C; open requests are finished first. See [`bound`]."""
+        server = uvicorn.Server(uvicorn.Config(app, log_level=log_level))
 
         def end(*_) -> None:  # until uvicorn handles signals; it raises them again when it is done
-            self.server.should_exit = True
+            server.should_exit = True
 
         before = signal.signal(signal.SIGTERM, end)
         try:
-            host, port = self.at.getsockname()[:2]
+            host, port = at.getsockname()[:2]
             self.say(f"serving {self.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            self.server.run(sockets=[self.at])
+            server.run(sockets=[at])
         finally:
             signal.signal(signal.SIGTERM, before)
-            decoder.stop()
+            self.decoder.stop()
 
-    def _complete(self, app) -> None:
-        """Routes for one model, errors in OpenAI's form, and what happens around requests."""
-        from fastapi.exceptions import RequestValidationError, StarletteHTTPException
-        from fastapi.middleware import Middleware
+    def app(self, api_key: str | None = None, cors: bool = False) -> FastAPI:
+        """
+        The application.
 
+        Args:
+            api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
+            cors (`bool`): Let web pages of any origin call it.
+        """
+
+        async def check_key(request: HTTPRequest) -> None:
+            given = request.headers.get("authorization", "").encode()
+            open_to_all = api_key is None or request.url.path == "/health"
+            if not open_to_all and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+                raise HTTPException(401, "Wrong or missing API key.")
+
+        app = FastAPI(dependencies=[Depends(check_key)], openapi_url=None)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
-        app.router.routes[:] = [route for route in app.router.routes if route.path not in _REMOVED]
-        self._model_manager.get_gen_models = lambda: [served]  # upstream lists its cache, but would not serve it
+        for path, handler in _HANDLERS.items():
+            answer = functools.partial(self._answer, handler)
+            app.add_api_route(f"/v1/{path}", answer, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", lambda: {"object": "list", "data": [served]})
         app.add_api_route("/v1/models/{name:path}", lambda name: served | {"id": self._pinned(name)})
-        app.add_middleware(ended_with_its_client)
+        app.add_api_route("/load_model", self._loaded, methods=["POST"])
+        app.add_api_route("/health", lambda: {"status": "ok"})
         for kind in (StarletteHTTPException, RequestValidationError, Exception):
             app.add_exception_handler(kind, _as_openai_does)
-        if self.api_key is not None:  # added last, so that web pages can read the rejection
-            app.user_middleware.append(Middleware(with_key, key=self.api_key))
+        if cors:
+            app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        return app
 
     def _pinned(self, name: str) -> str:
         """The name of a model, which can only be this one."""
-        from fastapi import HTTPException
-
         if name != self.name:
             raise HTTPException(404, f"The model {name!r} does not exist; this server serves {self.name!r}.")
         return name
 
-    async def _answer(self, handler, body: dict, request_id: str):
+    async def _loaded(self, body: dict) -> Response:
+        """What `transformers chat` asks first."""
+        ready = {"status": "ready", "model": self._pinned(body.get("model", self.name)), "cached": True}
+        return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
+
+    async def _answer(self, handler: type, body: dict, request: HTTPRequest) -> Response:
         """
         As upstream's handler, but with an error message for invalid requests, which upstream drops silently or
         misinterprets, and with the options that it ignores.
         """
-        from fastapi import HTTPException
-        from fastapi.responses import JSONResponse, StreamingResponse
-
-        self._pinned(body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
+        self._pinned(body.get("model") or self.name)
+        name = request.headers.get("x-request-id") or str(uuid.uuid4())
         try:
             options = Options.of(body)
             if body.get("tools") and "tools" not in str(getattr(self.processor, "chat_template", None)):
@@ -273,24 +294,43 @@ class DraftedServe(Serve):
             schema = options.schema_of_answer()
             grammars = [] if schema is None else [await asyncio.to_thread(self.grammars.processor, schema)]
             exchange = Exchange(self.decoder, self.say, options, grammars)
-            own, processor = copy.copy(handler), self.calls if options.is_call else self.processor
-            own._resolve_model = lambda body: (self.name, self.model, processor)
+            own = handler(ModelManager, exchange, self.template)
+            own._resolve_model = lambda _: (self.name, self.target, self.calls if options.is_call else self.processor)
             own.get_processor_inputs_from_messages = functools.partial(_inputs, own.get_processor_inputs_from_messages)
-            own.generation_state, own.chunk_to_sse = exchange, exchange.sse
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
-            answer = await own.handle_request(body, request_id)
-        except HTTPException:
-            raise
+            work = asyncio.ensure_future(own.handle_request(body, name))
+            gone = asyncio.ensure_future(request.receive())  # of a body that was read: the end of the connection
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                return Response(status_code=499)  # which nobody reads
+            gone.cancel()
+            answer = work.result()
+        except HTTPException as error:
+            raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         except Exception as error:
             ours = isinstance(error, RuntimeError | OSError | MemoryError)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
-        if "input" in body:  # of `/v1/responses`
-            return answer
         if isinstance(answer, StreamingResponse):
-            answer.body_iterator = _events(answer.body_iterator)
-            return answer
-        return JSONResponse(exchange.whole(json.loads(answer.body)))
+            answer.body_iterator = exchange.stream(answer.body_iterator, "input" in body)
+        else:
+            answer = JSONResponse(exchange.whole(json.loads(answer.body)))
+        answer.headers["x-request-id"] = name
+        return answer
+
+
+def loaded(name: str, revision: str | None = None, **options) -> tuple:
+    """
+    A target, of whatever kind, and what reads its conversations.
+
+    Args:
+        name (`str`): A folder, or a repository on the Hub.
+        revision (`str`, *optional*): Its branch, tag or commit.
+        options: `device`, `dtype` and `trust_remote_code`, as in `transformers serve`.
+    """
+    models = ModelManager(model_timeout=-1, **options)
+    return models.load_model_and_processor(models.process_model_name(f"{name}@{revision}" if revision else name))
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -304,14 +344,6 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise ValueError(f"Cannot bind to --host {host} --port {port}: {error.strerror or error}.") from error
-
-
-def _try_out(decoder: Decoder) -> None:
-    """Generate a few tokens, so that errors appear before the first request."""
-    settings = copy.deepcopy(decoder.target.generation_config)
-    settings.update(max_new_tokens=4, do_sample=False)
-    inputs = {"input_ids": torch.tensor([[0, 1]], device=decoder.target.device)}
-    decoder.submit(Request(decoder, inputs, settings)).done.result()
 
 
 def _reads_calls(processor, settings):
@@ -338,17 +370,8 @@ def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
     return read(messages, modality)
 
 
-async def _events(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Upstream's stream, with errors and the end as OpenAI's clients expect them."""
-    async for text in events:
-        yield _STREAM_ERROR.sub(r'data: {"error": {"message": \1, "type": "server_error"}}', text)
-    yield "data: [DONE]\n\n"
-
-
 async def _as_openai_does(request, error):
     """Format an error as OpenAI's clients expect."""
-    from fastapi.exceptions import RequestValidationError, StarletteHTTPException
-
     if isinstance(error, StarletteHTTPException):
         return _error(error.status_code, str(error.detail), error.headers)
     if isinstance(error, RequestValidationError):
@@ -358,51 +381,5 @@ async def _as_openai_does(request, error):
 
 def _error(status: int, message: str, headers=None):
     """A response with an error."""
-    from fastapi.responses import JSONResponse
-
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
-
-
-def with_key(app, key: str):
-    """An ASGI application that rejects requests without a bearer token, except for `/health`."""
-
-    async def call(scope, receive, send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-                return await _error(401, "Wrong or missing API key.")(scope, receive, send)
-        await app(scope, receive, send)
-
-    return call
-
-
-def ended_with_its_client(app):
-    """
-    An ASGI application that ends a request when its client disconnects, or sends no more of its body. Upstream
-    finishes answers that are not streamed, and waits for the rest of a body forever, even to shut down.
-    """
-
-    async def call(scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
-        body: list[dict] = []
-        while not body or body[-1].get("more_body"):
-            try:
-                body.append(await asyncio.wait_for(receive(), _NEXT_PART))
-            except asyncio.TimeoutError:
-                slow = _error(408, f"The body did not continue for {_NEXT_PART:g} seconds.")
-                return await slow(scope, receive, send)
-
-        async def message() -> dict:
-            return body.pop(0) if body else await receive()
-
-        work = asyncio.ensure_future(app(scope, message, send))
-        gone = asyncio.ensure_future(receive())
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, work):
-            task.cancel()  # which does nothing if it is done
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-
-    return call

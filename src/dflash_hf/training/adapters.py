@@ -26,14 +26,25 @@ def add_adapter(draft: DFlashDraftModel, peft_config: dict):
         `ImportError`: peft is not installed.
         `ValueError`: the configuration is invalid.
     """
+    config = adapter_config(peft_config)
+    import peft
+
+    try:
+        return peft.get_peft_model(draft, config)
+    except ValueError as error:
+        raise ValueError(f"peft_config={peft_config} does not fit the drafter: {error}") from error
+
+
+def adapter_config(peft_config: dict):
+    """The `PeftConfig` of the fields of [`add_adapter`]."""
     with needs("peft_config needs peft", "train"):
         import peft
     fields = {"peft_type": "LORA", "target_modules": TARGET_MODULES, **peft_config}
     fields["task_type"] = None  # a drafter is no model of a task, and has no method of theirs
     try:
-        return peft.get_peft_model(draft, peft.get_peft_config(fields))
+        return peft.get_peft_config(fields)
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"peft_config={peft_config} is not a PEFT configuration of a drafter: {error}") from error
+        raise ValueError(f"peft_config={peft_config} is not a PEFT configuration: {error}") from error
 
 
 def is_adapted(model) -> bool:
@@ -41,10 +52,22 @@ def is_adapted(model) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def merged(model) -> DFlashDraftModel:
+def merged(model, state: dict | None = None) -> DFlashDraftModel:
     """
     A plain drafter with the adapter of a `PeftModel` merged into its weights; the `PeftModel` is unchanged.
 
     `merged(trainer.model).save_pretrained(folder)` writes a drafter that every engine can serve.
+
+    Args:
+        model (`PeftModel`): The adapted drafter.
+        state (`dict`, *optional*): All of its weights, if it is sharded over processes.
     """
-    return copy.deepcopy(model).merge_and_unload()
+    if state is None:
+        return copy.deepcopy(model).merge_and_unload()
+    import peft
+
+    base = model.get_base_model()
+    plain = DFlashDraftModel(copy.deepcopy(base.config)).to(base.dtype)
+    whole = peft.get_peft_model(plain, model.active_peft_config)
+    whole.load_state_dict(state)
+    return whole.merge_and_unload()

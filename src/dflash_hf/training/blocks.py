@@ -3,7 +3,7 @@ Anchors, block inputs, positions, labels and masks of one training forward over 
 
 The mask, in four sentences. A block query sees context tokens `p < a`, *strictly*: when the block is drafted, the
 target has not read its anchor yet. It sees every slot of its own block (slots `k' <= k` only, in a layer that is
-causal in the block). It sees no other block. A packed document sees only itself.
+causal in the block). It sees no other block. It sees no padding.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,6 @@ def sample_anchors(
     num_anchors: int,
     generator: torch.Generator | None = None,
     seeds: torch.LongTensor | None = None,
-    document_ids: torch.LongTensor | None = None,
 ) -> tuple[torch.LongTensor, torch.BoolTensor]:
     """
     Draw anchors uniformly without replacement among positions `a >= 1` with `loss_mask[a]` and `loss_mask[a + 1]`: a
@@ -64,14 +63,12 @@ def sample_anchors(
 
     Args:
         loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens of responses.
-        num_anchors (`int`): Number of anchors `A`; in packed sequences, of each document.
+        num_anchors (`int`): Number of anchors `A`.
         generator (`torch.Generator`): Draws the seeds if `seeds` is not given.
         seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed only.
-        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences; context, anchor and next token share one.
 
     Returns:
-        `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there. With packed
-        sequences `A` is as large as the sequence with most anchors needs.
+        `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there.
     """
     length = loss_mask.shape[1]
     device = loss_mask.device
@@ -80,17 +77,11 @@ def sample_anchors(
     response = loss_mask.bool()
     eligible = torch.zeros_like(response)  # [N, S]
     eligible[:, 1:-1] = response[:, 1:-1] & response[:, 2:]
-    if document_ids is not None:
-        same_as_previous = document_ids[:, 1:] == document_ids[:, :-1]  # [N, S-1]
-        eligible[:, 1:-1] &= same_as_previous[:, :-1] & same_as_previous[:, 1:]
 
     # The A largest of independent uniform keys are a uniform sample without replacement.
     place = torch.arange(1, length + 1, device=device) * _GOLDEN
     keys = _mix(seeds[:, None] + place) & 0x7FFFFFFFFFFFFFFF  # [N, S], non-negative
     keys = keys.masked_fill(~eligible, -1)
-    if document_ids is not None:
-        eligible &= _rank_in_document(keys, document_ids) < num_anchors
-        keys, num_anchors = keys.masked_fill(~eligible, -1), max(int(eligible.sum(1).max()), 1)
     keys, picked = keys.topk(min(num_anchors, length), dim=1)  # [N, min(A, S)]
     picked = picked.masked_fill(keys < 0, length).sort(dim=1).values
     picked = torch.nn.functional.pad(picked, (0, num_anchors - picked.shape[1]), value=length)  # [N, A]
@@ -106,8 +97,6 @@ def build_blocks(
     block_size: int,
     mask_token_id: int,
     label_ids: torch.LongTensor | None = None,
-    position_ids: torch.LongTensor | None = None,
-    document_ids: torch.LongTensor | None = None,
     anchor_first: bool = False,
     unbroken: bool = False,
 ) -> Blocks:
@@ -124,15 +113,11 @@ def build_blocks(
         block_size (`int`): Slots `B` of a block.
         mask_token_id (`int`): Fills slots 1..B-1.
         label_ids (`torch.LongTensor`): `[N, S]`, the labels by position. Default: `input_ids`.
-        position_ids (`torch.LongTensor`): `[N, S]`. Default: 0, 1, 2, ...
-        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
         anchor_first (`bool`): `sample_from_anchor` of the drafter.
         unbroken (`bool`): Whether a block counts only up to its first token that may not be a label.
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
-    if position_ids is None:
-        position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
     if label_ids is None:
         label_ids = input_ids
     token = torch.arange(block_size + anchor_first, device=input_ids.device)  # [T]
@@ -143,18 +128,16 @@ def build_blocks(
         return values.gather(1, inside).view(place.shape)  # [N, A, T]
 
     counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (token > 0)
-    if document_ids is not None:
-        counted &= at(document_ids) == document_ids.gather(1, anchors)[..., None]
     if unbroken:
         counted = counted & (counted | (token == 0)).long().cumprod(-1).bool()
 
     block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, anchors)
-    block_positions = position_ids.gather(1, anchors)[..., None] + token[:block_size]  # [N, A, B]; runs past the end
+    context = torch.arange(length, device=input_ids.device).expand(rows, length)
     first = length * torch.arange(rows, device=input_ids.device)[:, None, None]  # index of each sequence's first token
     return Blocks(
         input_ids=block_ids.flatten(1),
-        position_ids=torch.cat([position_ids, block_positions.flatten(1)], dim=1),
+        position_ids=torch.cat([context, place[..., :block_size].flatten(1)], dim=1),  # runs past the end
         labels=at(label_ids),
         counted=counted,
         before=first + (place - 1).clamp(0, length - 1),
@@ -176,7 +159,6 @@ def block_mask(
     block_size: int,
     window: int | None = None,
     causal: bool = False,
-    document_ids: torch.LongTensor | None = None,
 ) -> torch.BoolTensor:
     """
     Which keys `[context S | A blocks of B]` each block query sees; see the four sentences at the top of this module.
@@ -189,21 +171,20 @@ def block_mask(
         block_size (`int`): Slots `B` of a block.
         window (`int`): In a sliding layer, keys more than `window - 1` positions back are hidden.
         causal (`bool`): Whether slots see only earlier slots and themselves.
-        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
 
     Returns:
         `torch.BoolTensor` `[N, 1, A*B, S + A*B]`, true where visible.
     """
-    visible, rows, _, queries, keys = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    visible, rows, _, queries, keys = _rule(anchors, attention_mask, block_size, window, causal)
     row, query, key = (torch.arange(count, device=anchors.device) for count in (rows, queries, keys))
     return visible(row[:, None, None, None], None, query[:, None], key)  # [N, 1, A*B, S + A*B]
 
 
 def block_groups(
-    anchors, attention_mask, block_size: int, window=None, causal=False, document_ids=None, queries: int = 512
+    anchors, attention_mask, block_size: int, window=None, causal=False, queries: int = 512
 ) -> BlockGroups:
     """The mask of [`block_mask`], with the same arguments, for groups of about `queries` queries."""
-    visible, rows, _, total, _ = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    visible, rows, _, total, _ = _rule(anchors, attention_mask, block_size, window, causal)
     length, device = attention_mask.shape[1], anchors.device
     row, groups = torch.arange(rows, device=device)[:, None, None, None], []
     size = max(queries // block_size, 1) * block_size
@@ -215,14 +196,14 @@ def block_groups(
     return BlockGroups(length, groups)
 
 
-def flex_mask(anchors, attention_mask, block_size: int, window=None, causal=False, document_ids=None) -> BlockMask:
+def flex_mask(anchors, attention_mask, block_size: int, window=None, causal=False) -> BlockMask:
     """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
     on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
-    rule = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    rule = _rule(anchors, attention_mask, block_size, window, causal)
     return create_block_mask(*rule, device=anchors.device, _compile=on_cuda)
 
 
-def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: bool, document_ids) -> tuple:
+def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: bool) -> tuple:
     """The rule of the mask for one query and key, and the numbers of rows, heads, queries and keys."""
     rows, num_anchors = anchors.shape
     length, queries = attention_mask.shape[1], num_anchors * block_size
@@ -234,8 +215,6 @@ def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: 
         anchor = anchors[row, (query // block_size).clamp(max=num_anchors - 1)]
         place = key.clamp(max=length - 1)
         context = (key < anchor) & real[row, place]
-        if document_ids is not None:
-            context = context & (document_ids[row, place] == document_ids[row, anchor])
         own_block = (key >= length) & ((key - length) // block_size == query // block_size)
         if causal:
             own_block = own_block & (own_slot <= slot)
@@ -245,16 +224,6 @@ def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: 
         return context | own_block
 
     return visible, rows, None, queries, length + queries
-
-
-def _rank_in_document(keys: torch.LongTensor, document_ids: torch.LongTensor) -> torch.LongTensor:
-    """How many keys of the same document are larger, `[N, S]`."""
-    by_key = keys.argsort(dim=1, descending=True)
-    order = by_key.gather(1, document_ids.gather(1, by_key).argsort(dim=1, stable=True))  # by document, then by key
-    of_order = document_ids.gather(1, order)
-    place = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
-    begins = torch.nn.functional.pad(of_order[:, 1:] != of_order[:, :-1], (1, 0), value=True)
-    return torch.empty_like(order).scatter_(1, order, place - (place * begins).cummax(1).values)
 
 
 def _mix(z: torch.LongTensor) -> torch.LongTensor:

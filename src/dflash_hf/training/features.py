@@ -105,8 +105,10 @@ def shard_name(number: int) -> str:
 
 def drop_layers(target, device: torch.device):
     """
-    Keep a target's embedding and head on `device` and free its layers, which are not needed with stored features.
+    Keep a target's embedding and head on `device` and free its layers, which are not needed with stored features. The
+    digest of its weights stays, to be compared with that of the features.
     """
+    target.weights_digest = digest_of_target(target)
     decoder_layers(target).to("meta")
     target.get_input_embeddings().to(device)
     target.get_output_embeddings().to(device)
@@ -149,6 +151,7 @@ def store_features(
     shard_bytes: int = 1 << 30,
     say: Callable[[str], None] = lambda line: None,
     enough: Callable[[], bool] | None = None,
+    collator: DFlashCollator | None = None,
 ) -> FeatureManifest:
     """
     Store the features of every token of a dataset, or the shards that an earlier call left out.
@@ -163,6 +166,7 @@ def store_features(
         say: Called with the size before anything is read.
         enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. A set that was
             ended so is complete, and is not continued.
+        collator (`DFlashCollator`, *optional*): One that reads images, if there are any.
 
     Raises:
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
@@ -191,8 +195,6 @@ def store_features(
 
         # 2. The rows, read once and checked, and what the folder holds.
         manifest.data = survey(examples).digest
-        if "document_ids" in examples[0]:
-            raise ValueError("The examples are packed, and features are stored by example: leave out packing.")
         _claim(folder, manifest, before)
 
         # 3. Shard by shard.
@@ -203,7 +205,7 @@ def store_features(
                     write_json(folder / MANIFEST, asdict(manifest))
                     break
                 rows = [examples[i] for i in range(starts[number], starts[number + 1])]
-                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update)
+                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update, collator)
                 with atomic(folder / shard_name(number)) as half:
                     save_file(tensors, half)
     return manifest
@@ -236,20 +238,22 @@ def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | No
     write_json(folder / MANIFEST, asdict(manifest))
 
 
-def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
     offsets, dtype = lengths.cumsum(0), getattr(torch, manifest.dtype)
     widths = {"features": manifest.width}
     if manifest.states:
         widths["states"] = manifest.width // len(manifest.layer_ids)
     tensors = {name: torch.empty(int(offsets[-1]), width, dtype=dtype) for name, width in widths.items()}
-    collate = DFlashCollator()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
+        names = ("input_ids", "loss_mask", "images")
+        examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
+        batch = (collator or DFlashCollator())(examples)
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, states=manifest.states)
+        more = {"states": manifest.states, "images": batch.get("images")}
+        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
         found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
             place = slice(offsets[i], offsets[i + 1])
@@ -284,17 +288,14 @@ class StoredRow:
     file: tuple[str, int]  # path and time of its last change
     start: int  # tokens, in the file
     end: int
-    columns: tuple[slice, ...]  # of the layers to read, in this order
-    states: bool
 
     def features(self) -> torch.Tensor:
         """`[S, L*H]`."""
-        stored = _opened(*self.file).get_slice("features")
-        return torch.cat([stored[self.start : self.end, one] for one in self.columns], dim=1)
+        return _opened(*self.file).get_slice("features")[self.start : self.end]
 
-    def last_hidden_state(self) -> torch.Tensor | None:
-        """`[S, H]`, if it is to be read."""
-        return _opened(*self.file).get_slice("states")[self.start : self.end] if self.states else None
+    def last_hidden_state(self) -> torch.Tensor:
+        """`[S, H]`."""
+        return _opened(*self.file).get_slice("states")[self.start : self.end]
 
 
 class StoredFeatures(torch.utils.data.Dataset):
@@ -305,37 +306,19 @@ class StoredFeatures(torch.utils.data.Dataset):
 
     Args:
         folder (`str` or `Path`): Output of [`store_features`].
-        layer_ids (`list[int]`): The layers to read, in this order. Default: all stored layers.
-        states (`bool`): Read the final hidden states too.
 
     Raises:
-        `ValueError`: shards are missing or damaged, or a layer or the states are not stored.
+        `ValueError`: shards are missing or damaged.
     """
 
-    def __init__(self, folder: str | Path, layer_ids: list[int] | None = None, states: bool = False):
-        self.folder, self.states = Path(folder), states
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
         self.manifest = manifest = FeatureManifest.load(self.folder)
-        if states and not manifest.states:
-            raise ValueError(
-                f"{folder} was stored without the final states, from which the target's distribution is computed: "
-                "store the features again with `dflash features --states`, or train with loss_type=ce or dpace."
-            )
-        self.layer_ids = manifest.layer_ids if layer_ids is None else list(layer_ids)
-        if not set(self.layer_ids) <= set(manifest.layer_ids):
-            raise ValueError(
-                f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads "
-                f"target_layer_ids={self.layer_ids}; store them with `dflash features --target-layer-ids`, or train a "
-                "drafter that reads some of the stored layers with `dflash train target_layer_ids=...`."
-            )
         if missing := manifest.missing(self.folder):
             raise ValueError(
                 f"{folder} holds {len(manifest.shards) - len(missing)} of {len(manifest.shards)} shards; run the same "
                 f"`dflash features` again to finish it ({shard_name(missing[0])} is missing)."
             )
-        width = manifest.width // len(manifest.layer_ids)
-        places = [manifest.layer_ids.index(layer) * width for layer in self.layer_ids]
-        whole = self.layer_ids == manifest.layer_ids
-        self.columns = (slice(None),) if whole else tuple(slice(place, place + width) for place in places)
         self.starts = [0, *accumulate(manifest.shards)]
         paths = (self.folder / shard_name(number) for number in range(len(manifest.shards)))
         self.files = [(str(path), path.stat().st_mtime_ns) for path in paths]
@@ -351,7 +334,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         first, file = index - self.starts[number], self.files[number]
         start, end = _offsets(*file)[first : first + 2]
         row = {name: _opened(*file).get_slice(name)[start:end] for name in ("input_ids", "loss_mask")}
-        return {**row, "stored": StoredRow(file, start, end, self.columns, self.states)}
+        return {**row, "stored": StoredRow(file, start, end)}
 
 
 @lru_cache(maxsize=256)
@@ -368,25 +351,47 @@ def _offsets(path: str, changed: int) -> list[int]:
     return _opened(path, changed).get_tensor("offsets").tolist()
 
 
-def store_rows(rows, folder: Path, run, enough: Callable[[], bool] | None = None) -> StoredFeatures | None:
-    """Features of a run's dataset, if there is one: the first process stores them, the others follow."""
+def store_rows(
+    rows, folder: Path, trainer, recipe, encoder, enough: Callable[[], bool] | None = None
+) -> StoredFeatures | None:
+    """Features of a trainer's rows, if there are any: the first process stores them, the others follow."""
     if rows is None:
         return None
-    target, states = run.target, run.args.has_teacher
-    if run.args.process_index == 0:
+    target, layer_ids, states = trainer.target, trainer.draft.config.target_layer_ids, trainer.args.has_teacher
+    if trainer.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
-        made_with = describe(target, run.recipe.target, run.layer_ids, run.encoder, dtype, states)
-        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough)
-    return StoredFeatures(folder, run.layer_ids, states)
+        made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
+        collator = DFlashCollator(0, encoder.reader)
+        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough, collator=collator)
+    return StoredFeatures(folder)
 
 
-def stored_output(batch: dict) -> TargetOutput:
-    """The target's output for a batch of stored rows, read from disk."""
-    device = batch["input_ids"].device
-    features = pad_sequence([row.features() for row in batch["stored"]], batch_first=True)  # [N, S, L*H]
-    states = [row.last_hidden_state() for row in batch["stored"]]
-    of_all = None if states[0] is None else pad_sequence(states, batch_first=True).to(device)  # [N, S, H]
-    return TargetOutput(features.to(device), of_all)
+def stored_output(batch: dict, states: bool) -> TargetOutput:
+    """The target's output for a batch of stored rows, read from disk; with its final hidden states or without."""
+    device, rows = batch["input_ids"].device, batch["stored"]
+    features = pad_sequence([row.features() for row in rows], batch_first=True).to(device)  # [N, S, L*H]
+    if not states:
+        return TargetOutput(features, None)
+    last = pad_sequence([row.last_hidden_state() for row in rows], batch_first=True)  # [N, S, H]
+    return TargetOutput(features, last.to(device))
+
+
+def check_made_with(dataset: StoredFeatures, tokenizer, states: bool) -> None:
+    """
+    Check that stored features are those of a run's tokenizer and chat template, and serve its loss.
+
+    Raises:
+        `ValueError`: names the mismatch and the remedy.
+    """
+    manifest, folder = dataset.manifest, dataset.folder
+    for name, digest in digests_of_tokenizer(tokenizer).items():
+        if digest != getattr(manifest, name):
+            what = "vocabulary" if name == "tokenizer" else "chat template (chat_template=FILE)"
+            raise ValueError(
+                f"{folder} was stored with {name}={getattr(manifest, name)}, but the tokenizer of this run has "
+                f"{digest}: train with the same {what}, or store the features again."
+            )
+    _check_states(dataset, states)
 
 
 def check_features(dataset: StoredFeatures, draft_config, target, states: bool) -> None:
@@ -397,35 +402,40 @@ def check_features(dataset: StoredFeatures, draft_config, target, states: bool) 
         `ValueError`: names the mismatch and the remedy.
     """
     manifest, folder = dataset.manifest, dataset.folder
-    if dataset.layer_ids != draft_config.target_layer_ids:
+    if manifest.layer_ids != draft_config.target_layer_ids:
         raise ValueError(
-            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter reads "
-            f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
+            f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads target_layer_ids="
+            f"{draft_config.target_layer_ids}; store them with `dflash features --target-layer-ids`, or train another "
+            "drafter."
         )
-    for part, digest in digest_of_target(target).items():
+    digests = getattr(target, "weights_digest", None) or digest_of_target(target)
+    for part, digest in digests.items():
         if manifest.weights[part] != digest:
             raise ValueError(
                 f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
                 f"{type(target).__name__} has {digest}: load that target, or store the features again."
             )
-    if states and not dataset.states:
+    _check_states(dataset, states)
+
+
+def _check_states(dataset: StoredFeatures, states: bool) -> None:
+    if states and not dataset.manifest.states:
         raise ValueError(
-            "This loss_type needs the target's final states: pass `StoredFeatures(folder, states=True)`, or use ce or "
-            "dpace."
+            f"{dataset.folder} was stored without the final states, from which the target's distribution is computed: "
+            "store the features again with `dflash features --states`, or train with loss_type=ce or dpace."
         )
 
 
-def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
+def stored(folders: str | Path | Sequence[str | Path]):
     """[`StoredFeatures`] of a folder, or of several, concatenated."""
     if isinstance(folders, str | Path):
-        return StoredFeatures(folders, layer_ids, states)
-    return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
+        return StoredFeatures(folders)
+    return torch.utils.data.ConcatDataset([StoredFeatures(folder) for folder in folders])
 
 
 def stored_tokens(folders: str | Path | Sequence[str | Path]) -> list[dict[str, torch.Tensor]]:
     """The ids and loss masks of stored features, a row for each shard."""
-    sets = [StoredFeatures(one) for one in ([folders] if isinstance(folders, str | Path) else folders)]
-    files = [_opened(*file) for one in sets for file in one.files]
+    files = [_opened(*file) for one in parts_of(stored(folders)) for file in one.files]
     return [{name: file.get_tensor(name) for name in ("input_ids", "loss_mask")} for file in files]
 
 

@@ -59,13 +59,15 @@ LOSSES: dict[type[Head], Callable] = {MarkovHead: _markov, DominoHead: _domino}
 
 def head_loss(head: Head, rows, progress: float) -> torch.Tensor:
     """
-    The differentiable loss `[M]` of a head over all tokens. (A head with candidates is trained towards the target's
-    probabilities among them, and leaves the loss of the independent slots unchanged.)
+    The differentiable loss `[M]` of a head. One with candidates learns to choose among them, and leaves the loss of
+    the independent slots unchanged.
 
     Args:
         head (`Head`): The drafter's head.
         rows (`Rows` of `training.losses`): Scores, logits, labels and teacher of some known tokens.
         progress (`float`): Progress of the run, from 0 to 1.
     """
+    if rows.ids is not None:
+        return rows.divergence(rows.logits) + rows.selection()
     loss = LOSSES.get(type(head))
     return rows.divergence(rows.scores) if loss is None else loss(head, rows, progress)

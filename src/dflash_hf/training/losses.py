@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -19,15 +19,6 @@ DIVERGENCES = {
 
 
 @dataclass
-class Candidates:
-    """The likely tokens of each of the `M` known tokens' slots, among which a drafter's head chooses."""
-
-    ids: torch.LongTensor  # [M, k]  in the drafter's vocabulary
-    logits: torch.Tensor  # [M, k]  the drafter's, without gradient
-    wanted: torch.Tensor  # [M, k]  the teacher's probabilities; without a teacher, 1 for the label
-
-
-@dataclass
 class TokenLosses:
     """The results of one pass through the head, for every token."""
 
@@ -35,7 +26,6 @@ class TokenLosses:
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
     correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not known
     known: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
-    candidates: Candidates | None = None
     alone: torch.BoolTensor | None = None  # [...]  as `correct`, for each slot's argmax without the head
 
 
@@ -51,15 +41,16 @@ class Teacher:
 
 @dataclass
 class Rows:
-    """`M` known tokens, from which a head over all tokens learns."""
+    """`M` known tokens, from which a drafter learns."""
 
-    scores: torch.Tensor  # [M, V]  the head's scores, differentiable
+    scores: torch.Tensor  # [M, V]  the head's scores, differentiable; [M, k] of `ids`
     logits: torch.Tensor  # [M, V]  the slots' own draft logits, differentiable
+    ids: torch.LongTensor | None  # [M, k]  the candidates of a head that does not choose among all tokens
     labels: torch.LongTensor  # [M]
     teacher: torch.Tensor | None  # [M, V]  the target's logits
     hidden: torch.Tensor  # [M, H]
-    query: torch.Tensor  # [M, q]
-    kind: str = "kl"  # kind of loss, as in [`Teacher`]
+    query: torch.Tensor | None  # [M, q]
+    kind: str = "ce"  # kind of loss, a key of `DIVERGENCES`
 
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
         """`[M]`, the run's loss for scores `[M, V]`."""
@@ -68,6 +59,27 @@ class Rows:
     def distance(self, scores: torch.Tensor) -> torch.Tensor:
         """`[M]`, the total variation between the teacher and scores `[M, V]`, from 0 to 1."""
         return variation(scores, self.teacher)
+
+    def selection(self) -> torch.Tensor:
+        """`[M]`, the divergence of the candidates' scores from the teacher's share of them, or from the label."""
+        log_q = self.scores.log_softmax(-1)
+        wanted = self.ids == self.labels[:, None]  # a label that is no candidate has no effect
+        if self.teacher is not None:
+            wanted = self.teacher.to(_wide(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
+        wanted = wanted.to(log_q)
+        share = wanted.sum(-1, keepdim=True).clamp(min=1e-30)
+        return (torch.xlogy(wanted, wanted / share) - wanted * log_q).sum(-1)
+
+    @torch.no_grad()
+    def figures(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[M]` each: the label's negative log-likelihood, whether it is drafted, and whether the slot alone does."""
+        scores, labels = self.scores.to(_wide(self.scores.dtype)), self.labels
+        best, alone = scores.argmax(-1), self.logits.argmax(-1) == labels
+        if self.ids is None:
+            return functional.cross_entropy(scores, labels, reduction="none"), best == labels, alone
+        is_label = self.ids == labels[:, None]
+        nll = -scores.log_softmax(-1).masked_fill(~is_label, -math.inf).amax(-1)  # infinite if it is no candidate
+        return nll, is_label.gather(1, best[:, None])[:, 0], alone
 
 
 def divergence(
@@ -141,58 +153,6 @@ def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0
     return credit.flip(-1).cumsum(-1).flip(-1) * counted
 
 
-class _TokenLoss(torch.autograd.Function):
-    """
-    The loss of each row, without holding all logits in memory.
-
-    The head acts on each row separately, so the gradient of row `i` is `grad_output[i]` times a vector that is known
-    as soon as the row's logits are. It is kept, `[M, H]` instead of `[M, V]` logits, and the head is never run again.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, head, labels, teacher, chunk_size, likely):
-        losses = torch.empty(hidden.shape[0], device=hidden.device, dtype=_wide(hidden.dtype))  # [M]
-        nll = torch.empty_like(losses)  # [M]
-        correct = torch.empty_like(labels, dtype=torch.bool)  # [M]
-        needs_grad = ctx.needs_input_grad[0]
-        grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
-        candidates = []
-        at_least = 0 if likely is None else 1  # run even an empty chunk, so that candidates have the right shape
-        for start in range(0, max(hidden.shape[0], at_least), chunk_size):
-            rows = slice(start, start + chunk_size)
-            gold, wanted = labels[rows], None
-            if teacher is not None:
-                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
-                wanted = teacher.head(states)  # [chunk, V]
-            with torch.set_grad_enabled(needs_grad):
-                chunk = hidden[rows].detach().requires_grad_(needs_grad)
-                logits = head(chunk)  # [chunk, V]
-                gold = gold.to(logits.device)
-                wanted = None if wanted is None else wanted[..., : logits.shape[-1]].to(logits.device)
-                values = divergence(logits, gold, wanted, "ce" if teacher is None else teacher.kind)
-            if needs_grad:
-                (grads[rows],) = torch.autograd.grad(values, chunk, torch.ones_like(values))
-            losses[rows] = nll[rows] = values.detach()
-            wide = logits.detach().to(_wide(logits.dtype))
-            if wanted is not None:
-                nll[rows] = functional.cross_entropy(wide, gold, reduction="none")
-            correct[rows] = wide.argmax(-1) == gold
-            if likely is not None:
-                ids, unary = likely(wide)  # [chunk, k]
-                shares = ids == gold[:, None] if wanted is None else wanted.to(wide).softmax(-1).gather(1, ids)
-                candidates.append((ids, unary, shares.to(wide)))
-            del logits, wide, wanted  # before those of the next chunk are allocated
-        ctx.save_for_backward(grads)
-        found = [torch.cat(parts).to(hidden.device) for parts in zip(*candidates, strict=True)]
-        ctx.mark_non_differentiable(nll, correct, *found)
-        return losses, nll, correct, *found
-
-    @staticmethod
-    def backward(ctx, grad_losses, *_):
-        (grads,) = ctx.saved_tensors
-        return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None, None
-
-
 def token_losses(
     hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
@@ -200,11 +160,13 @@ def token_losses(
     counted: torch.BoolTensor,
     chunk_size: int = 512,
     teacher: Teacher | None = None,
-    likely: Callable[[torch.Tensor], tuple[torch.LongTensor, torch.Tensor]] | None = None,
+    queries: torch.Tensor | None = None,
+    score: Callable[[torch.Tensor | None, torch.Tensor], tuple] = lambda query, logits: (None, logits),
+    loss: Callable[[Rows], torch.Tensor] = lambda rows: rows.divergence(rows.scores),
 ) -> TokenLosses:
     """
-    Cross-entropies, or divergences from a teacher, through a frozen head, with at most `chunk_size` rows of logits in
-    memory at a time.
+    The losses of tokens through the target's frozen head, with at most `chunk_size` rows of logits in memory at a
+    time; of more rows than one chunk, the logits are computed again in the backward pass.
 
     Only counted tokens of the drafter's vocabulary reach the head. Half-precision logits are summed in fp32.
 
@@ -215,91 +177,37 @@ def token_losses(
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): A loss against the target's distribution, instead of the cross-entropy of `labels`.
-        likely (`Callable`): For a head with candidates: `[M, V]` logits -> ids and logits of these, both `[M, k]`.
+        queries (`torch.Tensor`): `[M, q]`, the queries of the drafter's head for the known tokens.
+        score (`Callable`): Maps queries and logits `[M, V]` to the head's candidates, `[M, k]` or `None` for all
+            tokens, and their scores. Default: the logits themselves.
+        loss (`Callable`): Maps [`Rows`] to losses `[M]`.
     """
     known = counted & (labels >= 0)
-    if teacher is not None:
-        teacher = replace(teacher, rows=teacher.rows[known])
-    of_known = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size, likely)  # [M], then [M, k]
-    # Even without tokens `values` depends on `hidden`, so that every rank takes part in backward.
-    (values, nll, correct), found = (_spread(one, known) for one in of_known[:3]), of_known[3:]
-    return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None, correct)
-
-
-def selected(
-    losses: TokenLosses, scores: Callable[[Candidates], torch.Tensor], labels: torch.LongTensor
-) -> TokenLosses:
-    """
-    Losses of a head that chooses among the likely tokens of a slot, given the true previous tokens.
-
-    The head is trained towards the teacher's probabilities, or the label, among its candidates; a label that is not a
-    candidate has no effect. Its loss is added to the slot's own loss.
-
-    Args:
-        losses (`TokenLosses`): `[...]`, with candidates.
-        scores (`Callable`): The head's scores of the candidates, `[M, k]`, differentiable.
-        labels (`torch.LongTensor`): `[...]`, as for [`token_losses`].
-    """
-    candidates, known = losses.candidates, losses.known
-    scored = scores(candidates)  # [M, k]
-    log_q = scored.log_softmax(-1)
-    wanted = candidates.wanted.to(log_q)
-    share = wanted.sum(-1, keepdim=True)  # of the target's probability mass
-    loss = (torch.xlogy(wanted, wanted / share.clamp(min=1e-30)) - wanted * log_q).sum(-1)  # [M]
-    is_label = candidates.ids == labels[known][:, None]  # [M, k]
-    nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite if the label is not a candidate
-    chosen = candidates.ids.gather(-1, scored.argmax(-1, keepdim=True))[:, 0] == labels[known]
-    values, nll, correct = (_spread(one, known) for one in (loss, nll, chosen))
-    return replace(losses, values=losses.values + values, nll=nll, correct=correct)
-
-
-def scored_losses(
-    hidden: torch.Tensor,
-    queries: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    scores: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    loss: Callable[[Rows], torch.Tensor],
-    labels: torch.LongTensor,
-    known: torch.BoolTensor,
-    chunk_size: int = 512,
-    teacher: Teacher | None = None,
-) -> TokenLosses:
-    """
-    Losses of a head that scores all tokens, given the true previous tokens. Logits are computed chunk by chunk, and
-    again in the backward pass, since they depend on parameters of the head.
-
-    Args:
-        hidden (`torch.Tensor`): `[..., H]`.
-        queries (`torch.Tensor`): `[M, q]`, the head's queries for the known tokens.
-        head (`Callable`): The target's head, `[M, H] -> [M, V]`.
-        scores (`Callable`): Maps queries and logits `[M, V]` to the logits and scores of the drafter's head.
-        loss (`Callable`): Maps [`Rows`] to losses `[M]`.
-        labels, known: As in [`TokenLosses`].
-        chunk_size, teacher: As for [`token_losses`].
-    """
     kept, gold = hidden[known], labels[known]
-    rows = None if teacher is None else teacher.rows[known].to(teacher.states.device)
+    places = None if teacher is None else teacher.rows[known].to(teacher.states.device)
     kind = "ce" if teacher is None else teacher.kind
 
     def of_chunk(chunk, query, gold, states):
-        logits, scored = scores(query, head(chunk))  # [chunk, V]
-        gold = gold.to(scored.device)
+        logits = head(chunk)  # [chunk, V]
+        ids, scores = score(query, logits)
+        gold, logits = gold.to(scores.device), logits.to(scores.device)
         # The target's head may have rows past the drafter's vocabulary.
-        wanted = None if states is None else teacher.head(states)[..., : scored.shape[-1]].to(scored.device)
-        values = loss(Rows(scored, logits, gold, wanted, chunk, query, kind))
-        wide = scored.detach().to(_wide(scored.dtype))
-        nll = functional.cross_entropy(wide, gold, reduction="none")
-        return values, nll, wide.argmax(-1) == gold, logits.argmax(-1) == gold
+        wanted = None if states is None else teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
+        rows = Rows(scores, logits, ids, gold, wanted, chunk, query, kind)
+        return loss(rows), *rows.figures()
 
     parts = []
     for start in range(0, max(len(kept), 1), chunk_size):  # even without tokens: every rank runs its backward
         part = slice(start, start + chunk_size)
-        states = None if rows is None else teacher.states[rows[part]]
-        arguments = (kept[part], queries[part], gold[part], states)
-        parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-    figures = [torch.cat(one).to(hidden.device) for one in zip(*parts, strict=True)]
+        states = None if places is None else teacher.states[places[part]]
+        arguments = (kept[part], None if queries is None else queries[part], gold[part], states)
+        if len(kept) <= chunk_size or not torch.is_grad_enabled():
+            parts.append(of_chunk(*arguments))
+        else:
+            parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+    figures = (torch.cat(one).to(hidden.device) for one in zip(*parts, strict=True))
     values, nll, correct, alone = (_spread(one, known) for one in figures)
-    return TokenLosses(values, nll, correct, known, alone=alone)
+    return TokenLosses(values, nll, correct, known, alone)
 
 
 def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:

@@ -1,8 +1,5 @@
 """Metrics of the log: sums over blocks, and the figures that they give."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -22,7 +19,6 @@ class Statistics(NamedTuple):
     blocks: torch.Tensor  # [...]
     loss: torch.Tensor  # [...]
     normalizer: torch.Tensor  # [...]  the divisor of `loss`
-    tokens: torch.Tensor  # [...]  of the sequences
 
     @classmethod
     def none(cls, device: torch.device) -> "Statistics":
@@ -39,7 +35,6 @@ def block_statistics(
     counted: torch.BoolTensor,
     loss: torch.Tensor,
     normalizer: torch.Tensor,
-    tokens: torch.Tensor,
     alone: torch.BoolTensor | None = None,
 ) -> Statistics:
     """
@@ -49,7 +44,6 @@ def block_statistics(
         correct, counted (`torch.BoolTensor`): `[N, A, B]`.
         loss, normalizer (`torch.Tensor`): `[N]`, from [`~dflash_hf.training.losses.block_loss`] and
             [`~dflash_hf.training.losses.loss_normalizer`].
-        tokens (`torch.Tensor`): `[N]`, the length of each sequence.
         alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, for each slot's argmax without the head. Default:
             `correct`.
     """
@@ -57,7 +51,7 @@ def block_statistics(
     slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
     accepted_alone = slots[3] if alone is None else slot_counts(alone[..., 1:] & counted, counted)[3]
     blocks = counted.any(-1).sum(1)  # [N]
-    return Statistics._make([*slots.sum(2), accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer, tokens])
+    return Statistics._make([*slots.sum(2), accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer])
 
 
 def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
@@ -79,7 +73,7 @@ def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str,
     its remaining tokens. If a head depends on other tokens (`has_head`), also `simulated_tau_argmax`, the value that
     each slot's argmax without the head would reach. 0 for a slot that no block reached; empty without blocks.
     """
-    counted, correct, reached, accepted, accepted_alone, blocks, loss, normalizer, _ = (one.tolist() for one in sums)
+    counted, correct, reached, accepted, accepted_alone, blocks, loss, normalizer = (one.tolist() for one in sums)
     if blocks == 0:
         return {}
     metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
@@ -90,37 +84,3 @@ def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str,
         for slot, total in enumerate(totals, start=1):
             metrics[f"{name}_{slot}"] = hits[slot - 1] / total if total else 0.0
     return metrics
-
-
-class Meter:
-    """
-    What a line of the training log is computed from: statistics and time since the previous line.
-
-    Args:
-        device (`torch.device`): Where statistics are summed, so that the training never waits for them.
-    """
-
-    def __init__(self, device: torch.device):
-        self.statistics = Statistics.none(device)
-        self.clock: float | None = None  # when time began to count
-
-    def start(self) -> None:
-        """Let the time count, unless it does already."""
-        if self.clock is None:
-            self.clock = time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time in this context does not count."""
-        start = time.perf_counter()
-        yield
-        if self.clock is not None:
-            self.clock += time.perf_counter() - start
-
-    def take(self, accelerator, has_head: bool) -> dict[str, float]:
-        """The metrics since the last call, over all processes."""
-        sums = accelerator.reduce(self.statistics, "sum")
-        metrics, now = statistics_to_metrics(sums, has_head), time.perf_counter()
-        metrics["tokens_per_second"] = sums.tokens.item() / (now - self.clock)
-        self.statistics, self.clock = Statistics.none(sums.tokens.device), now
-        return metrics

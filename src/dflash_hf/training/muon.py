@@ -41,10 +41,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def muon_of(draft, args) -> MuonAdamW:
     """The optimizer of a drafter: the matrices of its layers and of `fc`, which reads the features, go to Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        raise ImportError(
-            f"muon=True needs torch 2.9, and this is {torch.__version__}; upgrade torch, or leave it out."
-        )
     modules = [one for part in (draft.layers, draft.fc) for one in part.modules() if isinstance(one, nn.Linear)]
     matrices = {id(one.weight): one.weight for one in modules if one.weight.requires_grad}
     others = [one for one in draft.parameters() if one.requires_grad and id(one) not in matrices]

@@ -26,8 +26,6 @@ from dflash_hf.training.losses import (
     block_loss,
     default_gamma,
     loss_normalizer,
-    scored_losses,
-    selected,
     slot_weights,
     token_losses,
 )
@@ -68,9 +66,7 @@ class Objective:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
-        batch["anchors"], batch["valid"] = sample_anchors(
-            batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
-        )
+        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], slots, seeds=seeds)
 
     def normalizer(self, batch: Batch) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
@@ -123,8 +119,7 @@ class Objective:
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
-        tokens = batch["attention_mask"].sum(1)  # [N]
-        return loss, block_statistics(correct, counted, loss, normalizer, tokens, alone)
+        return loss, block_statistics(correct, counted, loss, normalizer, alone)
 
     def build_blocks(self, batch: Batch, label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
@@ -136,8 +131,6 @@ class Objective:
             self.config.block_size,
             self.config.mask_token_id,
             label_ids=label_ids,
-            position_ids=batch.get("position_ids"),
-            document_ids=batch.get("document_ids"),
             anchor_first=self.config.sample_from_anchor,
             unbroken=self.args.loss_type == "dspark",
         )
@@ -149,7 +142,7 @@ class Objective:
         """
 
         def mask(window: int | None, is_causal: bool):
-            shape = (self.config.block_size, window, is_causal, batch.get("document_ids"))
+            shape = (self.config.block_size, window, is_causal)
             if self.uses_flex:
                 return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
             if not self.config.attention_sink_bias:
@@ -167,29 +160,19 @@ class Objective:
             before (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
             progress (`float`): Share of the run that is done.
         """
-        draft, chunk_size, has_head = self.draft, self.args.loss_chunk_size, self.config.has_head
-        head = self.config.head(draft, partial(draft.embed, self.target))
-        if has_head:  # the target's table may have been extended
-            before = before.clamp(max=self.config.vocab_size - 1)
-        # 1. A head over all tokens learns together with the slots.
-        if has_head and head.top_k is None:
-            known = counted & (labels >= 0)
-            queries = forced_queries(head, before, hidden, known)  # [M, q]
+        draft, head = self.draft, self.config.head(self.draft, partial(self.draft.embed, self.target))
+        common = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
+        if not self.config.has_head:
+            return token_losses(*common)
+        before = before.clamp(max=self.config.vocab_size - 1)  # the target's table may have been extended
+        chooses = head.top_k is not None  # such a head does not change the slots among whose candidates it chooses
+        queries = forced_queries(head, before, hidden.detach() if chooses else hidden, counted & (labels >= 0))
 
-            def scores(query, logits):
-                ids, logits = head.candidates(logits.to(query.device))
-                return logits, head.scores(query, draft.target_ids(ids), logits)
+        def score(query, logits):
+            ids, logits = head.candidates((logits.detach() if chooses else logits).to(query.device))
+            return ids if chooses else None, head.scores(query, draft.target_ids(ids), logits)
 
-            loss = partial(head_loss, head, progress=progress)
-            return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
-
-        # 2. A head that chooses among candidates learns from the slots' own logits, without changing them.
-        likely = head.candidates if has_head else None
-        losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
-        if not has_head:
-            return losses
-        queries = forced_queries(head, before, hidden.detach(), losses.known)
-        return selected(losses, lambda one: head.scores(queries, draft.target_ids(one.ids), one.logits), labels)
+        return token_losses(*common, queries, score, partial(head_loss, head, progress=progress))
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:

@@ -23,7 +23,8 @@ class Pace(TrainerCallback):
     """
     The learning-rate factor after a share of the time: linear warm-up, cosine to zero. Evaluations and saving count.
     As a callback it ends training when the time is over; the number of steps is not known in advance. The time spent
-    is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time.
+    is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time, as long as it is now said
+    to be.
 
     Args:
         seconds (`float`): Duration of training.
@@ -110,7 +111,8 @@ class StepCount(TrainerCallback):
             self.warn(
                 f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
                 f"passes over the data, or shorter steps (now num_anchors={args.num_anchors}, "
-                f"per_device_train_batch_size={args.per_device_train_batch_size}; a CPU takes 16 and 4)."
+                f"per_device_train_batch_size={args.per_device_train_batch_size}, gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}; a CPU takes 16, 4 and 1)."
             )
 
 

@@ -30,29 +30,39 @@ _TABLE: dict[str, tuple[Any, Any, str]] = {
     "logging_steps": (50, 10, "a line every few seconds"),
     "save_steps": (250, 1000, "at most minutes are lost"),
 }
-# Keys that contradict each other, and why.
-APART = {
-    "features": ("packing", "streaming", "eval_data", "decode_prompts", "store_rows"),
-    "streaming": ("num_proc", "eval_split", "draft_vocab_size", "store_rows"),
-    "packing": ("store_rows",),
-    "draft": ("init_layers", "draft_vocab_size"),
+# A given key, those that would have no effect beside it, and why.
+_WITHOUT_EFFECT = {
+    "features": (
+        *("data_name", "data_revision", "split", "max_length", "num_proc", "attn_implementation", "eval_data"),
+        *("eval_split", "store_rows"),
+        "stored features are read as they are, without the target's layers",
+    ),
+    "data": ("eval_features", "features of `eval_data` are computed"),
+    "draft": ("init_layers", "draft_vocab_size", "a trained drafter has its weights and vocabulary"),
 }
-WHY_APART = {
-    "features": "stored features are read as they are, without the target's layers",
-    "streaming": "a stream is read once, in one process",
-    "packing": "features are stored by example",
-    "draft": "a trained drafter has its weights and vocabulary",
-}
-# Further keys that a run with another key has no use for, or that the other decides.
+# Keys of the preset that a run with another key has no use for, or that the other decides.
 _DECIDES = {
-    "draft": ("num_draft_layers", "block_size"),
+    "features": ("store_rows",),
+    "draft": ("num_draft_layers", "block_size", "init_layers", "draft_vocab_size"),
     "head_only": ("loss_type", "learning_rate"),  # a head has its own
-    "per_device_train_batch_size": ("gradient_accumulation_steps",),
     "peft_config": ("store_rows",),
     "max_minutes": ("max_steps",),
     "num_train_epochs": ("max_steps",),
     "fp16": ("bf16",),
 }
+
+
+def check_apart(given: dict) -> None:
+    """
+    Raises:
+        `ValueError`: of the keys that were given, one has no effect beside another.
+    """
+    for name, (*others, why) in _WITHOUT_EFFECT.items():
+        for other in others:
+            if given.get(name) and given.get(other):
+                raise ValueError(
+                    f"{other}={given[other]!r} has no effect with {name}={given[name]!r}: {why}; leave one out."
+                )
 
 
 def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
@@ -68,8 +78,12 @@ def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
     on_cpu = given.get("use_cpu") or not torch.accelerator.is_available()
     device = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
     small = device in ("cpu", "mps")
-    values = {name: row[0 if small else 1] for name, row in _TABLE.items()}
+    values: dict[str, Any] = {name: row[0 if small else 1] for name, row in _TABLE.items()}
     reasons = {name: row[2] for name, row in _TABLE.items()} if small else {}
+    if at_once := given.get("per_device_train_batch_size"):
+        rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+        values["gradient_accumulation_steps"] = max(rows // at_once, 1)
+        reasons["gradient_accumulation_steps"] = f"a step has {rows} rows, however many are read at a time"
     if small:
         layers = int(given.get("num_draft_layers") or values["num_draft_layers"])
         values["init_layers"] = list(range(-layers, 0))
@@ -85,8 +99,7 @@ def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
         values["learning_rate"] = 5e-4
     if given.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
         values["save_steps"] = given.get("eval_steps") or given.get("logging_steps") or values["logging_steps"]
-    unwanted = {key for table in (APART, _DECIDES) for name in table if given.get(name) for key in table[name]}
+    unwanted = {key for name, keys in _DECIDES.items() if given.get(name) for key in keys}
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         unwanted.add("store_rows")  # one process would store while the others wait
-    values = {name: value for name, value in values.items() if name not in unwanted}
-    return device, values, reasons
+    return device, {name: value for name, value in values.items() if name not in unwanted}, reasons

@@ -12,7 +12,6 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from transformers import HfArgumentParser
 
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
-from dflash_hf.training.features import FeatureManifest
-from dflash_hf.training.presets import APART, PAPER, WHY_APART, preset
+from dflash_hf.training.presets import PAPER, check_apart, preset
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -76,17 +74,13 @@ class RecipeArguments:
     split: str | None = key("Split of the data; default: train, or the only one.")
     eval_data: list[str] | str | None = key("Evaluation data, as `data`.")
     eval_split: str | None = key("Split of `eval_data`, or of `data` without it.")
-    streaming: bool = key("Stream the data; needs `max_steps`.", False)
     max_length: int = key("Maximum number of tokens of an example.", 3072)
-    packing: bool = key("Pack examples into rows of `max_length` tokens.", False)
     chat_template: str | None = key("Jinja file to use instead of the tokenizer's template.")
     chat_template_kwargs: dict | None = key("Arguments of the chat template, such as {enable_thinking: false}.")
     num_proc: int | None = key("Processes that encode the data.")
     overwrite_output_dir: bool = key("Start over in an output_dir that has a run or a drafter.", False)
     features: list[str] | str | None = key("Folder or folders of stored features, instead of `data`.")
     eval_features: list[str] | str | None = key("Stored features to evaluate on.")
-    decode_prompts: int = key("Prompts to decode at each evaluation, to measure tau; 0: none.", 0)
-    decode_max_new_tokens: int = key("Maximum number of tokens of their answers.", 128)
     store_rows: int = key(
         "First store the features of N rows of `data` in output_dir, train on them, and remove them; -1: of all rows "
         "that a third of max_minutes and half of the disk allow.",
@@ -99,13 +93,6 @@ class RecipeArguments:
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one.")
-        for name, others in APART.items():
-            for other in others:
-                if getattr(self, name) and getattr(self, other):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} and {other}={getattr(self, other)!r} contradict each other: "
-                        f"{WHY_APART[name]}; leave one out."
-                    )
         for name in PAPER:
             if not self.draft and getattr(self, name) is None:
                 setattr(self, name, PAPER[name])
@@ -120,11 +107,11 @@ class RecipeArguments:
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
-    @cached_property
-    def manifests(self) -> dict[str, FeatureManifest]:
-        """The manifests of its stored features, by folder."""
-        folders = [self.features] if isinstance(self.features, str) else self.features or []
-        return {folder: FeatureManifest.load(Path(folder)) for folder in folders}
+    @property
+    def feature_folders(self) -> list[str]:
+        """The folders of its stored features."""
+        given = [[one] if isinstance(one, str) else one or [] for one in (self.features, self.eval_features)]
+        return [*given[0], *given[1]]
 
 
 # What upstream's configurations read besides their fields.
@@ -177,6 +164,7 @@ def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dic
     if unknown := [name for name in values if name not in _HINTS]:
         raise ValueError(f"{_unknown(unknown[0], list(_HINTS))} `dflash train --keys` lists all keys.")
     values = _typed(values)
+    check_apart(values)
     settings = {name: Setting(values[name], one.origin) for name, one in settings.items()}
 
     fields, loss = HEADS.get(values.get("head"), ({}, {}))

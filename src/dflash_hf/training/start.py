@@ -9,6 +9,7 @@ the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14
 """
 
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,19 +22,20 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.target import mask_token_remedy, spare_token_id
+from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.presets import LARGEST_DRAFT_VOCABULARY
 
 
-def make_draft(recipe, target, mask_token_id: int, kwargs: dict, tokenizer, say):
+def make_draft(recipe, target, encoder, say):
     """
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
-    chat template (`kwargs`), and the digests of the tokenizer.
+    chat template and the digests of the tokenizer with which the data are encoded.
     """
-    draft = _draft_to_go_on(recipe, say) if recipe.draft else _fresh_draft(recipe, target, mask_token_id, say)
-    kept = draft.config.dflash_config
+    draft = _draft_to_go_on(recipe, say) if recipe.draft else _fresh_draft(recipe, target, encoder.mask_token_id, say)
+    kept, kwargs = draft.config.dflash_config, encoder.chat_template_kwargs
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
-    kept["trained_with"] = digests_of_tokenizer(tokenizer)
+    kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 
@@ -86,9 +88,9 @@ def _draft_to_go_on(recipe, say):
 
 def _fresh_draft(recipe, target, mask_token_id: int, say):
     fields = {**recipe.draft_config}
-    stored_layers = [manifest.layer_ids for manifest in recipe.manifests.values()]
-    if recipe.target_layer_ids or stored_layers:
-        fields["target_layer_ids"] = recipe.target_layer_ids or stored_layers[0]
+    stored = [FeatureManifest.load(Path(folder)).layer_ids for folder in recipe.feature_folders[:1]]
+    if recipe.target_layer_ids or stored:
+        fields["target_layer_ids"] = recipe.target_layer_ids or stored[0]
     if recipe.draft_vocab_size:
         fields["draft_vocab_size"] = recipe.draft_vocab_size
     layers, block = recipe.num_draft_layers, recipe.block_size

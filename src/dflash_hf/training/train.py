@@ -2,30 +2,39 @@
 
 import gc
 import math
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, set_seed
+from transformers import set_seed
 
+from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+from dflash_hf.data.images import load_image_reader
+from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
-from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs import Loading, draft_config_of, load_target
-from dflash_hf.terminal import note
-from dflash_hf.training.adapters import add_adapter, merged
-from dflash_hf.training.callbacks import DecodingCallback
-from dflash_hf.training.checkpoints import checkpoint_of, last_checkpoint
-from dflash_hf.training.features import drop_layers, store_rows, stored, stored_tokens
+from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
+from dflash_hf.terminal import check_writable, note
+from dflash_hf.training.adapters import adapter_config, add_adapter, merged
+from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.features import (
+    FeatureManifest,
+    StoredFeatures,
+    check_made_with,
+    drop_layers,
+    store_rows,
+    stored,
+    stored_tokens,
+)
 from dflash_hf.training.pace import Pace, StepCount
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
@@ -37,29 +46,7 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 STORED = ".features"  # of rows that a run reads more than once; it is removed, so its name is not a user's
-
-
-@dataclass
-class Run:
-    """
-    What a run trains with.
-
-    Args:
-        recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
-        target, draft: The models as loaded, or a fresh drafter.
-        encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
-    """
-
-    recipe: RecipeArguments
-    args: DFlashTrainingArguments
-    target: PreTrainedModel
-    draft: DFlashDraftModel
-    encoder: RowEncoder
-
-    @property
-    def layer_ids(self) -> list[int]:
-        """The target layers whose outputs the drafter reads."""
-        return self.draft.config.target_layer_ids
+_METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
@@ -74,15 +61,14 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     Returns:
         `DFlashTrainer`: After training.
     """
-    # 1. The arguments.
+    # 1. The arguments, and whatever else can be checked before a model is loaded.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
+    args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    options = {**training, "output_dir": str(folder), "resume_from_checkpoint": None}
-    if recipe.streaming and not options.get("max_steps", -1) > 0:
-        raise ValueError("streaming=True has no length; set max_steps.")
-    args = DFlashTrainingArguments(**options)
-    if recipe.streaming:
-        args.accelerator_config.dispatch_batches = False  # batches differ in width; each rank reads its own share
+    check_run(recipe, args)
+    with args.main_process_first(desc="data"):
+        rows, eval_rows = _rows(recipe)
+    tokenizer = _tokenizer(recipe, args, has_texts=rows is not None and "input_ids" not in rows[0])
     first = args.process_index == 0
     say, tell = (echo, note) if first else (lambda line: None,) * 2
 
@@ -94,45 +80,95 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter; its reduced vocabulary is that of the data.
-    encoder = _encoder(recipe, target, tell)
+    encoder = _encoder(recipe, target, tokenizer, tell)
     with args.main_process_first(desc="data"):
-        rows, eval_rows = _encoded(recipe, encoder, say)
+        eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
+        rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say)
     found = None
     if recipe.draft_vocab_size:
         found = survey(stored_tokens(recipe.features) if recipe.features else rows)
         size = vocabulary_size(recipe, found, target.get_input_embeddings().weight.shape[0])
         recipe = replace(recipe, draft_vocab_size=size)
-    kwargs, tokenizer = encoder.chat_template_kwargs, encoder.tokenizer
-    draft = make_draft(recipe, target, encoder.mask_token_id, kwargs, tokenizer, tell)
+    draft = make_draft(recipe, target, encoder, tell)
     if recipe.draft_vocab_size:
         share = take_vocabulary(draft, target, found.counts)
         say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
-    run = Run(recipe, args, target, draft, encoder)
+
+    # 4. The trainer, which checks the rest.
+    if recipe.features:
+        drop_layers(target, args.device)
+        rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
+    model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
+    trainer = DFlashTrainer(model, target, args, rows, eval_rows)
+    trainer.data_collator.reader = encoder.reader
+    trainer.remove_callback(StepCount)
+    for one in (*callbacks, StepCount(say)):
+        trainer.add_callback(one)
+    if resume:
+        check_same_drafter(Path(resume), draft)
 
     with ExitStack() as stack:
         in_first_process(lambda: _begin(folder, not training.get("resume_from_checkpoint"), stack))
-        # 4. Features: those of another command, or of rows that are read more than once.
-        if recipe.features:
-            drop_layers(target, args.device)
-            names = (recipe.features, recipe.eval_features)
-            rows, eval_rows = (stored(one, run.layer_ids, args.has_teacher) if one else None for one in names)
-        elif recipe.store_rows:
+        # 5. Features of rows that are read more than once.
+        if recipe.store_rows:
             with args.main_process_first(desc="features"):
-                rows = store_rows(_drawn(rows, run), folder / STORED / "train", run, _enough(run, folder))
-                eval_rows = store_rows(eval_rows, folder / STORED / "eval", run)
-            say(f"features          of {len(rows):,} rows are stored")
-        # 5. Training.
-        trainer = _trainer(run, rows, eval_rows, [*callbacks, StepCount(say)])
+                drawn, enough = _drawn(rows, recipe, args), _enough(recipe, args, folder)
+                trainer.train_dataset = store_rows(drawn, folder / STORED / "train", trainer, recipe, encoder, enough)
+                trainer.eval_dataset = store_rows(eval_rows, folder / STORED / "eval", trainer, recipe, encoder)
+            say(f"features          of {len(trainer.train_dataset):,} rows are stored")
+        # 6. Training.
         if resume:
             say(f"resuming from {resume}")
-        saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
+        saving = 2.0 + 4 * draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
-        _save(run, trainer)
+        save(trainer, adapted=bool(recipe.peft_config))
     if first:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
     return trainer
+
+
+def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
+    """
+    Check what would otherwise fail after the target was loaded, or after hours.
+
+    Raises:
+        `ValueError`: the output cannot be written, or a name, the evaluation or an adapter are wrong.
+        `OSError`: a model or a file does not exist.
+    """
+    folder = Path(args.output_dir)
+    if folder.is_file():
+        raise ValueError(f"output_dir={folder} is a file; name a folder.")
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
+    evaluates, metric = recipe.eval_data or recipe.eval_split or recipe.eval_features, args.metric_for_best_model
+    if args.eval_strategy != "no" and not evaluates:
+        raise ValueError(
+            f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
+            "eval_features, or leave it out."
+        )
+    if metric is not None and not _METRICS.fullmatch(metric):
+        raise ValueError(
+            f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
+            "and acceptance_k of slot k."
+        )
+    if recipe.peft_config:
+        adapter_config(recipe.peft_config)
+    config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
+    check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
+
+
+def _tokenizer(recipe: RecipeArguments, args: DFlashTrainingArguments, has_texts: bool):
+    """The target's tokenizer, with which stored features must have been made; only texts need a vocabulary."""
+    tokenizer = load_tokenizer(
+        *(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code), empty=not has_texts
+    )
+    for features in recipe.feature_folders:
+        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
+    return tokenizer
 
 
 def leave_group() -> None:
@@ -187,80 +223,72 @@ def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
         shutil.rmtree(one, ignore_errors=True)
 
 
-def _encoder(recipe: RecipeArguments, target, tell) -> RowEncoder:
+def _encoder(recipe: RecipeArguments, target, tokenizer, tell) -> RowEncoder:
     """What makes examples of a run's rows."""
-    tokenizer = load_tokenizer(
-        recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code, empty=True
-    )
-    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in recipe.manifests.items()}
+    made_with = {folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders}
     config = draft_config_of(recipe.draft, Loading()) if recipe.draft else None
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows)
+    loading = Loading(revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
+    reader = load_image_reader(recipe.target, target.config.model_type, tokenizer, loading)
+    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows, reader=reader)
 
 
-def _encoded(recipe: RecipeArguments, encoder: RowEncoder, say) -> tuple:
-    """The training and evaluation data as examples; without data, of a run on stored features, none."""
+def _rows(recipe: RecipeArguments) -> tuple:
+    """The rows to train and to evaluate on; of a run on stored features, none."""
 
-    def prepared(data, split, streaming, packing):
-        rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
-        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc, data)
-        say(f"{data}:" if not streaming else f"{data}, its first rows:")
-        for line in report.lines():
-            say(f"  {line}")
-        return dataset
+    def load(data, split):
+        return load_rows(data, split, name=recipe.data_name, revision=recipe.data_revision)
 
     if recipe.features:
         return None, None
-    rows, eval_rows = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
-    if recipe.eval_data or recipe.eval_split:
-        eval_rows = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
-    return rows, eval_rows
+    evaluates = recipe.eval_data or recipe.eval_split
+    eval_rows = load(recipe.eval_data or recipe.data, recipe.eval_split) if evaluates else None
+    return load(recipe.data, recipe.split), eval_rows
 
 
-def _drawn(rows, run: Run):
+def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say):
+    """Rows, if there are any, as examples."""
+    if rows is None:
+        return None
+    dataset, report = prepare_dataset(rows, encoder, num_proc, data)
+    say(f"{data}:")
+    for line in report.lines():
+        say(f"  {line}")
+    return dataset
+
+
+def _drawn(rows, recipe: RecipeArguments, args):
     """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
-    count, args = run.recipe.store_rows, run.args
+    count = recipe.store_rows
     if count == -1 and args.max_steps > 0:
         count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
     return rows.select(order[: count if count > 0 else None].tolist())
 
 
-def _enough(run: Run, folder: Path) -> Callable[[], bool] | None:
+def _enough(recipe: RecipeArguments, args, folder: Path) -> Callable[[], bool] | None:
     """Whether storing features, as many as a run can, has taken a third of its time or half of the free disk."""
-    if run.recipe.store_rows != -1:
+    if recipe.store_rows != -1:
         return None
     start, free = Pace.clock(), shutil.disk_usage(folder).free
-    seconds = 20 * run.args.max_minutes if run.args.max_minutes else math.inf
+    seconds = 20 * args.max_minutes if args.max_minutes else math.inf
     return lambda: Pace.clock() - start > seconds or shutil.disk_usage(folder).free < free / 2
 
 
-def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
-    """The trainer of a run."""
-    recipe = run.recipe
-    model = add_adapter(run.draft, recipe.peft_config) if recipe.peft_config else run.draft
-    trainer = DFlashTrainer(model, run.target, run.args, rows, eval_rows)
-    trainer.remove_callback(StepCount)
-    for one in callbacks:
-        trainer.add_callback(one)
-    if recipe.decode_prompts:
-        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, recipe.decode_max_new_tokens))
-    return trainer
-
-
-def _save(run: Run, trainer: DFlashTrainer) -> None:
+def save(trainer: DFlashTrainer, adapted: bool) -> None:
     """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
-    folder = Path(run.args.output_dir)
-    if not run.recipe.peft_config:
-        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    folder, sharded = Path(trainer.args.output_dir), trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if not adapted:
+        if not sharded:
             _halved(trainer.draft, trainer.args)
         trainer.save_model(str(folder))
         return
     trainer.save_model(str(folder / "adapter"))
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # gathered by all
     if trainer.is_world_process_zero():
-        whole = merged(trainer.accelerator.unwrap_model(trainer.model))
+        whole = merged(trainer.accelerator.unwrap_model(trainer.model), state)
         with without_stale_report(folder):
             _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before

@@ -16,14 +16,14 @@ from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.pairs import loaded
 from dflash_hf.repositories import origin
-from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
+from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
-from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
+from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
@@ -51,9 +51,8 @@ class DFlashTrainer(AtomicTrainer):
     The target belongs to the trainer, not to the model, so that checkpoints do not contain it. Besides `Trainer`'s
     metrics, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all earlier slots are
     correct), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced (with a head also `simulated_tau_argmax`, for each slot's argmax without the head), and
-    `tokens_per_second` of all processes, excluding evaluations.
-    [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
+    teacher-forced; and with a head `simulated_tau_argmax`, for each slot's argmax without the head. `dflash eval`
+    measures the real tau of a checkpoint.
 
     Args:
         model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
@@ -103,14 +102,7 @@ class DFlashTrainer(AtomicTrainer):
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
         prepare_draft(self.draft, args, is_adapted(model))
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            **kwargs,
-        )
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
         if args.head_only and self.is_fsdp_enabled:
             # FSDP reduces gradients in hooks on the drafter's output, which has no gradient here.
             raise ValueError(
@@ -130,7 +122,7 @@ class DFlashTrainer(AtomicTrainer):
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
         self.objective = self.objective_class(self.draft, target, args, self.reader())
-        self.meter = Meter(args.device)
+        self.statistics = Statistics.none(args.device)  # since the last line of the log
         self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
@@ -158,6 +150,12 @@ class DFlashTrainer(AtomicTrainer):
         self.add_callback(self.pace)
         return self.lr_scheduler
 
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        given = None if self.pace is None else (self.pace.seconds, self.pace.warmup)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.pace is not None and given is not None:  # the scheduler restores all of a `Pace`
+            self.pace.seconds, self.pace.warmup = given
+
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed, or the disk."""
         whole = not any(parameter.is_meta for parameter in self.target.parameters())
@@ -178,7 +176,7 @@ class DFlashTrainer(AtomicTrainer):
         """
         loss, statistics = self.objective(model, inputs, self.progress)
         if model.training:
-            self.meter.statistics = self.meter.statistics.plus(statistics)
+            self.statistics = self.statistics.plus(statistics)
         if num_items_in_batch is None:
             total = statistics.normalizer.sum()
             num_items_in_batch = total.where(total > 0, 1)
@@ -199,7 +197,6 @@ class DFlashTrainer(AtomicTrainer):
         """
         if 0 < self.state.max_steps <= self.state.global_step:  # upstream would train a complete run a step more
             return [], None
-        self.meter.start()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             rows, batch = self.train_dataset, f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
@@ -237,8 +234,7 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
         self.eval_statistics = Statistics.none(self.args.device)
         self.target.eval()  # it may have been trained in between
-        with self.meter.paused():
-            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         restore(self.draft.config)
         for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
@@ -246,9 +242,11 @@ class DFlashTrainer(AtomicTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the metrics since the previous line."""
-        if "loss" in logs and self.meter.clock is not None:
-            metrics = self.meter.take(self.accelerator, self.draft.config.has_head)
+        if "loss" in logs:
+            sums = self.accelerator.reduce(self.statistics, "sum")
+            metrics = statistics_to_metrics(sums, self.draft.config.has_head)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
+            self.statistics = Statistics.none(self.args.device)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -259,7 +257,7 @@ class DFlashTrainer(AtomicTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        loss = self.meter.statistics.loss.item()  # summed since the last line of the log
+        loss = self.statistics.loss.item()
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss is {loss}")
         # An fp16 scaler skips steps in search of its scale.
@@ -305,7 +303,7 @@ class DFlashTrainer(AtomicTrainer):
                 "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
-        self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
+        self.statistics = Statistics.none(self.args.device)  # an earlier run may have ended in NaN
         self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
         try:
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
@@ -347,9 +345,9 @@ def _listed(value: str | list[str] | None) -> list[str]:
 def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> TargetOutput:
     """The target's output for a batch, as far as its features and the loss need it."""
     if "stored" in batch:
-        return stored_output(batch)
-    masks = packed_masks(target, layer_ids, batch)
-    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.has_teacher)
+        return stored_output(batch, args.has_teacher)
+    more = {"attention_mask": batch["attention_mask"], "images": batch.get("images")}
+    return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
 
 
 def check_dataset(dataset, args, draft_config, target) -> None:

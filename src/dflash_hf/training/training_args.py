@@ -104,6 +104,10 @@ class DFlashTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False
         for name in set(self.report_to) - set(get_available_reporting_integrations()):
             raise ImportError(f"report_to={name} is not installed, or unknown: `pip install {name}`, or leave it out.")
+        if self.muon and not hasattr(torch.optim, "Muon"):
+            raise ImportError(
+                f"muon=True needs torch 2.9, and this is {torch.__version__}; upgrade torch, or leave it out."
+            )
         if self.max_minutes is not None:
             if not self.max_minutes > 0:
                 raise ValueError(f"max_minutes={self.max_minutes} must be positive; leave it out to train by steps.")

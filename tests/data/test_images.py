@@ -1,0 +1,210 @@
+"""Rows with images: what becomes of them, and from rows to a drafter for targets of three kinds."""
+
+import base64
+import io
+import json
+
+import pytest
+import torch
+from support.chat_stand_in import chat_server
+from support.seeing import PLACE, picture, processor_of, save_seeing, target_of
+from support.tiny_chat import make_tokenizer
+
+from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.data.images import ImageReader
+from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.prepare import prepare_dataset
+from dflash_hf.data.sources import load_rows
+from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.target import target_forward
+
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def chat(part, answer="Hello.", **more):
+    """A row with an image in the user's message."""
+    user = {"role": "user", "content": [part, {"type": "text", "text": "Hi"}]}
+    return {"messages": [user, {"role": "assistant", "content": [{"type": "text", "text": answer}]}], **more}
+
+
+TEXT = {"messages": [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hm."}]}
+
+
+def png(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_every_form_of_an_image_is_the_same(tmp_path):
+    image, path = picture(3, 20), tmp_path / "a.png"
+    path.write_bytes(png(image))
+    data = base64.b64encode(png(image)).decode()
+    processor = processor_of("gemma3")
+    encode = RowEncoder(processor.tokenizer, reader=ImageReader(processor))
+    rows = [
+        chat({"type": "image", "image": image}),
+        chat({"type": "image", "path": str(path)}),
+        chat({"type": "image", "base64": data}),
+        chat({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}),
+        chat({"type": "image"}, images=[image]),
+        chat({"type": "image"}, image={"bytes": png(image), "path": None}),
+    ]
+    examples = [example for row in rows for example in encode(row)]
+    expected = DFlashCollator(0, encode.reader)(examples[:1])["images"]
+    assert {tuple(one["input_ids"]) for one in examples} == {tuple(examples[0]["input_ids"])}
+    for example in examples:
+        found = DFlashCollator(0, encode.reader)([example])["images"]
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+    rows = datasets.Dataset.from_list(
+        [{"messages": row["messages"], "images": row.get("images")} for row in rows[4:5]]
+    )
+    dataset, _ = prepare_dataset(rows.cast_column("images", datasets.List(datasets.Image())), encode)
+    assert dataset[0]["input_ids"] == examples[0]["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (chat({"type": "image", "path": "absent.png"}), "there is no image file 'absent.png'"),
+        (chat({"type": "image", "path": __file__}), "an image cannot be read"),
+        (chat({"type": "image", "base64": "bm90aGluZw=="}), "an image cannot be read"),
+        (chat({"type": "image", "url": "http://127.0.0.1:1/a.png"}), "an image is an address"),
+        (chat({"type": "image"}), "an image that is not there"),
+        (chat({"type": "image"}, images=[picture(1), picture(2)]), "more images than its `messages` has parts"),
+        (chat({"type": "audio", "url": "a.wav"}), "'audio' that is neither text nor an image"),
+        (chat({"type": "image", "image": picture(1)}, "long " * 40), "images and more than max_length=64 tokens"),
+        (chat({"type": "text", "text": "<start_of_image>"}), "the token of an image where there is none"),
+        (chat({"type": "image", "image": picture(1)}, "<image_soft_token>"), "the token of an image where"),
+    ],
+)
+def test_rows_with_broken_images_are_left_out(row, reason):
+    processor = processor_of("gemma3")
+    encode = RowEncoder(processor.tokenizer, max_length=64, reader=ImageReader(processor))
+    with pytest.raises(UnusableRow, match=reason):
+        encode(row)
+
+
+def test_targets_of_text_leave_images_out():
+    (example,) = RowEncoder(make_tokenizer())(TEXT)
+    with pytest.raises(UnusableRow, match="an image, which this target does not read"):
+        RowEncoder(make_tokenizer())(chat({"type": "image", "image": picture(1)}))
+    with pytest.raises(UnusableRow, match="an image, which this target does not read"):
+        RowEncoder(make_tokenizer())({**example, "images": [picture(1)]})
+
+
+@pytest.mark.parametrize("kind", PLACE)
+def test_training_reads_what_decoding_reads(kind):
+    """Features, positions of several axes and all, of a batch with a row of text."""
+    processor = processor_of(kind)
+    target, reader = target_of(kind, processor), ImageReader(processor)
+    encode = RowEncoder(processor.tokenizer, reader=reader)
+    examples = encode(chat({"type": "image", "image": picture(3, 20)})) + encode(TEXT)
+    batch = DFlashCollator(0, reader)(examples)
+    masks = {"attention_mask": batch["attention_mask"], "images": batch["images"]}
+    found = target_forward(target, [0, 2], batch["input_ids"], **masks, states=False).features
+    user = [{"type": "image", "image": picture(3, 20)}, {"type": "text", "text": "Hi"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template([{"role": "user", "content": user}, answer], **options)
+    assert inputs["input_ids"][0].tolist() == examples[0]["input_ids"]
+    with FeatureTap(target, [0, 2]) as tap, tap.running():
+        target(**inputs, use_cache=False)
+        torch.testing.assert_close(found[:1, : inputs["input_ids"].shape[1]], tap.take(), atol=1e-4, rtol=1e-4)
+    text = torch.tensor([examples[1]["input_ids"]])
+    alone = target_forward(target, [0, 2], text, states=False).features
+    torch.testing.assert_close(found[1:, : text.shape[1]], alone, atol=1e-4, rtol=1e-4)
+
+
+TRAINING = "max_steps=2 per_device_train_batch_size=2 num_anchors=4 block_size=4 mask_token_id=270 use_cpu=true"
+TRAINING += " bf16=false target_dtype=float32 report_to=none"
+
+
+@pytest.mark.parametrize("kind", PLACE)
+def test_images_from_rows_to_a_drafter(kind, tmp_path, capsys, monkeypatch):
+    target, processor = save_seeing(tmp_path / "target", kind, monkeypatch)
+    for number in range(6):
+        picture(number, 16 + 4 * number).save(tmp_path / f"{number}.png")
+    rows = [chat({"type": "image", "path": str(tmp_path / f"{number}.png")}) for number in range(6)]
+    rows += [TEXT, chat({"type": "image", "path": str(tmp_path / "absent.png")})]
+    data, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def run(*words):
+        status = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        print(printed.err)
+        return status, printed.out
+
+    named = ("--target", tmp_path / "target")
+    status, out = run(
+        "regenerate", *named, "--data", data, "--output", answers, "--max-new-tokens", 8, "--mask-token-id", 270
+    )
+    assert status == 0 and "7 of 7 rows are in" in out and "1 rows are left out: there is no image file" in out
+    for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines()):
+        messages = [{**row["messages"][0], "content": rows[row["row"]]["messages"][0]["content"]}]
+        if row["row"] < 6:
+            messages[0]["content"] = [
+                {"type": "image", "image": picture(row["row"], 16 + 4 * row["row"])},
+                messages[0]["content"][1],
+            ]
+        else:
+            messages[0]["content"] = [{"type": "text", "text": "Hi there"}]
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        inputs = processor.apply_chat_template(messages, **options)
+        expected = target.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=[270])
+        assert row["input_ids"] == expected[0].tolist(), row["row"]
+    status, out = run("prepare", *named, "--data", answers, "--output", tmp_path / "ids.parquet")
+    assert status == 0 and "examples          7" in out
+    training = [f"target={named[1]}", f"data={tmp_path / 'ids.parquet'}", f"eval_data={answers}", *TRAINING.split()]
+    assert run("train", *training, f"output_dir={tmp_path / 'draft'}")[0] == 0
+    stored = ("--output", tmp_path / "features", "--draft-config", tmp_path / "draft", "--store-dtype", "float32")
+    assert run("features", *named, "--data", answers, *stored)[0] == 0
+    training[1] = f"features={tmp_path / 'features'}"
+    assert (
+        run(
+            "train",
+            training[0],
+            training[1],
+            *training[3:],
+            f"output_dir={tmp_path / 'again'}",
+            f"draft={tmp_path / 'draft'}",
+        )[0]
+        == 0
+    )
+    pair = (*named, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
+    status, out = run("eval", *pair, "--dtype", "float32", "--runs", 1)
+    assert status == 0 and "7 of 7 outputs equal the target's own" in out
+
+
+def test_servers_get_the_content_of_images(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(png(picture(1)))
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(chat({"type": "image", "path": str(path)})), encoding="utf-8")
+    with chat_server(lambda body: "A picture.") as (url, received):
+        words = [
+            "regenerate",
+            "--target",
+            "served",
+            "--server",
+            url,
+            "--data",
+            data,
+            "--output",
+            tmp_path / "out.jsonl",
+        ]
+        assert main([str(word) for word in words]) == 0
+    (body,) = received
+    address = body["messages"][0]["content"][0]["image_url"]["url"]
+    assert base64.b64decode(address.partition("base64,")[2]) == path.read_bytes()
+    (row,) = load_rows(tmp_path / "out.jsonl")
+    assert row["messages"][0]["content"][0] == {"type": "image", "image": str(path)}
