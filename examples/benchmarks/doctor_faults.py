@@ -78,10 +78,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             put_in(patient, folder=folder)
             found = diagnose(patient)
-        cells = ["nothing", "", ""]
-        if found.cause is not None:
-            facts = found.facts()["tried"][[one.experiment for one in found.tried].index(found.cause)]
-            cells = [facts["name"], f"{facts['tau']:.2f}", f"{facts['standard_errors']:+.1f}"]
+        cells = ["nothing" if found.cause is None else found.cause.key, "", ""]
+        if result := next((one for one in found.results if one.experiment is found.cause), None):
+            cells = [result.experiment.name, f"{result.after.tau:.2f}", f"{result.accepted[1]:+.1f}"]
         right = "yes" if (found.cause and found.cause.key) == expected else "no"
         print(f"| {name.replace('_', ' ')} | {found.as_given.tau:.2f} | {' | '.join(cells)} | {right} |", flush=True)
         print(*found.lines(), f"{time.perf_counter() - start:.0f} s", sep="\n", file=sys.stderr, flush=True)

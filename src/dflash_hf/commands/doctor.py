@@ -7,8 +7,6 @@
 The exit status is 1 if a cause was found.
 """
 
-from itertools import islice
-
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.terminal import Outcome, bar, note, positive
@@ -31,7 +29,7 @@ def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
     from dflash_hf.configs import check_names
     from dflash_hf.doctor import Case, diagnose
-    from dflash_hf.evaluation.sets import rows_of, rows_of_every_kind
+    from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
     from dflash_hf.pairs import Loading, load_target
     from dflash_hf.target import freeze
 
@@ -40,7 +38,7 @@ def run(arguments, echo) -> Outcome:
         check_names(arguments.base, None, Loading(), form="--base {1}")
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
-        rows = list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
+        rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
     draft, encoder, target = pair.draft(), pair.encoder(pair.template()), freeze(pair.target())
     base = None
     if arguments.base is not None:
