@@ -462,7 +462,9 @@ def test_a_stopped_command_finishes_later(line, name, world, tmp_path):
     number = getattr(signal, name)
     ended = signalled(number, tmp_path, *words)
     assert ended.code in (0, 130, -number) and "Traceback" not in ended.err, ended.err
-    assert dflash(*words).code == 0
+    again = dflash(*words)
+    # A random target may write no request that is kept.
+    assert again.code == 0 or (words[0] == "prompts" and again.one_line), again.err
 
 
 # ------------------------------------------------------------------------------------------------------------- help
