@@ -76,14 +76,16 @@ def load(image: str):
 
     try:
         return load_image(image)
-    except (OSError, ValueError, SyntaxError) as error:  # of PIL
+    except ImportError:
+        raise
+    except Exception as error:  # of PIL, which has many
         raise UnusableRow(f"an image cannot be read ({type(error).__name__})") from error
 
 
 def load_image_reader(name: str, model_type: str | None, tokenizer, loading: Loading):
     """
-    The [`ImageReader`] of a target, with the chat template of its tokenizer; `None` if it reads
-    no images, or if a library that its processor needs is not installed, which is logged.
+    The [`ImageReader`] of a target, with the chat template of its tokenizer; `None` if it reads no images, or if its
+    processor cannot be loaded (a library may be missing), which is logged.
     """
     from transformers import AutoProcessor
 
