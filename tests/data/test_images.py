@@ -164,22 +164,13 @@ def test_images_from_rows_to_a_drafter(kind, tmp_path, capsys, monkeypatch):
         assert row["input_ids"] == expected[0].tolist(), row["row"]
     status, out = run("prepare", *named, "--data", answers, "--output", tmp_path / "ids.parquet")
     assert status == 0 and "examples          7" in out
-    training = [f"target={named[1]}", f"data={tmp_path / 'ids.parquet'}", f"eval_data={answers}", *TRAINING.split()]
-    assert run("train", *training, f"output_dir={tmp_path / 'draft'}")[0] == 0
+    training = [f"target={named[1]}", *TRAINING.split()]
+    rows = (f"data={tmp_path / 'ids.parquet'}", f"eval_data={answers}", "eval_strategy=steps", "eval_steps=2")
+    assert run("train", *training, *rows, f"output_dir={tmp_path / 'draft'}")[0] == 0
     stored = ("--output", tmp_path / "features", "--draft-config", tmp_path / "draft", "--store-dtype", "float32")
     assert run("features", *named, "--data", answers, *stored)[0] == 0
-    training[1] = f"features={tmp_path / 'features'}"
-    assert (
-        run(
-            "train",
-            training[0],
-            training[1],
-            *training[3:],
-            f"output_dir={tmp_path / 'again'}",
-            f"draft={tmp_path / 'draft'}",
-        )[0]
-        == 0
-    )
+    folders = (f"features={tmp_path / 'features'}", f"draft={tmp_path / 'draft'}", f"output_dir={tmp_path / 'again'}")
+    assert run("train", *training, *folders)[0] == 0
     pair = (*named, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
     status, out = run("eval", *pair, "--dtype", "float32", "--runs", 1)
     assert status == 0 and "7 of 7 outputs equal the target's own" in out
