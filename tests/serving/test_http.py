@@ -199,6 +199,15 @@ def test_eight_clients_are_answered_as_one(form, server, own):
         assert [one.text for one in found] == [own[f"Say {number}"] for number in range(8)]
 
 
+def test_a_newer_name_of_the_limit_is_read():
+    """transformers 5.20 ignores it."""
+    from dflash_hf.serving.options import Options
+
+    body = {"max_completion_tokens": 3, "messages": []}
+    Options.of(body)
+    assert body == {"max_tokens": 3, "messages": []}
+
+
 def test_without_xgrammar_the_remedy_is_told(monkeypatch):
     from dflash_hf.serving.options import Grammars
 

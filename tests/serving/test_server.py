@@ -165,6 +165,8 @@ NO_PART = "content has a part of type '{}', which the model cannot read"
         ({"stop": 5}, "stop=5 is not supported: Input should be a valid string; Input should be a valid list"),
         ({"stop": ["a", 5], "stream": True}, "is not supported: Input should be a valid string"),
         ({"extra_body": {"generation_config": "{"}, "max_tokens": None}, "Expecting property name"),
+        ({"extra_body": {"generation_config": 5}}, "generation_config=5 is not supported: Input should be"),
+        ({"extra_body": {"chat_template_kwargs": "x"}}, "chat_template_kwargs='x' is not supported: Input should be"),
         ({"modalities": ["audio"]}, "modalities=.* is not supported"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio=.* is not supported; leave it out"),
         ({"web_search_options": {}}, "web_search_options=.* is not supported"),

@@ -38,6 +38,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
+    import logging
     import os
 
     take_default(arguments, echo.note)
@@ -66,6 +67,8 @@ def run(arguments, echo) -> Outcome:
     except SafetensorError as error:
         raise ValueError(damaged(f"--target {arguments.target}", error)) from error
     pack(arguments.packed, target, draft)
+    if not arguments.verbose:
+        logging.getLogger("transformers.cli.serving").setLevel("ERROR")  # each request is a warning of upstream's
     name = arguments.served_model_name or arguments.target_name or arguments.target
     server = Server(target, processor, draft, name, echo.note, pair.template())
     app = server.app(arguments.api_key, arguments.enable_cors)

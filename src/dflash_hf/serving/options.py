@@ -27,6 +27,8 @@ class Options(BaseModel):
 
     messages: list[dict] | None = None
     prompt: str | None = None
+    chat_template_kwargs: dict | None = None
+    generation_config: str | None = None
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
