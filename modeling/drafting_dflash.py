@@ -18,7 +18,7 @@ STEPS_AT_ONCE = 32  # committed tokens whose features are collected while nothin
 SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
 
 # For each cache that was returned, and each drafter, what that has read of its tokens.
-_contexts: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 class Context(NamedTuple):
@@ -94,7 +94,7 @@ class Drafter:
         pads = torch.tensor(padding, device=input_device(self.target))[:, None]  # [R, 1]
         # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
         seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
-        before = None if continued is None else _contexts.get(continued, {}).pop(self.draft, None)
+        before = None if continued is None else CONTEXTS.get(continued, {}).pop(self.draft, None)
         if before is not None and padding == [0] and self._holds(before, past, ring):
             self.cache, self.first = before.cache, before.first
             # Of what was not read, the tokens that the prefilled cache still holds.
@@ -129,7 +129,7 @@ class Drafter:
             self.cache.clear()
         else:
             context = Context(self.cache, self.first, self.lengths[0], self.unread)
-            _contexts.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = context
+            CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = context
 
     def read(self, features: torch.Tensor, verdict: Verdict) -> None:
         """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from dflash_hf.configs import positions_of
 from dflash_hf.modeling.cache_dflash import cached_columns
-from dflash_hf.modeling.drafting_dflash import _contexts
+from dflash_hf.modeling.drafting_dflash import CONTEXTS
 from dflash_hf.responses import free_memory
 
 
@@ -67,8 +67,8 @@ class Conversations:
         else:
             cache = copy.copy(found.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-            if found.cache in _contexts:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
-                _contexts[cache] = copy.deepcopy(_contexts[found.cache])
+            if found.cache in CONTEXTS:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
+                CONTEXTS[cache] = copy.deepcopy(CONTEXTS[found.cache])
         if length < len(text):
             try:
                 cache.crop(length - len(text))
