@@ -179,9 +179,10 @@ def decode(
         logger.warning_once(f"Decoding without the drafter: {reason}.")
         plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         output = GenerationMixin._sample(target, *plain, **model_kwargs)
-        if isinstance(output, torch.Tensor):
-            return output
-        return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
+        rounds: list[list[int]] = [[] for _ in input_ids]
+        return (
+            output if isinstance(output, torch.Tensor) else DFlashGenerateOutput(**output, acceptance_lengths=rounds)
+        )
 
     # 1. Read the prompt: the target as usual, the drafter its features.
     with prefilled(call, strategy) as (drafter, session, text):
@@ -217,6 +218,8 @@ def _reasons(call: Call, strategy: Strategy, synced_gpus: bool) -> Iterator[str 
     target, name, kwargs = call.target, type(call.target).__name__, call.model_kwargs
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     # 1. What is asked for.
+    if call.prompt.device.type != target.device.type != "meta":  # whose weights are offloaded
+        yield f"input_ids are on {call.prompt.device}, but {name} is on {target.device}"
     if torch.is_grad_enabled():  # by a caller who goes around the decorator of `generate`
         yield "gradients are recorded"
     if not kwargs["use_cache"]:
@@ -229,10 +232,9 @@ def _reasons(call: Call, strategy: Strategy, synced_gpus: bool) -> Iterator[str 
         yield "attention_mask leaves out tokens that are not padding on the left"
     if _OF_IMAGES is None and (names := sorted(extra_arguments(call))):
         yield f"transformers no longer says whether each forward needs {', '.join(names)}, or the prompt's alone"
-    if call.config.return_dict_in_generate and call.config.output_attentions:
-        yield "attentions of each token are requested"
-    if call.config.return_dict_in_generate and call.config.output_hidden_states:
-        yield "hidden states of each token are requested"
+    for asked in ("attentions", "hidden_states"):
+        if call.config.return_dict_in_generate and getattr(call.config, f"output_{asked}"):
+            yield f"{asked.replace('_', ' ')} of each token are requested"
     if len(call.prompt) > 1:
         yield call.rules.why_in_step()
     # 2. The target as it is now.

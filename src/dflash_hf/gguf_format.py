@@ -27,7 +27,7 @@ from dflash_hf.weights import save_folder
 
 
 ARCH = "dflash"
-FILE_PATTERN = "d[fs]*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
+FILE_PATTERN = "d[fs][lp]a*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

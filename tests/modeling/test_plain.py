@@ -1,6 +1,7 @@
 """What decodes without the drafter says why, gives what the target gives alone, and is forgotten in the next call."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCa
 
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling.generation_dflash import why_plain
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 
@@ -196,3 +198,11 @@ def test_full_memory_in_a_trial_is_forgotten(monkeypatch, caplog):
         assert target.generate(prompt, **options).acceptance_lengths == [[]]
     assert "could not be tried on a few tokens (OutOfMemoryError: no memory left)" in caplog.text
     assert sum(target.generate(prompt, **options).acceptance_lengths[0]) == 5
+
+
+def test_ids_on_another_device_decode_plainly(monkeypatch):
+    """Upstream moves them there for each forward; the drafter's tables would be on two devices."""
+    target = make_target()
+    monkeypatch.setattr(type(target), "device", torch.device("cuda"))
+    call = SimpleNamespace(target=target, prompt=torch.ones(1, 4), model_kwargs={})
+    assert "input_ids are on cpu, but Qwen3ForCausalLM is on cuda" in why_plain(call, None)

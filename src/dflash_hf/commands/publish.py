@@ -85,6 +85,8 @@ def run(arguments, echo) -> Outcome:
     if arguments.dry_run:
         echo(f"README.md:\n\n{result.card}\nDry run: nothing was sent to {result.repo}.")
     else:
+        if facts is not None:  # the card is rendered anew each time
+            facts.save(arguments.folder)
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
     known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     known["card"] = str(result.card)

@@ -222,6 +222,7 @@ class RowEncoder:
         messages = self.as_read(messages[: learned[-1] + 1], tools)
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list) else [None] * (len(learned) - 1) + [reasons]
+        reasons = [*reasons, *[None] * len(learned)][: len(learned)]
         texts, images, examples = [], images_in(messages), []
         for i in learned:
             texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
@@ -231,7 +232,7 @@ class RowEncoder:
             encoded = [self.reader.ids(text, images[:count]) for text, count in zip(texts, seen, strict=True)]
         else:
             encoded = self._ids_of_beginnings(texts)
-        for i, prompt, ids, reason in zip(learned, encoded[::2], encoded[1::2], reasons, strict=False):
+        for i, prompt, ids, reason in zip(learned, encoded[::2], encoded[1::2], reasons, strict=True):
             if ids[: len(prompt)] != prompt:
                 raise UnusableRow(
                     "the ids up to the generation prompt do not begin those with the assistant's turn; have `dflash "

@@ -124,7 +124,7 @@ def image_uri(given) -> str:
         given = next((given[name] for name in ("url", "bytes", "path") if given.get(name) is not None), None)
     if hasattr(given, "save"):  # a PIL image
         file = io.BytesIO()
-        given.save(file, "PNG")
+        (given if given.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else given.convert("RGB")).save(file, "PNG")
         given = file.getvalue()
     if isinstance(given, bytes):
         given = f"data:image/png;base64,{base64.b64encode(given).decode()}"

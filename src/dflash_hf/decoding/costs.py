@@ -184,7 +184,7 @@ class Costs:
         self.device, self.streamer = device, streamer
         self.rounds_began: float | None = None
         self.begin()
-        self.timed: list[tuple[int, int, Work, float]] = []
+        self.timed: dict[Work, list[tuple[int, int, Work, float]]] = defaultdict(list)
 
     def begin(self) -> None:
         """The prompt is read from now on."""
@@ -204,7 +204,7 @@ class Costs:
         if self.rounds_began is None:
             self.rounds_began = began
         else:
-            self.timed.append((self.rows, self.columns + written, work, ended - began))
+            self.timed[work].append((self.rows, self.columns + written, work, ended - began))
         self.ended = ended
 
     def speedup(self, of_rounds: float) -> float:
@@ -214,12 +214,11 @@ class Costs:
 
     def is_new(self, written: int, work: Work) -> bool:
         """Whether a size has not been tried often enough to know its cost."""
-        tried = sum(done == work for _, _, done, _ in self.timed)
-        return self.known.count(self.rows, self.columns + written, work) + tried < ENOUGH
+        return self.known.count(self.rows, self.columns + written, work) + len(self.timed[work]) < ENOUGH
 
     def close(self) -> None:
         """Serve later calls."""
-        self.table.note(self.timed)
+        self.table.note([one for rounds in self.timed.values() for one in rounds])
 
 
 def adapters_of(draft) -> tuple:

@@ -156,12 +156,13 @@ class Fastest(Fixed):
             self._follow(text, [1] * len(text.alive))
         # 1. Every fourth round costs a token of the target alone, until that is known.
         measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
-        # 2. A copy, if it is faster than drafting.
+        # 2. A copy, if it is faster than drafting, which gains the more over a round without a draft the faster it is.
         if self.copies and not measured:
             most = min(self.room(text) - 1, self.max_draft)
             tokens, gained = together([one.next(most * alive) for one, alive in zip(self.copies, text.alive)])
             costs = self.costs.curve(text.longest, self.max_draft, drafted=False)
-            size = best_size(gained, costs, speed, lambda size: self.SLACK * (size == 0))
+            gain_of_drafting = speed - sum(text.alive)
+            size = best_size(gained, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
             if size:
                 self.round = Round(began, (size, False), costs[size])
                 return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))

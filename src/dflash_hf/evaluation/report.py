@@ -49,7 +49,7 @@ def check_report(folder: Path, targets: Sequence[str]) -> None:
         return
     setting = EvalReport.load(folder / REPORT_FILE).setting
     draft = DFlashDraftModel.from_pretrained(folder, dtype=setting.get("draft_dtype", "auto"))
-    measured, foreign = setting.get("target", targets[0]), ""
+    measured, foreign = setting.get("target") or targets[0], ""  # none: it was loaded from a folder
     if setting.get("weights") != digest_of_parameters(draft.named_parameters()):
         foreign = "was not measured with these weights"
     elif measured not in targets:

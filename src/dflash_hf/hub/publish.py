@@ -182,7 +182,8 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
     card = _card(folder, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
-    contents: dict[str, Path | bytes] = {**sources, **code, "README.md": str(card).encode()}
+    own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
+    contents: dict[str, Path | bytes] = {**sources, **code, "README.md": own}
     for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
@@ -327,7 +328,7 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
         return Path(file).read_text(encoding="utf-8", errors="replace")
 
     names = [file.rfilename for file in info.siblings or []]
-    model = [name for name in (*changes.replaced, *changes.deleted) if is_one_of(name, _MODEL)]
+    model = [*(name for name in changes.replaced if is_one_of(name, _MODEL)), *changes.deleted]
     if model and not ("config.json" in names and _is_drafter(read("config.json"))):
         raise PublishError(
             f"{repo} holds another model, whose {', '.join(model[:3])} would be replaced or deleted: name a "

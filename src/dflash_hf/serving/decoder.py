@@ -16,7 +16,6 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    set_seed,
 )
 from transformers.utils import logging
 
@@ -132,16 +131,18 @@ class Decoder:
             request.begin()
             if keeps:
                 options[CACHE_NAME], request.cached = self.conversations.take(text)
-            if request.seed is not None:
-                set_seed(request.seed)
-            output = self.target.generate(
-                **inputs,
-                **options,
-                generation_config=settings,
-                streamer=request,
-                logits_processor=[*request.processors],
-                stopping_criteria=[ends],
-            )
+            device = self.target.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
+                if request.seed is not None:
+                    torch.manual_seed(request.seed)
+                output = self.target.generate(
+                    **inputs,
+                    **options,
+                    generation_config=settings,
+                    streamer=request,
+                    logits_processor=[*request.processors],
+                    stopping_criteria=[ends],
+                )
             if keeps:
                 self.conversations.keep(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
             if (speedup := output.get("estimated_speedup")) is not None:  # the loop that can draft costs time, too

@@ -221,6 +221,8 @@ def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
     stack.enter_context(locked(folder))
     for one in [*folder.glob("checkpoint-*"), folder / STORED] if anew else []:
         shutil.rmtree(one, ignore_errors=True)
+    if anew:
+        (folder / FACTS_FILE).unlink(missing_ok=True)
 
 
 def _encoder(recipe: RecipeArguments, target, tokenizer, tell) -> RowEncoder:
