@@ -228,9 +228,13 @@ def test_documented_make_targets_exist(document):
 
 
 def undeclared(path: Path) -> set[str]:
-    """Imported with the module: a requirement. Imported inside a function: a requirement or one of the extras."""
+    """
+    Imported with the module: a requirement, or the extra that is named as the wing. Imported inside a function: a
+    requirement or one of the extras.
+    """
     parser, tree = configuration(), tree_of(path)
-    required = requirement_names(parser["options"]["install_requires"])
+    of_wing = parser["options.extras_require"].get(path.parent.name, "")
+    required = requirement_names(parser["options"]["install_requires"]) | requirement_names(of_wing)
     optional = set().union(*map(requirement_names, parser["options.extras_require"].values()))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}

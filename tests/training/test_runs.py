@@ -254,7 +254,7 @@ def test_features_of_something_else_are_refused(what, folder, data, tmp_path, ca
     shutil.copytree(folder, target)
     store(target, data, features, "0", "2")
     message = {
-        "layers": "holds features of .* with weights.layers=.*: load that target, or store the features again",
+        "layers": "holds features of .* with weights.la.*: load that target, or store the features again",
         "template": "was stored with template=.*: train with the same chat template .chat_template=FILE.",
         "tokenizer": "was stored with tokenizer=.*: train with the same vocabulary, or store",
         "states": "was stored without the final states",

@@ -361,12 +361,8 @@ def store_rows(
     if trainer.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
-        options = {"shard_bytes": 1 << 26, "enough": enough, "collator": DFlashCollator(0, encoder.reader)}
-        try:
-            store_features(target, rows, folder, made_with, **options)
-        except ValueError:  # those of a run that was interrupted, of other rows
-            shutil.rmtree(folder)
-            store_features(target, rows, folder, made_with, **options)
+        collator = DFlashCollator(0, encoder.reader)
+        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough, collator=collator)
     return StoredFeatures(folder)
 
 
