@@ -179,10 +179,8 @@ def decode(
         logger.warning_once(f"Decoding without the drafter: {reason}.")
         plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         output = GenerationMixin._sample(target, *plain, **model_kwargs)
-        rounds: list[list[int]] = [[] for _ in input_ids]
-        return (
-            output if isinstance(output, torch.Tensor) else DFlashGenerateOutput(**output, acceptance_lengths=rounds)
-        )
+        none: list = [[] for _ in input_ids]
+        return output if isinstance(output, torch.Tensor) else DFlashGenerateOutput(**output, acceptance_lengths=none)
 
     # 1. Read the prompt: the target as usual, the drafter its features.
     with prefilled(call, strategy) as (drafter, session, text):
