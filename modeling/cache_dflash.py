@@ -106,13 +106,11 @@ class SlotLayer(CacheLayerMixin):
 
     def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Write the slots back into a layer, as `columns` left-padded columns; they are freed on the way."""
-        if self.keys is None:  # nothing was moved here
-            return
-        first = 0
-        if isinstance(layer, DynamicSlidingWindowLayer):
+        first, moved = 0, [name for name in ("keys", "values") if getattr(self, name) is not None]
+        if moved and isinstance(layer, DynamicSlidingWindowLayer):
             first = max(columns - layer.sliding_window + 1, 0)
             layer.cumulative_length = columns
-        for name in ("keys", "values") if self.values is not None else ("keys",):
+        for name in moved:
             buffer, rows = getattr(self, name), []
             for row, pad in enumerate(padding):
                 start = max(first - pad, 0)

@@ -179,8 +179,9 @@ def decode(
         logger.warning_once(f"Decoding without the drafter: {reason}.")
         plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         output = GenerationMixin._sample(target, *plain, **model_kwargs)
-        none: list = [[] for _ in input_ids]
-        return output if isinstance(output, torch.Tensor) else DFlashGenerateOutput(**output, acceptance_lengths=none)
+        if isinstance(output, torch.Tensor):
+            return output
+        return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
     # 1. Read the prompt: the target as usual, the drafter its features.
     with prefilled(call, strategy) as (drafter, session, text):

@@ -82,9 +82,6 @@ class ChatClient:
             late = f"{self.where} gives no answer within {self.client.timeout:g} seconds, tried {RETRIES + 1} times"
             raise NoAnswer(f"{late}; raise --timeout, or lower --concurrency or --max-new-tokens") from error
         except self.errors.APIConnectionError as error:
-            if type(error.__cause__).__name__ == "ReadTimeout":  # it is there, and shorter answers may be in time
-                seconds = f"{self.client.timeout:g} seconds (--timeout)"
-                raise UnusableRow(f"the server did not answer within {seconds}, tried {RETRIES + 1} times") from error
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(
                 f"{self.where} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"

@@ -223,8 +223,8 @@ class Fastest(Fixed):
             return {"draft_sizes": [], "estimated_speedup": None}
         speedup = sum(tokens for _, tokens, _ in self.seen.rounds) / sum(cost for _, _, cost in self.seen.rounds)
         mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
-        judged = any(observations for observations, *_ in throughput.reliability.seen)
-        lost = judged and throughput.tokens < throughput.cost and speedup < 1.1  # copies may make up for it
+        measured = any(observations for observations, *_ in throughput.reliability.seen)
+        lost = measured and throughput.tokens < throughput.cost and speedup < 1.1  # copies may make up for it
         if mostly_none and lost and not throughput.warned:
             throughput.warned = True
             logger.warning(

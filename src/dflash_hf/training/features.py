@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.files import atomic, differences, locked, write_json
+from dflash_hf.files import atomic, differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
 from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
 from dflash_hf.training.rows import lengths_of, survey
@@ -194,7 +194,7 @@ def store_features(
             )
 
         # 2. The rows, read once and checked, and what the folder holds.
-        manifest.data = survey(examples).digest
+        manifest.data = _digest_of_rows(examples)
         _claim(folder, manifest, before)
 
         # 3. Shard by shard.
@@ -222,6 +222,15 @@ def _plan(lengths: list[int], most: int) -> list[int]:
         shards[-1] += 1
         tokens += length
     return shards
+
+
+def _digest_of_rows(rows) -> str:
+    """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
+    digest = survey(rows).digest
+    if "images" not in (getattr(rows, "column_names", None) or ()):
+        return digest
+    images = [image for some in rows["images"] for image in some or ()]
+    return digest_of([digest, *(one if one.startswith("data:") else digest_of_file(Path(one)) for one in images)])
 
 
 def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | None) -> None:
