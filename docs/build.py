@@ -43,7 +43,6 @@ REFERENCE = {
     "Decoding": (
         "DFlashDecodingConfig",
         "DFlashGenerateOutput",
-        "DFlashCandidateGenerator",
         "packed_weights",
         "install_hook",
         "remove_hook",

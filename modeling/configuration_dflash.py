@@ -76,6 +76,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: the block's rotary base.
         own_mask_embedding (`bool`): Whether the drafter has its own mask embedding instead of the target's.
         has_embed_tokens (`bool`): Whether the drafter has its own embedding table over the target's vocabulary.
+        trained_length (`int`): Tokens of the longest text that it learned from. Absent: nobody knows.
         dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields.
             Unknown keys are kept for re-saving.
 
@@ -128,6 +129,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     backbone_rotary_base: float | None = None
     own_mask_embedding: bool = False
     has_embed_tokens: bool = False
+    trained_length: int | None = None
     dflash_config: dict | None = None
     tie_word_embeddings: bool | None = False
     bos_token_id: int | None = None
@@ -238,6 +240,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.head.write(output, self)
         unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
+        unsaid["trained_length"] = None
         for key, default in unsaid.items():
             if output[key] == default:
                 del output[key]
@@ -299,12 +302,13 @@ class DFlashDecodingConfig:
     Args:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
-        window (`int`, *optional*): The drafter keeps and sees only the last N tokens before a block, and the first 4
-            that it read. A drafter that was trained on short texts then drafts better after long ones. Default: all.
+        window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
+            and the first 4 that it read; "trained": as many as the longest text that it learned from had, if its
+            configuration says so: beyond that it drafts worse the more it sees. `None`: all.
     """
 
     block_size: int | None = None
-    window: int | None = None
+    window: int | str | None = "trained"
 
     def __setattr__(self, name, value):
         known = [field.name for field in fields(self)]
@@ -322,7 +326,8 @@ class DFlashDecodingConfig:
         """
         tokens = f"a number of tokens from 1 to {trained}, the trained block size, or None for that"
         self._require("block_size", is_count(self.block_size, trained), tokens)
-        self._require("window", is_count(self.window), "a positive number of tokens, or None for all")
+        windows = 'a positive number of tokens, "trained", or None for all'
+        self._require("window", is_count(self.window) or self.window == "trained", windows)
 
     def _require(self, name: str, fits: bool, what: str) -> None:
         value = getattr(self, name)

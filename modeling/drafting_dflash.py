@@ -1,41 +1,18 @@
-"""Drafting: the context that a drafter keeps, and the blocks that it proposes."""
+"""Drafting: the blocks that a drafter proposes for the next tokens of a text."""
 
-import weakref
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from transformers.generation import CandidateGenerator
 
-from .accept_dflash import Block, Verdict, likeliest
-from .cache_dflash import Ring, SlotCache, additive, visible
+from .accept_dflash import Block, likeliest
+from .context_dflash import Context
 from .noise_dflash import Noise
-from .target_dflash import first_positions, input_device, running_device
-
-
-TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
-STEPS_AT_ONCE = 32  # committed tokens whose features are collected while nothing is drafted
-SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
-
-# For each cache that was returned, and each drafter, what that has read of its tokens.
-CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-
-
-class Context(NamedTuple):
-    """What a drafter has read of a text of one row."""
-
-    cache: SlotCache
-    first: int  # column of the first token that it saw
-    length: int  # tokens
-    unread: list  # as [`Drafter.unread`]
+from .target_dflash import running_device
 
 
 class Drafter:
     """
-    A drafter in one call: what it has read of the text, and what it proposes for the next tokens.
-
-    Features are read when the next block is drafted, together with the block. Until then they are collected: reading
-    one token costs as much as reading many.
+    A drafter in one call.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
@@ -43,124 +20,16 @@ class Drafter:
         noise ([`Noise`], *optional*): Of the target's next samples, which drafts allow for.
 
     Attributes:
-        lengths (`list[int]`): Tokens of each row before its anchor.
-        unread (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and their tokens `[R, n]`.
+        context ([`Context`]): What it has read of the text.
+        head (`Head`): Chooses the tokens of a block.
     """
 
-    CACHE = SlotCache
+    CONTEXT = Context
 
     def __init__(self, draft, target, noise: Noise | None = None):
         self.draft, self.target, self.noise = draft, target, noise
-        self.dtype = draft.dtype  # walks through the parameters, which takes longer than a small layer
-        self.window = draft.decoding_config.window
         self.head = draft.config.head(draft, partial(draft.embed, target))
-        self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
-        self.unread: list[tuple[torch.Tensor, torch.LongTensor]] = []
-        self.lengths: list[int] = []
-
-    # 1. The context.
-
-    def absorb(self, *features: torch.Tensor) -> None:
-        """
-        Take the features of the prompt's next columns: `[R, C, L * H]`, or `[R, C, H]` for each layer.
-
-        They become keys and values in `open`, after the target's forward: until then each token takes the memory of
-        one hidden state instead of every drafter layer's keys and values.
-        """
-        step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
-        for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
-            joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
-            self.contexts.append(self.draft.project_context(joined))
-
-    @property
-    def absorbed(self) -> int:
-        """Columns of the prompt absorbed so far."""
-        return sum(context.shape[1] for context in self.contexts)
-
-    def open(self, padding: list[int], columns: int, offset: torch.LongTensor, continued=None) -> None:
-        """
-        Write the absorbed columns of a prompt into the drafter's cache.
-
-        Args:
-            padding (`list[int]`): Padding columns at the start of each row.
-            columns (`int`): Columns of the prompt and of a prefilled cache, whose features are not seen.
-            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
-            continued (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the context
-                of that call goes on, as far as the cache still holds its tokens.
-        """
-        ring, past = None, columns - self.absorbed
-        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
-            ring = Ring(self.window + 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE), SINK)
-        pads = torch.tensor(padding, device=input_device(self.target))[:, None]  # [R, 1]
-        # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
-        seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
-        before = None if continued is None else CONTEXTS.get(continued, {}).pop(self.draft, None)
-        if before is not None and padding == [0] and self._holds(before, past, ring):
-            self.cache, self.first = before.cache, before.first
-            # Of what was not read, the tokens that the prefilled cache still holds.
-            cut = past - before.first
-            self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
-            seen = torch.full_like(seen, before.first)
-        else:
-            self.first = max(past - padding[0], 0)
-            self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
-        self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
-        self.lengths = (columns - pads - seen)[:, 0].tolist()
-        self.cache.reserve(max(self.lengths) + self.draft.config.block_tokens)
-        first = past
-        while self.contexts:
-            context = self.contexts.pop(0)
-            tokens = torch.arange(first, first + context.shape[1], device=pads.device) - pads - seen
-            first += context.shape[1]
-            if ring is not None:  # of the tokens that share a slot, only the last is written
-                last = torch.tensor(self.lengths, device=pads.device)[:, None]
-                tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
-            self._write(context, tokens)
-
-    def _holds(self, before: Context, past: int, ring: Ring | None) -> bool:
-        """Whether a context has all `past` tokens of a cache; a ring's must not have gone on to others."""
-        beyond = before.first + before.length - past  # columns that the cache no longer holds
-        fits = beyond == 0 if ring is not None else 0 <= beyond <= before.length
-        return type(before.cache) is self.CACHE and before.cache.ring == ring and fits
-
-    def close(self, cache=None) -> None:
-        """Free the context, or keep it for the call that continues this cache of a single row."""
-        if cache is None or len(self.lengths) > 1:
-            self.cache.clear()
-        else:
-            context = Context(self.cache, self.first, self.lengths[0], self.unread)
-            CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = context
-
-    def read(self, features: torch.Tensor, verdict: Verdict) -> None:
-        """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""
-        steps = torch.arange(features.shape[1], device=self.offset.device)
-        counts, start = (torch.tensor(one, device=steps.device)[:, None] for one in (verdict.counts, self.lengths))
-        self.unread.append((features, torch.where(steps < counts, start + steps, -1)))
-        self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
-        if sum(tokens.shape[1] for _, tokens in self.unread) > STEPS_AT_ONCE:
-            self._read_collected()
-
-    def _read_collected(self) -> None:
-        features, tokens = self._collected()
-        self.cache.reserve(max(self.lengths))
-        self._write(self.draft.project_context(self._to_draft(features)), tokens)
-
-    def _collected(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
-        """The features that were not read yet, and their tokens."""
-        parts, self.unread = self.unread, []
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return None, self.offset.new_zeros(len(self.lengths), 0)
-        features, tokens = zip(*parts, strict=True)
-        return torch.cat(features, dim=1), torch.cat(tokens, dim=1)
-
-    def _write(self, context: torch.Tensor, tokens: torch.LongTensor) -> None:
-        """Write the keys and values of a context `[R, n, H]` into the drafter's cache."""
-        self.cache.place(tokens)
-        self.draft.extend_context(context, self._to_draft((tokens + self.offset).clamp(min=0)), self.cache)
-
-    # 2. The drafts.
+        self.context = self.CONTEXT(draft)
 
     def block(self, anchors: torch.LongTensor, lengths: list[int], size: int | None = None) -> Block:
         """
@@ -178,21 +47,10 @@ class Drafter:
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, n, H]` after the final norm, of the slots that draft, in a block of the trained size."""
-        config, device = self.draft.config, self.offset.device
-        features, before = self._collected()
-        start = torch.tensor(self.lengths, device=device)[:, None]
-        block = start + torch.arange(config.block_size, device=device)  # [R, B]
-        self.cache.reserve(max(self.lengths) + config.block_size)
-        self.cache.place(*([block] if features is None else [before, block]))
-        masked = block.new_full((len(start), config.block_size - 1), config.mask_token_id)
-        positions = torch.cat([before, block], dim=1) + self.offset
-        hidden = self._forward(
-            noise_embeds=self._to_draft(self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))),
-            context_hidden_states=None if features is None else self._to_draft(features),
-            attention_mask=self._masks(block),
-            position_ids=self._to_draft(positions.clamp(min=0)),
-            past_key_values=self.cache,
-        )
+        config = self.draft.config
+        masked = anchors.new_full((len(anchors), config.block_size - 1), config.mask_token_id)
+        block = self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))
+        hidden = self._forward(noise_embeds=self.context.to_draft(block), **self.context.with_block(config.block_size))
         # Slot 0 is the anchor's: it predicts the next token or nothing.
         first = 0 if config.sample_from_anchor else 1
         return hidden[:, first : first + config.block_tokens - 1]
@@ -250,65 +108,3 @@ class Drafter:
         """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
         anchors, size = anchors.to(running_device(self.draft.fc)), self.draft.config.vocab_size
         return anchors if size is None else anchors.clamp(max=size - 1)
-
-    def _masks(self, block: torch.LongTensor) -> dict[str, torch.Tensor]:
-        cache, last = self.cache, block[:, -1:]
-        held = torch.arange(cache.view, device=block.device)
-        if cache.ring is not None:  # tokens before the window are as good as none
-            held = cache.ring.held(cache.view_of(cache.ring), last)
-            seen = (held < SINK) | (held >= block[:, :1] - self.window)
-            held = held.masked_fill(~seen, -1)
-
-        def mask(window, causal: bool) -> torch.Tensor:
-            seen = visible(block, held, window, None, last_seen=block if causal else last.expand_as(block))
-            return additive(seen, self.dtype)[:, None].to(running_device(self.draft.fc))
-
-        return self.draft.config.by_layer_type(mask)
-
-    def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=running_device(self.draft.fc), dtype=dtype)
-
-
-class DFlashCandidateGenerator(CandidateGenerator):
-    """
-    A drafter inside upstream's own loop, `_assisted_decoding`: whole blocks for one row.
-
-    Args:
-        draft (`DFlashDraftModel`): The drafter.
-        target (`PreTrainedModel`): The target, for its embedding and head.
-        max_length (`int`): Longest text, prompt included.
-    """
-
-    requires_model_outputs = True
-    model_kwargs_overrides = {"output_hidden_states": True}
-
-    def __init__(self, draft, target, max_length: int):
-        self.drafter, self.max_length, self.before = Drafter(draft, target), max_length, 0
-
-    def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
-        """The next block; the first call comes before any forward of the target and drafts nothing."""
-        drafter, length = self.drafter, input_ids.shape[1]
-        room = self.max_length - length - 1
-        if is_first_iteration or room <= 0:
-            return input_ids, None
-        layer_ids, anchors = drafter.draft.config.target_layer_ids, input_ids[:, -1].to(input_device(drafter.target))
-        layers = [model_outputs.hidden_states[i + 1].to(anchors.device) for i in layer_ids]
-        if not drafter.lengths:  # after the prompt
-            padding, positions = padding_of(model_kwargs.get("attention_mask"), 1), model_kwargs.get("position_ids")
-            columns = length if positions is None else positions.shape[-1]
-            drafter.absorb(*layers)
-            drafter.open(padding, length - 1, first_positions(positions, columns, padding, anchors.device))
-        else:
-            drafter.read(torch.cat(layers, dim=-1), Verdict([length - self.before]))
-        self.before = length
-        tokens = drafter.block(anchors, drafter.lengths).tokens[:, 1 : 1 + room]
-        return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
-
-    def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Nothing to do: this loop always drafts whole blocks."""
-
-
-def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
-    """The padding columns at the start of each row of a prompt."""
-    return [0] * rows if mask is None else (mask.shape[1] - mask.long().sum(dim=1)).tolist()

@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from .accept_dflash import Block, Rules, Verdict
 from .cache_dflash import cached_columns
-from .drafting_dflash import Drafter, padding_of
+from .context_dflash import padding_of
+from .drafting_dflash import Drafter
 from .session_dflash import SlotSession
 from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, first_positions, support_of, why_hidden
 from .text_dflash import Text
@@ -191,7 +192,7 @@ def decode(
                 logits, features = session.verify(drafted)  # 3. verify: one forward of the target
             verdict = text.accept(drafted, logits)  # 4. accept what it agrees with, plus one token of its own
             session.keep(verdict)  # 5. keep that; the rest will be overwritten
-            drafter.read(verdict.along(features), verdict)  # 6. read the features of what was kept
+            drafter.context.read(verdict.along(features), verdict)  # 6. read the features of what was kept
             strategy.learn(text, verdict)
 
     if streamer is not None:
@@ -301,23 +302,23 @@ def prefilled(call: Call, strategy: Strategy):
         # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
     drafter, text = strategy.drafter(), Text(call.prompt, call.rules)
-    with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap:
+    with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.context.absorb) as tap:
         # 1. The prompt, read by both.
         past, padding = cached_columns(call.cache), padding_of(model_kwargs.get("attention_mask"), len(call.prompt))
         with tap.running():
             outputs = target._prefill(call.prompt, call.config, model_kwargs)
         tap.consume = None
         cache = outputs.get(cache_argument(target), call.cache)  # Phi-3 starts a new one if a long prompt needs it
-        columns = _filled_columns(target, cache, past, drafter.absorbed)
+        columns = _filled_columns(target, cache, past, drafter.context.absorbed)
         logits = outputs.logits[:, -1:].to(call.prompt.device, copy=True)
         del outputs  # a copy of the logits, so that the rest is freed
         # 2. The caches of both models in slots.
         offset = first_positions(tap.positions, columns, padding, call.prompt.device)
-        drafter.open(padding, columns, offset, cache if past else None)
         last = columns + call.rules.max_new - 2  # the last token of the text is never read
         session = strategy.session(cache, padding, offset, extra_arguments(call), tap, last, strategy.largest)
         kept = None
         try:
+            drafter.context.open(padding, columns, offset, cache if past else None)
             text.begin(logits)
             del logits
             yield drafter, session, text
@@ -330,7 +331,7 @@ def prefilled(call: Call, strategy: Strategy):
             if call.rules.noise is not None:
                 call.rules.noise.close(text.longest)
             session.clear()
-            drafter.close(kept)
+            drafter.context.close(kept)
 
 
 def extra_arguments(call: Call) -> dict:

@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling import drafting_dflash
+from dflash_hf.modeling import context_dflash
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
 from dflash_hf.modeling.drafting_dflash import Drafter
@@ -106,7 +106,7 @@ class Conversation:
     def lines(self):
         """Yields a line for each depth, question and way: the tokens that each block committed."""
         target, drafter = self.pair.target, Windowed(self.pair.draft, self.pair.target)
-        drafter.open([0], 0, torch.zeros(1, 1, dtype=torch.long))
+        drafter.context.open([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
         for count, size in self.ends:
             # 1. Both models read the conversation up to this depth.
@@ -115,8 +115,8 @@ class Conversation:
             for at in range(0, len(unread), 512):
                 piece = torch.tensor([unread[at : at + 512]])
                 read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
-                drafter.lengths = [begin + at]
-                drafter.read(self._features(read.hidden_states), Verdict([piece.shape[1]]))
+                drafter.context.lengths = [begin + at]
+                drafter.context.read(self._features(read.hidden_states), Verdict([piece.shape[1]]))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
                 prompt = torch.tensor([self._ids(self.messages[:count] + question, ask=True)])
@@ -131,8 +131,8 @@ class Conversation:
                 )
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
-                drafter.lengths = [size]
-                drafter.read(features[:, : prompt.shape[1] - size], Verdict([prompt.shape[1] - size]))
+                drafter.context.lengths = [size]
+                drafter.context.read(features[:, : prompt.shape[1] - size], Verdict([prompt.shape[1] - size]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
                     drafter.seen, drafter.sink = window, sink
@@ -158,13 +158,13 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     tokens from `first` on. Blocks that reach past the end of an answer that was cut off are left out.
     """
     size, ended = drafter.draft.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
-    lengths, drafter.lengths = [], [start]
+    lengths, drafter.context.lengths = [], [start]
     while start + (1 if ended else size) < len(text):
         block = drafter.block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
-        drafter.read(features[:, start - first : start - first + lengths[-1]], Verdict([lengths[-1]]))
+        drafter.context.read(features[:, start - first : start - first + lengths[-1]], Verdict([lengths[-1]]))
         start += lengths[-1]
     return lengths
 
@@ -187,7 +187,7 @@ def times(pair: DemoPair, repeats: int = 30) -> None:
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.lengths, drafter.unread = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
+        drafter.context.lengths, drafter.context.unread = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
         drafter.block(slots[:, 0], [])
 
     work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
@@ -232,7 +232,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
-    drafting_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
+    context_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):
         if arguments.times:

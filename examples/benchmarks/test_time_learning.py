@@ -353,7 +353,7 @@ class Learner:
             context_hidden_states=features[None, last - fresh : last],
             attention_mask=mask,
             position_ids=torch.cat([context, block])[None],
-            past_key_values=Past(self.drafter.cache, last - fresh),
+            past_key_values=Past(self.drafter.context.cache, last - fresh),
         ).last_hidden_state
         return hidden.unflatten(1, (-1, size))[0, :, 1:]
 
@@ -439,8 +439,8 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
     run, size, place = Run(text.name, settings), draft.config.block_size, 0
     fixed = settings.train in OUTSIDE or not settings.rate  # hidden states are the same in every run
     first = text.answers[0][0]
-    drafter.absorb(text.features[None, :first])
-    drafter.open([0], first, torch.zeros(1, 1, dtype=torch.long))
+    drafter.context.absorb(text.features[None, :first])
+    drafter.context.open([0], first, torch.zeros(1, 1, dtype=torch.long))
     read = first
     for start, stop in text.answers:
         place += 1  # the first token comes from the prompt's forward
@@ -456,7 +456,7 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                 drafted = drafter.walk(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
             else:
                 if read < start:
-                    drafter.read(text.features[None, read:start], Verdict([start - read]))
+                    drafter.context.read(text.features[None, read:start], Verdict([start - read]))
                 drafted, read = drafter.block(text.tokens[None, start], []).tokens[0, 1:].tolist(), start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock

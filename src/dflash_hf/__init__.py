@@ -17,7 +17,6 @@ __version__ = "0.2.0"
 _LAZY = {
     "DFlashDraftConfig": ".drafter",
     "DFlashDraftModel": ".drafter",
-    "DFlashCandidateGenerator": ".modeling.drafting_dflash",
     "DFlashDecodingConfig": ".decoding.settings",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",

@@ -303,16 +303,16 @@ def test_context_is_cut_with_its_cache(target, draft):
 
     def opened(columns: int, past: int, continued=None) -> Drafter:
         drafter = Drafter(draft, target)
-        drafter.absorb(features[:, past:columns])
-        drafter.open([0], columns, offset, continued)
+        drafter.context.absorb(features[:, past:columns])
+        drafter.context.open([0], columns, offset, continued)
         return drafter
 
-    before = opened(56, 0)
+    before = opened(56, 0).context
     before.read(features[:, 56:71], Verdict([15]))
     before.close(cache)
     after = opened(44, 40, cache)
     for drafter in (after, expected := opened(44, 0)):
-        drafter.read(features[:, 71:73], Verdict([2]))
+        drafter.context.read(features[:, 71:73], Verdict([2]))
     anchor = torch.tensor([7])
     torch.testing.assert_close(after.hidden_states(anchor), expected.hidden_states(anchor))
-    assert after.lengths == expected.lengths == [46]
+    assert after.context.lengths == expected.context.lengths == [46]

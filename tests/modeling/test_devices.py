@@ -94,25 +94,25 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
         drafter = Drafter(draft, target)
         cache = DynamicCache(config=target.config)
-        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap, tap.running():
+        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.context.absorb) as tap, tap.running():
             target(input_ids=ids, past_key_values=cache)
             tap.consume = None
-            drafter.open([0, 2], 7, offset)
+            drafter.context.open([0, 2], 7, offset)
             session = SlotSession(target, cache, [0, 2], offset, {}, tap)
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
             block = drafter.block(anchors, [0, 0])
             logits, features = session.verify(block)
             session.keep(Verdict([2, 3]))
-            drafter.read(features, Verdict([2, 3]))
+            drafter.context.read(features, Verdict([2, 3]))
             grown = tree(drafter, anchors, [2, 3], nodes=6)
             after, features = session.verify(grown)
             counts, path = grown.agree(after.argmax(dim=-1))
             verdict = Verdict([2, 1], path)
             session.keep(verdict)
-            drafter.read(verdict.along(features), verdict)
+            drafter.context.read(verdict.along(features), verdict)
     for tensor in (block.tokens, logits, *grown, after, path, counts):
         assert tensor.device == torch.device(target_device)
-    assert drafter.cache.layers[0].keys.device == torch.device(draft_device)
+    assert drafter.context.cache.layers[0].keys.device == torch.device(draft_device)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,9 @@ import inspect
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
-from support.scripted_draft import scripted
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
-from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
 
 
 @pytest.fixture
@@ -54,31 +53,6 @@ def test_hook_installs_once_and_comes_off(unhooked):
     assert inspect.signature(hooked) == inspect.signature(upstream[0])
     remove_hook()
     assert (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode) == upstream
-
-
-def test_candidate_generator_runs_in_upstreams_loop(monkeypatch, unhooked):
-    """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
-    target = make_target()
-    draft = make_draft(target, block_size=5)
-    remove_hook()
-    forwards = []
-    target.register_forward_hook(lambda *args: forwards.append(1))
-    monkeypatch.setattr(
-        type(target),
-        "_get_candidate_generator",
-        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(draft, self, generation_config.max_length),
-    )
-    monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", lambda *args: None)
-    for mask in (None, torch.tensor([[0, 0, 0] + [1] * 7])):
-        wanted = target.generate(PROMPT, attention_mask=mask, max_new_tokens=30, do_sample=False)
-        draft = scripted(draft, wanted, error_rate=0.2)
-        draft.begin(PROMPT)
-        forwards.clear()
-        output = target.generate(
-            PROMPT, attention_mask=mask, max_new_tokens=30, do_sample=False, assistant_model=draft
-        )
-        assert torch.equal(output, wanted)
-        assert len(forwards) < 20  # drafts were accepted: 30 tokens in fewer forwards
 
 
 def test_native_speculation_type_runs_the_drafter(target, draft):

@@ -9,6 +9,9 @@ from support.calls import Call
 from support.heads import opened
 from support.rows import ragged_prompts
 from support.scripted_draft import recognising
+from transformers import DynamicCache
+
+from dflash_hf.modeling.drafting_dflash import Drafter
 
 
 def known(target, rows: int, longest: int, window: int):
@@ -54,3 +57,45 @@ def test_features_outside_the_window_do_not_matter(window, target):
     whole, sink, between, before, first = blocks
     assert window > 40 or torch.equal(whole, between) and torch.equal(whole, before)
     assert not torch.allclose(whole, sink) and (window > 40 or not torch.allclose(whole, first))
+
+
+def test_window_is_the_longest_text_learned_from(target):
+    """By itself; a drafter that does not know sees all, and so does one that is told to."""
+    call, text, draft = known(target, 1, 40, window=11)
+    of_all = recognising(target, call.texts(text))
+    for one, trained_length, window, accepts in (
+        (draft, 11, "trained", True),
+        (draft, None, "trained", False),
+        (of_all, 11, "trained", False),
+        (of_all, None, "trained", True),
+        (of_all, 11, None, True),
+    ):
+        one.config.trained_length, one.decoding_config.window = trained_length, window
+        drafted = call(one)
+        assert torch.equal(drafted.sequences, text) and (max(drafted.lengths[0]) > 3) == accepts
+
+
+@pytest.mark.parametrize(
+    ("length", "cut", "fits"), [(60, 10, True), (60, 40, True), (300, 60, True), (300, 90, False)]
+)
+def test_ring_goes_on_as_far_as_it_holds(length, cut, fits, target):
+    """A conversation that lost its last tokens: a ring still has those before, but for what they overwrote."""
+    features = torch.randn(1, 310, 3 * target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    draft = recognising(target, [torch.arange(40)], window=20)
+    features, offset, cache = (
+        features[..., : draft.fc.in_features],
+        torch.zeros(1, 1, dtype=torch.long),
+        DynamicCache(),
+    )
+
+    def read(start: int, stop: int, continued=None) -> Drafter:
+        drafter = Drafter(draft, target)
+        drafter.context.absorb(features[:, start:stop])
+        drafter.context.open([0], stop, offset, continued)
+        return drafter
+
+    read(0, length).context.close(cache)
+    after, expected = read(length - cut, length - cut + 3, cache), read(0, length - cut + 3)
+    anchor = torch.tensor([7])
+    same = torch.allclose(after.hidden_states(anchor), expected.hidden_states(anchor), atol=1e-5)
+    assert (after.context.first == 0) == fits == same

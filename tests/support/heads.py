@@ -56,8 +56,8 @@ EVERY = {**PLAIN, **SELECTORS, **WITH_STATES}
 def opened(draft, target, features: torch.Tensor) -> Drafter:
     """A drafter that has read the features `[R, S, L * H]` of a prompt without padding."""
     drafter, (rows, columns, _) = Drafter(draft, target), features.shape
-    drafter.absorb(features)
-    drafter.open([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
+    drafter.context.absorb(features)
+    drafter.context.open([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
     return drafter
 
 

@@ -58,6 +58,7 @@ def test_layers_that_the_target_does_not_have(target, tmp_path):
 
 def test_a_row_is_what_the_target_makes_of_it(target, stored):
     dataset = StoredFeatures(stored)
+    assert dataset.lengths.tolist() == [len(row["input_ids"]) for row in dataset]
     assert len(dataset) == 6 and len(dataset.manifest.shards) == 3
     for row, example in zip(counting_rows(6), dataset, strict=True):
         assert example["input_ids"].tolist() == row["input_ids"]

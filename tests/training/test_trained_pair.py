@@ -123,7 +123,7 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
     def record(drafter, *args):
         made = tree(drafter, *args)
         assert (drafter.noise is not None) == options["do_sample"]
-        drafted.append((drafter.lengths[0], made.tokens[0].tolist(), made.parents[0].tolist()))
+        drafted.append((drafter.context.lengths[0], made.tokens[0].tolist(), made.parents[0].tolist()))
         return made
 
     monkeypatch.setattr(strategy, "tree", record)
@@ -141,8 +141,8 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
                 noise.sample(torch.ones(1, target.config.vocab_size), 0, 0)
             drafter = Drafter(draft, target, noise)
             with torch.no_grad():
-                drafter.absorb(features[:, :start])
-                drafter.open([0], start, torch.zeros(1, 1, dtype=torch.long))
+                drafter.context.absorb(features[:, :start])
+                drafter.context.open([0], start, torch.zeros(1, 1, dtype=torch.long))
                 made = tree(drafter, text[:, start], [start - len(prompt) + 1], 12)
             assert made.tokens[0].tolist() == tokens and made.parents[0].tolist() == parents
         ways |= set(output.acceptance_lengths[0])

@@ -1,5 +1,6 @@
 """`DFlashTrainer`: what is learned, what is left alone, and figures that do not depend on how a batch is split."""
 
+import json
 import math
 import re
 
@@ -166,6 +167,17 @@ def test_checkpoints_hold_the_drafter_and_never_the_target(tmp_path):
     assert sum(moment["exp_avg"].numel() for moment in moments) == draft_size
     reloaded = type(trainer.model).from_pretrained(checkpoint)
     assert reloaded.config.target_layer_ids == trainer.model.config.target_layer_ids
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 24), (30, 30), (None, None)])
+def test_longest_text_is_in_the_configuration(before, after, tmp_path):
+    """A drafter of which nobody knows how far back it learned to look is not cut to what it is trained on now."""
+    target = make_target()
+    draft = make_draft(target, block_size=BLOCK)
+    draft.config.trained_length = before
+    trainer = make_trainer(tmp_path / "run", target, counting_rows(2, length=24), draft=draft)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()).get("trained_length") == after
 
 
 def test_training_learns(tmp_path):

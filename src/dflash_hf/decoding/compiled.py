@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.strategy import Fixed
 from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.context_dflash import Context
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.generation_dflash import Call
 from dflash_hf.modeling.session_dflash import SlotSession
@@ -99,23 +100,29 @@ class CompiledSession(SlotSession):
             return _run(_verified, self.how, self.target, self.tap, inputs)
 
 
-class CompiledDrafter(Drafter):
-    """A drafter that runs as a graph; it always reads as many features as a block has tokens."""
+class PaddedContext(Context):
+    """A context that always reads as many features as a block has tokens."""
 
     CACHE = Buckets
 
-    def __init__(self, how: str, *args):
-        super().__init__(*args)
-        self.how = how
-
-    def _collected(self) -> tuple[torch.Tensor, torch.LongTensor]:
-        features, tokens = super()._collected()
+    def collected(self) -> tuple[torch.Tensor, torch.LongTensor]:
+        features, tokens = super().collected()
         if features is None:
             width = self.draft.fc.in_features
             features = torch.zeros(len(tokens), 0, width, dtype=self.dtype, device=tokens.device)
         missing = max(self.draft.config.block_tokens - tokens.shape[1], 0)
         padded = torch.nn.functional.pad(features, (0, 0, 0, missing))
         return padded, torch.nn.functional.pad(tokens, (0, missing), value=-1)
+
+
+class CompiledDrafter(Drafter):
+    """A drafter that runs as a graph; the arguments are the mode or backend, then those of [`Drafter`]."""
+
+    CONTEXT = PaddedContext
+
+    def __init__(self, how: str, *args):
+        super().__init__(*args)
+        self.how = how
 
     def _forward(self, **inputs) -> torch.Tensor:
         return _run(_drafted, self.how, self.draft, inputs)

@@ -1,7 +1,5 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
-from itertools import accumulate, zip_longest
-
 import torch
 
 from dflash_hf.decoding.reliability import Reliability
@@ -71,20 +69,25 @@ class Copies:
         return tokens, gains
 
 
-def together(offers: list[tuple[list[int], list[float]]]) -> tuple[list[list[int]], list[float]]:
+def together(offers: list[tuple[list[int], list[float]]], lengths: list[int], alive: list[bool]):
     """
-    The copies of several rows as one draft: rows that have fewer tokens than others get zeros, which gain nothing.
+    The copies of several rows as one draft. A batch is done when its slowest row is: they are worth what the shortest
+    row should grow by, times the rows.
 
     Args:
         offers (`list[tuple]`): For each row, what [`Copies.next`] returns.
+        lengths (`list[int]`): Tokens generated in each row.
+        alive (`list[bool]`): Rows that have not ended.
 
     Returns:
-        The tokens `[R][n]`, and what the first 0, 1, ... of them should gain in all rows together.
+        The tokens `[R][n]`, zeros past the end of a row's, and what the first 0, 1, ... of them are worth.
     """
     longest = max(len(tokens) for tokens, _ in offers)
-    steps = ([after - before for before, after in zip(gains, gains[1:])] for _, gains in offers)
-    gains = accumulate(map(sum, zip_longest(*steps, fillvalue=0.0)), initial=0.0)
-    return [tokens + [0] * (longest - len(tokens)) for tokens, _ in offers], list(gains)
+    padded = [gains + gains[-1:] * (longest - len(tokens)) for tokens, gains in offers]
+    going = [(length, gains) for length, gains, one in zip(lengths, padded, alive) if one]
+    shortest = [min(length + gains[n] for length, gains in going) for n in range(longest + 1)]
+    worths = [len(going) * (length - shortest[0]) for length in shortest]
+    return [tokens + [0] * (longest - len(tokens)) for tokens, _ in offers], worths
 
 
 def _assumed(agreeing: int) -> float:

@@ -112,7 +112,7 @@ def _independent(drafter: Drafter, hidden: torch.Tensor, lengths: list[int], top
     logits = drafter.logits(hidden, lengths)  # [R, D, V]
     best, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-    return _of_tables(*(one.to(drafter.offset.device) for one in (drafter.draft.target_ids(ids), log_probs)))
+    return _of_tables(*(one.to(drafter.context.offset.device) for one in (drafter.draft.target_ids(ids), log_probs)))
 
 
 def _of_tables(ids: torch.LongTensor, log_probs: torch.Tensor) -> Callable:
@@ -133,8 +133,8 @@ def _chained(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, 
     query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
     later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
     k = min(top_k, ids.shape[-1])
-    tables = [one.log_softmax(dim=-1).to(drafter.offset.device).topk(k, dim=-1) for one in (first, later)]
-    ids, order = ids.to(drafter.offset.device), None
+    tables = [one.log_softmax(dim=-1).to(drafter.context.offset.device).topk(k, dim=-1) for one in (first, later)]
+    ids, order = ids.to(drafter.context.offset.device), None
 
     def extend(slot: int, kept):
         nonlocal order
@@ -153,7 +153,7 @@ def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tens
     head, rows = drafter.head, len(anchors)
     ids, logits = drafter.candidates(hidden, lengths)  # [R, D, c]
     state, before, k = head.start(anchors), anchors[:, None], min(top_k, ids.shape[-1])
-    device = drafter.offset.device
+    device = drafter.context.offset.device
 
     def extend(slot: int, kept):
         nonlocal state, before

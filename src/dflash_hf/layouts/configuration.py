@@ -159,6 +159,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "mask_token_id": mask_token_id,
+            "trained_length": 1,  # until it is trained
             **ids,
         }
         if kwargs.get("target_layer_ids") is None:

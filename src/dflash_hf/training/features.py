@@ -337,6 +337,11 @@ class StoredFeatures(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.manifest.examples
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """The tokens of each row, `[rows]`."""
+        return torch.cat([torch.tensor(_offsets(*file)).diff() for file in self.files])
+
     def __getitem__(self, index: int) -> dict:
         index = range(len(self))[index]
         number = bisect_right(self.starts, index) - 1

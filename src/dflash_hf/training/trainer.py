@@ -27,7 +27,7 @@ from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
-from dflash_hf.training.rows import survey
+from dflash_hf.training.rows import lengths_of, survey
 from dflash_hf.training.trainer_card import PushesCode, save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
@@ -101,6 +101,8 @@ class DFlashTrainer(AtomicTrainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
+        if self.draft.config.trained_length is not None and train_dataset is not None and has_rows(train_dataset):
+            self.draft.config.trained_length = max(self.draft.config.trained_length, longest_row(train_dataset))
         prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
         if args.head_only and self.is_fsdp_enabled:
@@ -362,6 +364,12 @@ def check_dataset(dataset, args, draft_config, target) -> None:
             check_features(part, draft_config, target, args.has_teacher)
     elif has_rows(dataset):
         survey(dataset)
+
+
+def longest_row(dataset) -> int:
+    """Tokens of the longest row."""
+    parts = parts_of(dataset)
+    return max(int(one.lengths.max() if isinstance(one, StoredFeatures) else lengths_of(one).max()) for one in parts)
 
 
 def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
