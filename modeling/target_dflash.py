@@ -343,7 +343,7 @@ class Trial:
                 error = self.error(session, padding, tree, expected(padding))
                 if error < self.EXACT:
                     return Support(session, error, padding > 0, tree, features)
-                if error < min(self.CLOSE, best.error) or best.session is None and error < best.error:
+                if best.session is None and error < best.error:  # the first that is close, or the nearest
                     best = Support(session if error < self.CLOSE else None, error, padding > 0, tree, features)
         return best
 

@@ -33,6 +33,7 @@ from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling import context_dflash
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
+from dflash_hf.modeling.context_dflash import Context
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
@@ -40,14 +41,14 @@ from dflash_hf.smollm2 import data_folder
 
 RESULTS = Path(__file__).parent / "results" / "context_window.jsonl"
 DEPTHS = (500, 1500, 3000, 5000, 7500)
-WAYS = [(None, 0), *((window, 4) for window in (128, 256, 512, 1024, 2048)), (512, 0), (1024, 0)]  # window, sink
+WAYS = [(None, 0), *((window, 4) for window in (128, 256, 512, 633, 1024, 2048)), (512, 0), (1024, 0)]  # window, sink
 NEW_TOKENS = 96
 QUESTIONS = 2
 
 
-class Windowed(Drafter):
+class Windowed(Context):
     """
-    Drafts from the last `seen` context tokens and the first `sink` tokens of a row. Unlike `decoding_config.window`, a
+    Shows the last `seen` context tokens and the first `sink` tokens of a row. Unlike `decoding_config.window`, a
     mask alone: other windows draft from the same cache.
     """
 
@@ -105,7 +106,8 @@ class Conversation:
 
     def lines(self):
         """Yields a line for each depth, question and way: the tokens that each block committed."""
-        target, drafter = self.pair.target, Windowed(self.pair.draft, self.pair.target)
+        target, drafter = self.pair.target, Drafter(self.pair.draft, self.pair.target)
+        drafter.context = Windowed(self.pair.draft)
         drafter.context.open([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
         for count, size in self.ends:
@@ -135,7 +137,7 @@ class Conversation:
                 drafter.context.read(features[:, : prompt.shape[1] - size], Verdict([prompt.shape[1] - size]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
-                    drafter.seen, drafter.sink = window, sink
+                    drafter.context.seen, drafter.context.sink = window, sink
                     lengths = drafted(drafter, answer.sequences[0], prompt.shape[1], features, size)
                     yield {"depth": size, "question": number, "window": window, "sink": sink, "lengths": lengths}
 
@@ -175,8 +177,8 @@ def times(pair: DemoPair, repeats: int = 30) -> None:
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
         drafters[window] = Drafter(variant(pair.draft, window=window), pair.target)
-        drafters[window].open([0], 0, zero)
-        drafters[window].cache.reserve(8192)
+        drafters[window].context.open([0], 0, zero)
+        drafters[window].context.cache.reserve(8192)
     cache = SlotCache(1, 8191)
     features = torch.randn(1, 2, pair.draft.fc.in_features, dtype=pair.target.dtype)
 
@@ -234,6 +236,7 @@ def main() -> None:
     torch.set_num_threads(1)
     context_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
+    pair.draft.decoding_config.window = None
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):
         if arguments.times:
             return times(pair)

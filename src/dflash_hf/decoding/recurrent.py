@@ -70,12 +70,12 @@ class ReplaySession(SlotSession):
     rollback_is_free = False
 
     def __init__(self, target, cache, *args):
-        # The states before a verification; copied first, since what fails later must leave a whole cache.
+        # First what may fail: the cache stays whole. Then the states before a verification.
+        self.hooks = [(module, _record) for module in _moving_modules(target)]
         self.saved = [state.clone() for state in recurrent_states(cache.layers)]
         super().__init__(target, cache, *args)
         self.calls: list[tuple] = []  # the modules' inputs in it
         self.size = 0  # tokens of a verification that was not kept yet
-        self.hooks = [(module, _record) for module in _moving_modules(target)]
         attach(self.hooks)
 
     @property

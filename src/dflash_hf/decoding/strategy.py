@@ -156,16 +156,9 @@ class Fastest(Fixed):
             self._follow(text, [1] * len(text.alive))
         # 1. Every fourth round costs a token of the target alone, until that is known.
         measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
-        # 2. A copy, if it is faster than drafting, which gains the more over a round without a draft the faster it is.
-        if self.copies and not measured:
-            most = min(self.room(text) - 1, self.max_draft)
-            tokens, gained = together([one.next(most) for one in self.copies], text.lengths, text.alive)
-            costs = self.costs.curve(text.longest, self.max_draft, drafted=False)
-            gain_of_drafting = speed - sum(text.alive)
-            size = best_size(gained, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
-            if size:
-                self.round = Round(began, (size, False), costs[size])
-                return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))
+        # 2. A copy, if it is faster than drafting.
+        if self.copies and not measured and (copied := self._copied(text, speed, began)) is not None:
+            return copied
         # 3. Nothing, while drafting does not pay.
         if measured or resting or self.room(text) == 1:
             self.throughput.resting -= resting
@@ -187,6 +180,18 @@ class Fastest(Fixed):
         kept = drafted.first(size + 1)
         self.round = Round(began, (size, True), costs[size], kept, chances, gained[size] / sum(text.alive))
         return kept.block or kept
+
+    def _copied(self, text: Text, speed: float, began: float) -> Block | None:
+        """What follows the last tokens where they occurred before, if that is faster than drafting."""
+        most = min(self.room(text) - 1, self.max_draft)
+        tokens, worths = together([one.next(most) for one in self.copies], text.lengths, text.alive)
+        costs = self.costs.curve(text.longest, self.max_draft, drafted=False)
+        gain_of_drafting = speed - sum(text.alive)  # over a round without a draft
+        size = best_size(worths, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
+        if not size:
+            return None
+        self.round = Round(began, (size, False), costs[size])
+        return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))
 
     def _follow(self, text: Text, counts: list[int]) -> None:
         """Let the copies read the last tokens of each row."""
