@@ -1,13 +1,192 @@
-"""Drafting: the blocks that a drafter proposes for the next tokens of a text."""
+"""Drafting: the context that a drafter keeps, and the blocks that it proposes."""
 
+import weakref
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from .accept_dflash import Block, likeliest
-from .context_dflash import Context
+from .accept_dflash import Block, Verdict, likeliest
+from .cache_dflash import Ring, SlotCache, additive, visible
 from .noise_dflash import Noise
 from .target_dflash import running_device
+
+
+TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
+STEPS_AT_ONCE = 32  # committed tokens whose features are collected while nothing is drafted
+SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
+
+# For each cache that was returned, and each drafter, what that has read of its tokens.
+CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class Kept(NamedTuple):
+    """The context of a call of one row, for the call that continues its cache."""
+
+    cache: SlotCache
+    first: int  # column of the first token that the drafter saw
+    length: int  # tokens
+    unread: list  # as [`Context.unread`]
+
+
+class Context:
+    """
+    What a drafter has read in one call.
+
+    Features are read when the next block is drafted, together with the block. Until then they are collected: reading
+    one token costs as much as reading many.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+
+    Attributes:
+        lengths (`list[int]`): Tokens of each row before its anchor.
+        offset (`torch.LongTensor`): `[R, 1]`, position of a row's slot 0.
+        prompt (`list[torch.Tensor]`): Projected features `[R, n, H]` of the prompt that are not in the cache yet.
+        unread (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and their tokens `[R, n]`.
+    """
+
+    CACHE = SlotCache
+
+    def __init__(self, draft):
+        window = draft.decoding_config.window
+        self.draft, self.window = draft, draft.config.trained_length if window == "trained" else window
+        self.dtype = draft.dtype  # walks through the parameters, which takes longer than a small layer
+        self.prompt: list[torch.Tensor] = []
+        self.unread: list[tuple[torch.Tensor, torch.LongTensor]] = []
+        self.lengths: list[int] = []
+        self.cache, self.first = self.CACHE(0, 0), 0
+
+    def absorb(self, *features: torch.Tensor) -> None:
+        """
+        Take the features of the prompt's next columns: `[R, C, L * H]`, or `[R, C, H]` for each layer.
+
+        They become keys and values in `open`, after the target's forward: until then each token takes the memory of
+        one hidden state instead of every drafter layer's keys and values.
+        """
+        step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
+        for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
+            joined = torch.cat([self.to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
+            self.prompt.append(self.draft.project_context(joined))
+
+    @property
+    def absorbed(self) -> int:
+        """Columns of the prompt absorbed so far."""
+        return sum(states.shape[1] for states in self.prompt)
+
+    def open(self, padding: list[int], columns: int, offset: torch.LongTensor, continued=None) -> None:
+        """
+        Write the absorbed columns of a prompt into the drafter's cache.
+
+        Args:
+            padding (`list[int]`): Padding columns at the start of each row.
+            columns (`int`): Columns of the prompt and of a prefilled cache, whose features are not seen.
+            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
+            continued (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the context
+                of that call goes on, as far as the cache still holds its tokens.
+        """
+        ring, past, block_tokens = None, columns - self.absorbed, self.draft.config.block_tokens
+        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
+            ring = Ring(self.window + 2 * (block_tokens + STEPS_AT_ONCE), SINK)
+        pads = torch.tensor(padding, device=offset.device)[:, None]  # [R, 1]
+        # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
+        seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
+        before = None if continued is None else CONTEXTS.get(continued, {}).pop(self.draft, None)
+        if before is not None and padding == [0] and self._holds(before, past, ring):
+            self.cache, self.first = before.cache, before.first
+            # Of what was not read, the tokens that the prefilled cache still holds.
+            cut = past - before.first
+            self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
+            seen = torch.full_like(seen, before.first)
+        else:
+            self.first = max(past - padding[0], 0)
+            self.cache = self.CACHE(len(padding), columns + block_tokens, ring)
+        self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
+        self.lengths = (columns - pads - seen)[:, 0].tolist()
+        self.cache.reserve(max(self.lengths) + block_tokens)
+        first = past
+        while self.prompt:
+            states = self.prompt.pop(0)
+            tokens = torch.arange(first, first + states.shape[1], device=pads.device) - pads - seen
+            first += states.shape[1]
+            if ring is not None:  # of the tokens that share a slot, only the last is written
+                last = torch.tensor(self.lengths, device=pads.device)[:, None]
+                tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
+            self._write(states, tokens)
+
+    def _holds(self, before: Kept, past: int, ring: Ring | None) -> bool:
+        """Whether a context has all `past` tokens of a cache, and its ring none of later ones in their slots."""
+        beyond = before.first + before.length - past  # columns that the cache no longer holds
+        most = before.length if ring is None or before.length <= ring.size else ring.size - self.window
+        return type(before.cache) is self.CACHE and before.cache.ring == ring and 0 <= beyond <= most
+
+    def close(self, cache=None) -> None:
+        """Free the context, or keep it for the call that continues this cache of a single row."""
+        if cache is None or len(self.lengths) > 1:
+            self.cache.clear()
+        else:
+            kept = Kept(self.cache, self.first, self.lengths[0], self.unread)
+            CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept
+
+    def read(self, features: torch.Tensor, verdict: Verdict) -> None:
+        """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""
+        steps = torch.arange(features.shape[1], device=self.offset.device)
+        counts, start = (torch.tensor(one, device=steps.device)[:, None] for one in (verdict.counts, self.lengths))
+        self.unread.append((features, torch.where(steps < counts, start + steps, -1)))
+        self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
+        if sum(tokens.shape[1] for _, tokens in self.unread) > STEPS_AT_ONCE:
+            features, tokens = self.collected()
+            self.cache.reserve(max(self.lengths))
+            self._write(self.draft.project_context(self.to_draft(features)), tokens)
+
+    def collected(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
+        """The features that were not read yet, and their tokens."""
+        parts, self.unread = self.unread, []
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return None, self.offset.new_zeros(len(self.lengths), 0)
+        features, tokens = zip(*parts, strict=True)
+        return torch.cat(features, dim=1), torch.cat(tokens, dim=1)
+
+    def _write(self, states: torch.Tensor, tokens: torch.LongTensor) -> None:
+        """Write the keys and values of projected features `[R, n, H]` into the drafter's cache."""
+        self.cache.place(tokens)
+        self.draft.extend_context(states, self.to_draft((tokens + self.offset).clamp(min=0)), self.cache)
+
+    def with_block(self, size: int) -> dict:
+        """Arguments of the drafter's forward over all that is unread and a block of `size` tokens after the text."""
+        features, before = self.collected()
+        start = torch.tensor(self.lengths, device=self.offset.device)[:, None]
+        block = start + torch.arange(size, device=start.device)  # [R, B]
+        self.cache.reserve(max(self.lengths) + size)
+        self.cache.place(*([block] if features is None else [before, block]))
+        positions = torch.cat([before, block], dim=1) + self.offset
+        return {
+            "context_hidden_states": None if features is None else self.to_draft(features),
+            "attention_mask": self._masks(block),
+            "position_ids": self.to_draft(positions.clamp(min=0)),
+            "past_key_values": self.cache,
+        }
+
+    def _masks(self, block: torch.LongTensor) -> dict[str, torch.Tensor]:
+        cache, last = self.cache, block[:, -1:]
+        held = torch.arange(cache.view, device=block.device)
+        if cache.ring is not None:  # tokens before the window are as good as none
+            held = cache.ring.held(cache.view_of(cache.ring), last)
+            seen = (held < SINK) | (held >= block[:, :1] - self.window)
+            held = held.masked_fill(~seen, -1)
+
+        def mask(window, causal: bool) -> torch.Tensor:
+            seen = visible(block, held, window, None, last_seen=block if causal else last.expand_as(block))
+            return self.to_draft(additive(seen, self.dtype)[:, None])
+
+        return self.draft.config.by_layer_type(mask)
+
+    def to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the drafter's device, and, if floating, in its dtype."""
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=running_device(self.draft.fc), dtype=dtype)
 
 
 class Drafter:
@@ -108,3 +287,8 @@ class Drafter:
         """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
         anchors, size = anchors.to(running_device(self.draft.fc)), self.draft.config.vocab_size
         return anchors if size is None else anchors.clamp(max=size - 1)
+
+
+def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
+    """The padding columns at the start of each row of a prompt."""
+    return [0] * rows if mask is None else (mask.shape[1] - mask.long().sum(dim=1)).tolist()

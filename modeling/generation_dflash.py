@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Block, Rules, Verdict
 from .cache_dflash import cached_columns
-from .context_dflash import padding_of
-from .drafting_dflash import Drafter
+from .drafting_dflash import Drafter, padding_of
 from .session_dflash import SlotSession
 from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, first_positions, support_of, why_hidden
 from .text_dflash import Text

@@ -30,11 +30,10 @@ from transformers import DynamicCache
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling import context_dflash
+from dflash_hf.modeling import drafting_dflash
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
-from dflash_hf.modeling.context_dflash import Context
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.drafting_dflash import Context, Drafter
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
 
@@ -234,7 +233,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
-    context_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
+    drafting_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
     pair.draft.decoding_config.window = None
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):

@@ -10,8 +10,7 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.strategy import Fixed
 from dflash_hf.modeling.cache_dflash import SlotCache
-from dflash_hf.modeling.context_dflash import Context
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.drafting_dflash import Context, Drafter
 from dflash_hf.modeling.generation_dflash import Call
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import traced

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from dflash_hf.configs import positions_of
 from dflash_hf.modeling.cache_dflash import cached_columns
-from dflash_hf.modeling.context_dflash import CONTEXTS
+from dflash_hf.modeling.drafting_dflash import CONTEXTS
 from dflash_hf.responses import free_memory
 
 
