@@ -3,6 +3,7 @@ The slot cache: every row starts at slot 0, new keys are written to the slots of
 keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -190,7 +191,7 @@ class SlotCache(Cache):
     SPARE = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
 
     def __init__(self, rows: int, capacity: int, ring: Ring | None = None):
-        super().__init__(layer_class_to_replicate=lambda: SlotLayer(self, ring))
+        super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self, ring))  # which copies are rebound
         self.rows, self.ring, self.columns, self.view, self.spare = rows, ring, 0, 0, self.SPARE
         self.capacity = _round_up(capacity + 1)
         self.least, self.reported = 0, None

@@ -76,7 +76,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: the block's rotary base.
         own_mask_embedding (`bool`): Whether the drafter has its own mask embedding instead of the target's.
         has_embed_tokens (`bool`): Whether the drafter has its own embedding table over the target's vocabulary.
-        trained_length (`int`): Tokens of the longest text that it learned from. Absent: nobody knows.
+        trained_length (`int`): Tokens of the longest training text. Absent: unknown; the whole text is then seen.
         dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields.
             Unknown keys are kept for re-saving.
 
@@ -240,7 +240,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.head.write(output, self)
         unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
-        unsaid["trained_length"] = None
+        unsaid["trained_length"] = 0  # of a fresh drafter
         for key, default in unsaid.items():
             if output[key] == default:
                 del output[key]
@@ -303,8 +303,8 @@ class DFlashDecodingConfig:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
         window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
-            and the first 4 that it read; "trained": as many as the longest text that it learned from had, if its
-            configuration says so: beyond that it drafts worse the more it sees. `None`: all.
+            and the first 4 that it read. "trained": the length of its longest training text, if known; beyond it
+            acceptance falls. `None`: all.
     """
 
     block_size: int | None = None

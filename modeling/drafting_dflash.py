@@ -20,11 +20,11 @@ SINK = 4  # tokens at the start of each row that a drafter sees besides those in
 CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class Kept(NamedTuple):
+class KeptContext(NamedTuple):
     """The context of a call of one row, for the call that continues its cache."""
 
     cache: SlotCache
-    first: int  # column of the first token that the drafter saw
+    first_column: int  # of the first token that the drafter saw
     length: int  # tokens
     unread: list  # as [`Context.unread`]
 
@@ -50,12 +50,12 @@ class Context:
 
     def __init__(self, draft):
         window = draft.decoding_config.window
-        self.draft, self.window = draft, draft.config.trained_length if window == "trained" else window
+        self.draft, self.window = draft, draft.config.trained_length or None if window == "trained" else window
         self.dtype = draft.dtype  # walks through the parameters, which takes longer than a small layer
         self.prompt: list[torch.Tensor] = []
         self.unread: list[tuple[torch.Tensor, torch.LongTensor]] = []
         self.lengths: list[int] = []
-        self.cache, self.first = self.CACHE(0, 0), 0
+        self.cache, self.first_column, self.offset = self.CACHE(0, 0), 0, torch.zeros(0, 1, dtype=torch.long)
 
     def absorb(self, *features: torch.Tensor) -> None:
         """
@@ -85,51 +85,58 @@ class Context:
             continued (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the context
                 of that call goes on, as far as the cache still holds its tokens.
         """
-        ring, past, block_tokens = None, columns - self.absorbed, self.draft.config.block_tokens
+        past, ring = columns - self.absorbed, None
         if self.window is not None:  # a block and what is read before it overwrite nothing in the window
-            ring = Ring(self.window + 2 * (block_tokens + STEPS_AT_ONCE), SINK)
+            ring = Ring(self.window + 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE), SINK)
         pads = torch.tensor(padding, device=offset.device)[:, None]  # [R, 1]
-        # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
-        seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
+        # Slots are counted from the first token seen, positions from a row's first token: rotary attention depends on
+        # differences only.
+        start = (past - pads).clamp(min=0)  # [R, 1], the first token seen
         before = None if continued is None else CONTEXTS.get(continued, {}).pop(self.draft, None)
-        if before is not None and padding == [0] and self._holds(before, past, ring):
-            self.cache, self.first = before.cache, before.first
+        if before is not None and padding == [0] and self._can_continue(before, past, ring):
+            self.cache, self.first_column = before.cache, before.first_column
             # Of what was not read, the tokens that the prefilled cache still holds.
-            cut = past - before.first
+            cut = past - before.first_column
             self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
-            seen = torch.full_like(seen, before.first)
+            start = torch.full_like(start, before.first_column)
         else:
-            self.first = max(past - padding[0], 0)
-            self.cache = self.CACHE(len(padding), columns + block_tokens, ring)
-        self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
-        self.lengths = (columns - pads - seen)[:, 0].tolist()
-        self.cache.reserve(max(self.lengths) + block_tokens)
-        first = past
-        while self.prompt:
-            states = self.prompt.pop(0)
-            tokens = torch.arange(first, first + states.shape[1], device=pads.device) - pads - seen
-            first += states.shape[1]
-            if ring is not None:  # of the tokens that share a slot, only the last is written
-                last = torch.tensor(self.lengths, device=pads.device)[:, None]
-                tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
-            self._write(states, tokens)
+            if before is not None:
+                before.cache.clear()
+            self.first_column = max(past - padding[0], 0)
+            self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
+        self.offset = (offset if offset.dim() == 2 else offset[0]) + start
+        self.lengths = (columns - pads - start)[:, 0].tolist()
+        self._write_prompt(torch.arange(past, columns, device=pads.device) - pads - start)
 
-    def _holds(self, before: Kept, past: int, ring: Ring | None) -> bool:
-        """Whether a context has all `past` tokens of a cache, and its ring none of later ones in their slots."""
-        beyond = before.first + before.length - past  # columns that the cache no longer holds
-        most = before.length if ring is None or before.length <= ring.size else ring.size - self.window
-        return type(before.cache) is self.CACHE and before.cache.ring == ring and 0 <= beyond <= most
+    def _write_prompt(self, tokens: torch.LongTensor) -> None:
+        """Write what was absorbed, the features of these tokens `[R, n]`."""
+        self.cache.reserve(max(self.lengths) + self.draft.config.block_tokens)
+        if (ring := self.cache.ring) is not None:  # of the tokens that share a slot, only the last is written
+            last = torch.tensor(self.lengths, device=tokens.device)[:, None]
+            tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
+        for part in tokens.split([states.shape[1] for states in self.prompt], dim=1):
+            self._write(self.prompt.pop(0), part)
+
+    def _can_continue(self, before: KeptContext, past: int, ring: Ring | None) -> bool:
+        """Whether a context has all `past` tokens of a cache, in slots that nothing later was written to."""
+        made = [(one.keys.dtype, one.keys.device) for one in before.cache.layers]  # none, if its first cache is gone
+        if type(before.cache) is not self.CACHE or {*made} != {(self.dtype, running_device(self.draft.fc))}:
+            return False
+        block_size, dropped = self.draft.config.block_size, before.first_column + before.length - past
+        wrapped = ring is not None and before.length + block_size > ring.size
+        most = ring.size - self.window - block_size if wrapped else before.length
+        return before.cache.ring == ring and 0 <= dropped <= most
 
     def close(self, cache=None) -> None:
         """Free the context, or keep it for the call that continues this cache of a single row."""
         if cache is None or len(self.lengths) > 1:
-            self.cache.clear()
-        else:
-            kept = Kept(self.cache, self.first, self.lengths[0], self.unread)
-            CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept
+            return self.cache.clear()
+        kept = KeptContext(self.cache, self.first_column, self.lengths[0], self.unread)
+        CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept
+        weakref.finalize(cache, self.cache.clear).atexit = False  # its layers refer to it
 
     def read(self, features: torch.Tensor, verdict: Verdict) -> None:
-        """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""
+        """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; the first is the last anchor."""
         steps = torch.arange(features.shape[1], device=self.offset.device)
         counts, start = (torch.tensor(one, device=steps.device)[:, None] for one in (verdict.counts, self.lengths))
         self.unread.append((features, torch.where(steps < counts, start + steps, -1)))
@@ -210,6 +217,10 @@ class Drafter:
         self.head = draft.config.head(draft, partial(draft.embed, target))
         self.context = self.CONTEXT(draft)
 
+    def read(self, features: torch.Tensor, verdict: Verdict) -> None:
+        """Read the features `[R, n, L * H]` of a draft, those of its accepted tokens."""
+        self.context.read(verdict.along(features), verdict)
+
     def block(self, anchors: torch.LongTensor, lengths: list[int], size: int | None = None) -> Block:
         """
         The tokens that the drafter chooses from left to right.
@@ -256,7 +267,7 @@ class Drafter:
             return torch.cat([anchors[:, None], tokens.to(anchors.device)], dim=1)
         # 2. One token per slot, given the previous tokens.
         ids, logits = self.candidates(hidden, lengths)  # [R, n, k]
-        before = self.known(anchors)
+        before = self.in_vocabulary(anchors)
         state, chosen = head.start(before), [anchors]
         for slot in range(ids.shape[1]):
             query, state = head.step(state, before, hidden[:, slot])
@@ -273,8 +284,10 @@ class Drafter:
         logits = self.draft.draft_logits(hidden, self.target.get_output_embeddings())
         if self.noise is None:
             return logits
-        ids = self.draft.target_ids(torch.arange(logits.shape[-1], device=logits.device))
-        noise = self.noise.gumbel(lengths, logits.shape[1], ids.clamp(max=self.noise.width - 1))
+        ids = slice(logits.shape[-1])
+        if self.draft.config.has_own_head:
+            ids = self.draft.target_ids(torch.arange(logits.shape[-1])).clamp(max=self.noise.width - 1)
+        noise = self.noise.gumbel(lengths, logits.shape[1], ids)
         return logits.float() / self.noise.temperature + noise.to(logits.device)
 
     def candidates(self, hidden: torch.Tensor, lengths: list[int]) -> tuple[torch.LongTensor, torch.Tensor]:
@@ -283,7 +296,7 @@ class Drafter:
         ids, logits = (one.to(hidden.device) for one in (self.draft.target_ids(ids), logits))
         return ids.expand_as(logits), logits
 
-    def known(self, anchors: torch.LongTensor) -> torch.LongTensor:
+    def in_vocabulary(self, anchors: torch.LongTensor) -> torch.LongTensor:
         """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
         anchors, size = anchors.to(running_device(self.draft.fc)), self.draft.config.vocab_size
         return anchors if size is None else anchors.clamp(max=size - 1)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import utils as generation_utils
 from transformers.utils import logging
@@ -42,8 +41,8 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     each verification committed, bonus token included. A row's first token is excluded: the prompt's forward wrote it.
 
     If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted or copied tokens that each round
-    verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone,
-    packed as here: estimated from acceptance, the costs that sizes were chosen by, and the time for the prompt.
+    verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone with
+    the same weights, packed or not: from acceptance, the costs that sizes were chosen by, and the time for the prompt.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -104,8 +103,9 @@ class Strategy:
 
     def __init__(self, call: Call):
         self.call = call
-        config = call.target.config.get_text_config(decoder=True)
-        self.places = (getattr(config, "max_position_embeddings", None) or math.inf) - call.columns  # of new tokens
+        text_config = call.target.config.get_text_config(decoder=True)
+        longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+        self.positions_left = longest - call.columns  # for new tokens
         trained, asked = call.draft.config.block_tokens, call.asked_for
         self.size = min(call.draft.decoding_config.block_size or trained, trained if asked is None else asked + 1)
 
@@ -129,8 +129,8 @@ class Strategy:
 
     def room(self, text: Text) -> int:
         """Maximum number of tokens to verify: those left, and no position past the end of the target's table."""
-        places = self.places - text.longest + 1  # the anchor has one of them
-        return int(min(text.left, places)) if places > 0 else text.left
+        left = self.positions_left - text.longest + 1  # the anchor has one of them
+        return int(min(text.left, left)) if left > 0 else text.left
 
     def draft(self, drafter: Drafter, text: Text):
         """What to verify next: a block, as long as the text may still grow."""
@@ -178,7 +178,7 @@ def decode(
     if (reason := why_plain(call, strategy, synced_gpus)) is not None:
         logger.warning_once(f"Decoding without the drafter: {reason}.")
         plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-        output = GenerationMixin._sample(target, *plain, **model_kwargs)
+        output = target._sample(*plain, **model_kwargs)
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
@@ -191,7 +191,7 @@ def decode(
                 logits, features = session.verify(drafted)  # 3. verify: one forward of the target
             verdict = text.accept(drafted, logits)  # 4. accept what it agrees with, plus one token of its own
             session.keep(verdict)  # 5. keep that; the rest will be overwritten
-            drafter.context.read(verdict.along(features), verdict)  # 6. read the features of what was kept
+            drafter.read(features, verdict)  # 6. read the features of what was kept
             strategy.learn(text, verdict)
 
     if streamer is not None:
@@ -316,21 +316,18 @@ def prefilled(call: Call, strategy: Strategy):
         last = columns + call.rules.max_new - 2  # the last token of the text is never read
         session = strategy.session(cache, padding, offset, extra_arguments(call), tap, last, strategy.largest)
         kept = None
-        try:
+        with contextlib.ExitStack() as on_exit:  # the last first, even after an interruption
+            on_exit.callback(lambda: drafter.context.close(kept))
+            on_exit.callback(session.clear)
+            if call.rules.noise is not None:
+                on_exit.callback(lambda: call.rules.noise.close(text.longest))
+            if keep_cache:
+                on_exit.callback(lambda: session.close(text.interrupted))
             drafter.context.open(padding, columns, offset, cache if past else None)
             text.begin(logits)
             del logits
             yield drafter, session, text
             kept = session.source if keep_cache else None  # whose context the next call continues
-        finally:
-            if keep_cache:  # even after an interruption
-                if text.interrupted is not None:
-                    session.keep(text.interrupted)
-                session.close()
-            if call.rules.noise is not None:
-                call.rules.noise.close(text.longest)
-            session.clear()
-            drafter.context.close(kept)
 
 
 def extra_arguments(call: Call) -> dict:

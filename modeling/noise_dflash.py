@@ -66,12 +66,12 @@ class Noise:
         rows = torch.arange(len(lengths), device=depths.device)[:, None]
         return chances / noise.to(scores.device)[rows, depths]
 
-    def gumbel(self, lengths: list[int], number: int, ids: torch.LongTensor) -> torch.Tensor:
+    def gumbel(self, lengths: list[int], number: int, ids: torch.LongTensor | slice) -> torch.Tensor:
         """
         Standard Gumbel noise `[R, number, len(ids)]` of the next `number` tokens of each row: what is added to the
         log-probabilities of these ids.
         """
-        return self._of_rows(lengths, number, ids.to(self.generator.device)).log_().neg_()
+        return self._of_rows(lengths, number, ids).log_().neg_()
 
     def _of_rows(self, lengths: list[int], number: int, ids=slice(None)) -> torch.Tensor:
         """The noise `[R, number, V]` of the next draws of each row; each draw is made once, as few are kept."""
@@ -148,5 +148,7 @@ def foreseeable(device: torch.device) -> bool:
             if drawn != [noise.sample(scores[row : row + 1], row, step) for row in range(3)]:
                 return False
         return True
+    except torch.OutOfMemoryError:  # says nothing about the device
+        raise
     except (AttributeError, RuntimeError):  # generators of some devices cannot be copied
         return False

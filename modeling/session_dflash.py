@@ -67,10 +67,10 @@ class SlotSession:
         arguments = self.arguments
         if (types := arguments.get("token_type_ids")) is not None:  # [R, 1], of the prompt's last token
             arguments = {**arguments, "token_type_ids": types.expand(-1, size)}
-        numbers = slots if draft.depths is None else start + draft.depths
+        positions = slots if draft.depths is None else start + draft.depths
         if self.last_slot is not None:
-            numbers = numbers.clamp(max=self.last_slot)
-        inputs = {"attention_mask": masks[None] if None in masks else masks, "position_ids": numbers + self.offset}
+            positions = positions.clamp(max=self.last_slot)
+        inputs = {"attention_mask": masks[None] if None in masks else masks, "position_ids": positions + self.offset}
         return self._forward({"input_ids": draft.tokens, **inputs, **arguments})
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -88,8 +88,13 @@ class SlotSession:
             self.cache.move(start + verdict.path, start + steps)
         self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
 
-    def close(self):
-        """The cache as `generate` returns it without a drafter, with the columns of the longest row."""
+    def close(self, interrupted: Verdict | None = None):
+        """
+        The cache as `generate` returns it without a drafter, with the columns of the longest row; and with what was
+        accepted before a round was interrupted.
+        """
+        if interrupted is not None:
+            self.keep(interrupted)
         columns = max(length + pad for length, pad in zip(self.lengths, self.padding, strict=True))
         self.cache.reserve(columns)  # a row without padding that ended early is filled up, too
         return self.cache.release(self.source, self.padding, columns)

@@ -343,7 +343,9 @@ class Trial:
                 error = self.error(session, padding, tree, expected(padding))
                 if error < self.EXACT:
                     return Support(session, error, padding > 0, tree, features)
-                if best.session is None and error < best.error:  # the first that is close, or the nearest
+                if (
+                    best.session is None and error < best.error
+                ):  # the first that is close; until then the best, to tell
                     best = Support(session if error < self.CLOSE else None, error, padding > 0, tree, features)
         return best
 

@@ -55,7 +55,7 @@ class Text:
 
     @property
     def next_draws(self) -> list[int]:
-        """The number of each row's next sample; rows that have ended take any that is still needed."""
+        """The number of each row's next sample; ended rows repeat the shortest active row's."""
         return [n if alive else self.shortest for n, alive in zip(self.lengths, self.alive)]
 
     def begin(self, logits: torch.Tensor) -> None:

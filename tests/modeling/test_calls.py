@@ -13,6 +13,7 @@ from support.tiny_chat import make_tokenizer
 from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 
+from dflash_hf.decoding import recurrent
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
@@ -223,6 +224,27 @@ def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
         for theirs, ours in zip(expected, read(draft), strict=True):
             assert torch.equal(ours, theirs)
         assert failing.left <= 0 or 2 * place > len(expected)
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_states_are_whole_if_rolling_back_is_interrupted(place, monkeypatch):
+    """They were left after tokens that the cache did not hold, and the next turn was another text."""
+    target = make_target("falcon_h1", attn=None, dtype=torch.float64)
+    text = target.generate(PROMPT, max_new_tokens=30, do_sample=False)
+    draft = scripted(make_draft(target, 6), text, error_rate=0.4)
+    options = {"do_sample": False, "assistant_model": draft}
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=30, **options), text)  # and the target was tried
+    cache, failing, copied = (
+        DynamicCache(config=target.config),
+        Interruption(KeyboardInterrupt(), place),
+        recurrent._copy,
+    )
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recurrent, "_copy", lambda *args: failing() or copied(*args))
+        target.generate(PROMPT, max_new_tokens=30, **options, **{cache_argument(target): cache})
+    held = cache.get_seq_length()
+    rest = {"max_new_tokens": text.shape[1] - held - 1, "do_sample": False, cache_argument(target): cache}
+    assert held >= PROMPT.shape[1] and torch.equal(target.generate(text[:, : held + 1], **rest), text)
 
 
 class Interrupting(nn.Module):

@@ -12,6 +12,7 @@ from support.scripted_text import PROMPT, drafted, drafter, text
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig
 
+from dflash_hf.decoding.recurrent import RecurrentSlots
 from dflash_hf.modeling.cache_dflash import SlotCache
 
 
@@ -141,7 +142,8 @@ def test_cache_may_do_more_than_hold(rows):
     target = make_target()
     replaced = DynamicCache(config=target.config)
     replaced.update = functools.partial(replaced.update)
-    assert not SlotCache.can_adopt(replaced) and SlotCache.can_adopt(DynamicCache(config=target.config))
+    for kind in (SlotCache, RecurrentSlots):
+        assert not kind.can_adopt(replaced) and kind.can_adopt(DynamicCache(config=target.config))
     written = [
         text(target, draft, past_key_values=Forgetful(config=target.config), **prompts(rows))[0]
         for draft in (None, make_draft(target))

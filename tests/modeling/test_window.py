@@ -3,6 +3,9 @@ A drafter that sees only the last tokens of a text, and the first: a draft that 
 recognised, and nothing is accepted. What is drafted within a window is tried in `test_same_text.py`.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.calls import Call
@@ -11,7 +14,8 @@ from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 from transformers import DynamicCache
 
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.drafting_dflash import CONTEXTS, Drafter
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 def known(target, rows: int, longest: int, window: int):
@@ -94,8 +98,39 @@ def test_ring_goes_on_as_far_as_it_holds(length, cut, fits, target):
         drafter.context.open([0], stop, offset, continued)
         return drafter
 
-    read(0, length).context.close(cache)
+    drafter, anchor = read(0, length), torch.tensor([7])
+    drafter.hidden_states(anchor)  # a block takes slots past the text
+    drafter.context.close(cache)
     after, expected = read(length - cut, length - cut + 3, cache), read(0, length - cut + 3)
-    anchor = torch.tensor([7])
     same = torch.allclose(after.hidden_states(anchor), expected.hidden_states(anchor), atol=1e-5)
-    assert (after.context.first == 0) == fits == same
+    assert (after.context.first_column == 0) == fits == same
+
+
+def test_contexts_go_with_their_caches(target):
+    """Slots and their layers refer to each other: without a garbage collector, each output would keep a context."""
+    draft = recognising(target, [torch.arange(40)], window=None)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            output = target.generate(
+                torch.arange(2, 30)[None], assistant_model=draft, max_new_tokens=8, return_dict_in_generate=True
+            )
+            (kept,) = CONTEXTS[getattr(output, CACHE_NAME)].values()
+            buffer = weakref.ref(kept.cache.layers[0].keys)
+            assert buffer() is not None
+            del kept, output
+            assert buffer() is None
+    finally:
+        gc.enable()
+
+
+def test_context_in_another_dtype_is_not_continued(target):
+    draft = recognising(target, [torch.arange(40)], window=None)
+    options = {"assistant_model": draft, "max_new_tokens": 8, "return_dict_in_generate": True, "do_sample": False}
+    output = target.generate(torch.arange(2, 30)[None], **options)
+    draft.double()
+    longer = torch.cat([output.sequences, torch.tensor([[5, 6]])], dim=1)
+    cache = {CACHE_NAME: getattr(output, CACHE_NAME)}
+    expected = target.generate(longer, max_new_tokens=8, do_sample=False)
+    assert torch.equal(target.generate(longer, **options, **cache).sequences, expected)

@@ -13,6 +13,8 @@ from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
 from dflash_hf.data.examples import DFlashCollator, make_example
+from dflash_hf.drafter import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
 from dflash_hf.training.losses import slot_weights
 from dflash_hf.training.trainer import DFlashTrainer
@@ -169,7 +171,7 @@ def test_checkpoints_hold_the_drafter_and_never_the_target(tmp_path):
     assert reloaded.config.target_layer_ids == trainer.model.config.target_layer_ids
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 24), (30, 30), (None, None)])
+@pytest.mark.parametrize(("before", "after"), [(0, 24), (30, 30), (None, None)])
 def test_longest_text_is_in_the_configuration(before, after, tmp_path):
     """A drafter of which nobody knows how far back it learned to look is not cut to what it is trained on now."""
     target = make_target()
@@ -178,6 +180,18 @@ def test_longest_text_is_in_the_configuration(before, after, tmp_path):
     trainer = make_trainer(tmp_path / "run", target, counting_rows(2, length=24), draft=draft)
     trainer.save_model(str(tmp_path / "saved"))
     assert json.loads((tmp_path / "saved" / "config.json").read_text()).get("trained_length") == after
+
+
+def test_a_fresh_drafter_looks_back_as_far_as_it_likes(tmp_path):
+    """One that is trained in another loop, or on a stream: it once saw a single token, and accepted nothing."""
+    target = make_target()
+    config = DFlashDraftConfig.for_target(target.config, mask_token_id=5, num_hidden_layers=1, target_layer_ids=[0])
+    DFlashDraftModel(config).save_pretrained(tmp_path)
+    assert config.trained_length == 0 and "trained_length" not in json.loads((tmp_path / "config.json").read_text())
+    draft = DFlashDraftModel(config)
+    assert Drafter(draft, target).context.window is None
+    draft.config.trained_length = 7
+    assert Drafter(draft, target).context.window == 7
 
 
 def test_training_learns(tmp_path):

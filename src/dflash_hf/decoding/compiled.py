@@ -139,10 +139,12 @@ class Compiled(Fixed):
     def fits(self) -> bool:
         """Whether the forwards can be compiled; not asked before it is known that the call drafts."""
         call = self.call
-        ends = call.rules.max_new + self.nodes + call.draft.config.block_tokens >= self.places
+        ends = call.rules.max_new + self.nodes + call.draft.config.block_tokens >= self.positions_left
         if ends or self.support.session is not SlotSession:
             why = (
-                f"the text may pass its {self.places + call.columns} positions" if ends else "its states are recurrent"
+                f"the text may pass its {self.positions_left + call.columns} positions"
+                if ends
+                else "its states are recurrent"
             )
             logger.warning_once(f"The forwards of {type(call.target).__name__} are not compiled: {why}.")
             return False

@@ -38,7 +38,7 @@ class Copies:
         for token in tokens:
             if self.source is not None:
                 agrees = int(self.tokens[self.source]) == token
-                self.reliability.note(_assumed(self.agreeing), agrees)
+                self.reliability.note(_prior(self.agreeing), agrees)
                 self.source, self.agreeing = (self.source + 1, self.agreeing + 1) if agrees else (None, 0)
             self.tokens[self.count] = token
             self.count += 1
@@ -63,7 +63,7 @@ class Copies:
             token = int(self.tokens[self.source + step % (self.count - self.source)])
             if not 0 <= token < self.vocab_size:
                 break
-            chance *= self.reliability(_assumed(self.agreeing + step))
+            chance *= self.reliability(_prior(self.agreeing + step))
             tokens.append(token)
             gains.append(gains[-1] + chance)
         return tokens, gains
@@ -71,8 +71,8 @@ class Copies:
 
 def together(offers: list[tuple[list[int], list[float]]], lengths: list[int], alive: list[bool]):
     """
-    The copies of several rows as one draft. A batch is done when its slowest row is: they are worth what the shortest
-    row should grow by, times the rows.
+    The copies of several rows as one draft. A batch is done when its slowest row is: a copy is worth the expected
+    growth of the shortest active row, times the number of active rows.
 
     Args:
         offers (`list[tuple]`): For each row, what [`Copies.next`] returns.
@@ -84,12 +84,12 @@ def together(offers: list[tuple[list[int], list[float]]], lengths: list[int], al
     """
     longest = max(len(tokens) for tokens, _ in offers)
     padded = [gains + gains[-1:] * (longest - len(tokens)) for tokens, gains in offers]
-    going = [(length, gains) for length, gains, one in zip(lengths, padded, alive) if one]
-    shortest = [min(length + gains[n] for length, gains in going) for n in range(longest + 1)]
-    worths = [len(going) * (length - shortest[0]) for length in shortest]
-    return [tokens + [0] * (longest - len(tokens)) for tokens, _ in offers], worths
+    active = [(length, gains) for length, gains, one in zip(lengths, padded, alive) if one]
+    shortest = [min(length + gains[n] for length, gains in active) for n in range(longest + 1)]
+    values = [len(active) * (length - shortest[0]) for length in shortest]
+    return [tokens + [0] * (longest - len(tokens)) for tokens, _ in offers], values
 
 
-def _assumed(agreeing: int) -> float:
+def _prior(agreeing: int) -> float:
     """The assumed chance that one more token agrees, before any was seen."""
     return (agreeing - 1) / (agreeing + 3)

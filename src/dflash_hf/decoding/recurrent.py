@@ -26,7 +26,7 @@ from dflash_hf.modeling.target_dflash import attach, detach, empty_cache, recurr
 _FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 _recorder: ContextVar[Callable | None] = ContextVar("dflash_recorder", default=None)
 _lock = threading.Lock()
-_moving: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()  # the modules of each target
+_stateful: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()  # the modules of each target
 
 
 def _record(module, args, kwargs=None) -> None:
@@ -52,7 +52,8 @@ class RecurrentSlots(SlotCache):
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
-        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
+        own = getattr(cache.update, "__func__", None) is Cache.update
+        return own and not any(isinstance(layer, _FIXED) for layer in cache.layers)
 
     def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
         return (
@@ -71,7 +72,7 @@ class ReplaySession(SlotSession):
 
     def __init__(self, target, cache, *args):
         # First what may fail: the cache stays whole. Then the states before a verification.
-        self.hooks = [(module, _record) for module in _moving_modules(target)]
+        self.hooks = [(module, _record) for module in _stateful_modules(target)]
         self.saved = [state.clone() for state in recurrent_states(cache.layers)]
         super().__init__(target, cache, *args)
         self.calls: list[tuple] = []  # the modules' inputs in it
@@ -94,11 +95,12 @@ class ReplaySession(SlotSession):
     def keep(self, verdict: Verdict) -> None:
         self._advance(verdict.counts)
         super().keep(verdict)
+        self.size = 0  # last: if this is interrupted, `close` restores the states
 
-    def close(self) -> Cache:
-        if self.size:  # interrupted between verification and acceptance
+    def close(self, interrupted: Verdict | None = None) -> Cache:
+        if self.size and interrupted is None:  # the end came before the verified tokens were kept
             self._advance([0] * len(self.lengths))
-        return super().close()
+        return super().close(interrupted)
 
     def clear(self) -> None:
         detach(self.hooks)
@@ -110,7 +112,7 @@ class ReplaySession(SlotSession):
 
         Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
         """
-        size, self.size = self.size, 0
+        size = self.size
         counts = sorted({count for count in kept if count < size})
         final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
         for count in counts:
@@ -141,15 +143,15 @@ def _tokens(value, size: int, count: int):
     return value
 
 
-def _moving_modules(target) -> list[nn.Module]:
+def _stateful_modules(target) -> list[nn.Module]:
     """The innermost modules of a target that update a recurrent state, found by observing a short forward."""
     with _lock:
-        if target not in _moving:
-            _moving[target] = _found_moving(target)
-        return _moving[target]
+        if target not in _stateful:
+            _stateful[target] = _found_stateful(target)
+        return _stateful[target]
 
 
-def _found_moving(target) -> list[nn.Module]:
+def _found_stateful(target) -> list[nn.Module]:
     cache, running, found = empty_cache(target), [], {}
 
     def watched(update):

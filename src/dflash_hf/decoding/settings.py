@@ -19,8 +19,8 @@ class DFlashDecodingConfig(configuration_dflash.DFlashDecodingConfig):
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
         window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
-            and the first 4 that it read; "trained": as many as the longest text that it learned from had, if its
-            configuration says so: beyond that it drafts worse the more it sees. `None`: all.
+            and the first 4 that it read. "trained": the length of its longest training text, if known; beyond it
+            acceptance falls. `None`: all.
         tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
             slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
             more tokens costs more, least if it is memory-bound. Targets with recurrent layers get single blocks.

@@ -134,7 +134,7 @@ class Fastest(Fixed):
         self.seen, self.round = Seen(), None
 
     def drafter(self) -> Drafter:
-        self.costs.begin()  # the target was tried before
+        self.costs.begin()  # again: the trial of a target is not part of the prompt
         return super().drafter()
 
     @property
@@ -153,7 +153,7 @@ class Fastest(Fixed):
         began, resting = self.costs.now(), self.throughput.resting > 0
         speed = sum(text.alive) * self.throughput.speed
         if not self.seen.rounds:
-            self._follow(text, [1] * len(text.alive))
+            self._extend_copies(text, [1] * len(text.alive))
         # 1. Every fourth round costs a token of the target alone, until that is known.
         measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(text.longest, NOTHING)
         # 2. A copy, if it is faster than drafting.
@@ -161,7 +161,7 @@ class Fastest(Fixed):
             return copied
         # 3. Nothing, while drafting does not pay.
         if measured or resting or self.room(text) == 1:
-            self.throughput.resting -= resting
+            self.throughput.resting = max(self.throughput.resting - 1, 0)
             self.round = Round(began, NOTHING, 1.0)
             return Block(text.last[:, None])
         # 4. The likeliest tokens of a tree, as many as are worth it; a single path where trees cannot be verified.
@@ -184,16 +184,16 @@ class Fastest(Fixed):
     def _copied(self, text: Text, speed: float, began: float) -> Block | None:
         """What follows the last tokens where they occurred before, if that is faster than drafting."""
         most = min(self.room(text) - 1, self.max_draft)
-        tokens, worths = together([one.next(most) for one in self.copies], text.lengths, text.alive)
+        tokens, values = together([one.next(most) for one in self.copies], text.lengths, text.alive)
         costs = self.costs.curve(text.longest, self.max_draft, drafted=False)
         gain_of_drafting = speed - sum(text.alive)  # over a round without a draft
-        size = best_size(worths, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
+        size = best_size(values, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
         if not size:
             return None
         self.round = Round(began, (size, False), costs[size])
         return Block(torch.cat([text.last[:, None], text.last.new_tensor(tokens)[:, :size]], dim=1))
 
-    def _follow(self, text: Text, counts: list[int]) -> None:
+    def _extend_copies(self, text: Text, counts: list[int]) -> None:
         """Let the copies read the last tokens of each row."""
         for row, copies in enumerate(self.copies):
             end = self.call.rules.prompt_length + text.lengths[row]
@@ -204,7 +204,7 @@ class Fastest(Fixed):
         done, seen, throughput, counts = self.round, self.seen, self.throughput, verdict.counts
         before = [length - count for length, count in zip(text.lengths, counts, strict=True)]
         self.costs.note(max(before), done.work, done.began)
-        self._follow(text, counts)
+        self._extend_copies(text, counts)
         # A batch is done when its slowest row is.
         left = self.call.rules.max_new - min(length for length, count in zip(before, counts, strict=True) if count)
         tokens = min(left - (0 if text.done else text.left), max(counts))

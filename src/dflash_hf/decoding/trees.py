@@ -72,9 +72,12 @@ def tree(drafter: Drafter, anchors: torch.LongTensor, lengths: list[int], nodes:
     if head.order == 0:
         extend = _independent(drafter, hidden, lengths, top_k)
     elif head.order == 1 and head.top_k is not None:
-        extend = _chained(drafter, drafter.known(anchors), hidden, lengths, top_k)
+        extend = _chained(drafter, drafter.in_vocabulary(anchors), hidden, lengths, top_k)
     else:
-        extend, width = _with_states(drafter, drafter.known(anchors), hidden, lengths, top_k), min(nodes, MOST_BEAMS)
+        extend, width = (
+            _with_states(drafter, drafter.in_vocabulary(anchors), hidden, lengths, top_k),
+            min(nodes, MOST_BEAMS),
+        )
     return grown(anchors, extend, hidden.shape[1], nodes, width)
 
 
@@ -165,7 +168,7 @@ def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tens
             before = before.gather(1, kept)
         width = before.shape[1]
         wide = [one[:, slot].repeat_interleave(width, dim=0) for one in (hidden, ids, logits)]  # [R * w, ...]
-        query, state = head.step(state, drafter.known(before.flatten()), wide[0])
+        query, state = head.step(state, drafter.in_vocabulary(before.flatten()), wide[0])
         best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(k, dim=-1)
         tokens = wide[1].gather(-1, order).view(rows, width, k)
         before = tokens.flatten(1)

@@ -159,12 +159,13 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "mask_token_id": mask_token_id,
-            "trained_length": 1,  # until it is trained
             **ids,
         }
         if kwargs.get("target_layer_ids") is None:
             kwargs["target_layer_ids"] = fitting_target_layer_ids(fields["num_target_layers"], num_hidden_layers)
-        return cls(**{**fields, **kwargs})
+        config = cls(**{**fields, **kwargs})
+        config.trained_length = 0  # not written; of drafters with a past of which nothing is known it is None
+        return config
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
