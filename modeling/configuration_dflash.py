@@ -240,10 +240,11 @@ class DFlashDraftConfig(PreTrainedConfig):
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.head.write(output, self)
         unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
-        unsaid["trained_length"] = 0  # of a fresh drafter
         for key, default in unsaid.items():
             if output[key] == default:
                 del output[key]
+        if not self.trained_length:  # 0: of a fresh drafter
+            del output["trained_length"]
         # Without this flag Qwen3Config drops the window.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
         # No `rope_scaling`: it is now an alias of `rope_parameters`, and vLLM sets these keys one after the other.
