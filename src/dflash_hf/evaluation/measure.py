@@ -1,4 +1,4 @@
-"""Decoding side by side: the target alone, with a drafter, with prompt lookup. Speed, acceptance, losslessness."""
+"""Decoding side by side: the target alone, with a drafter or its own heads. Speed, acceptance, losslessness."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.repositories import origin
 from dflash_hf.responses import generate_one
 from dflash_hf.target import digest_of_parameters
-from dflash_hf.terminal import json_text, read_text
+from dflash_hf.terminal import json_text, read_text, without_bars
 
 
 @dataclass
@@ -216,8 +216,8 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `DRAFTED`, `"target_packed"` and
-            `"prompt_lookup"`. With `"target_packed"`, a target with packed weights, the pair decodes packed too.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `ALONE` and `DRAFTED`. With
+            `"target_packed"`, a target with packed weights, drafters and `"mtp"` decode packed too.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
             answer ids.
@@ -234,7 +234,7 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*ways.METHODS, *ways.DRAFTED, ways.TARGET_PACKED}
+    known = {*ways.ALONE, *ways.DRAFTED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     if missing := {ways.TARGET, ways.DFLASH} - set(methods):
@@ -242,10 +242,12 @@ def evaluate(
 
     methods = (*methods, *(others or {}))
     drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
-    arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
+    assisted = {name: {"assistant_model": drafter} for name, drafter in drafters.items()}
+    arguments = {**ways.ALONE, **assisted, **(others or {})}
     packed: dict[str, tuple] = {}  # the models that a method packs
     if ways.TARGET_PACKED in methods:
-        packed = {ways.TARGET_PACKED: (target,), **dict.fromkeys(drafters, (target, draft))}
+        alone = (ways.TARGET_PACKED, ways.MTP)
+        packed = {**dict.fromkeys(alone, (target,)), **dict.fromkeys(drafters, (target, draft))}
         packs = packed_weights(target, draft)  # which keeps the copies for all of them
         packs.restore(keep=True)
     decode = _decoder(target, max_new_tokens, arguments, packed)
@@ -308,14 +310,13 @@ class _Decoded:
 
 def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Callable[[str, Sequence[int]], _Decoded]:
     """A function that decodes a prompt by a method and measures the time."""
-    lookup = {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS}
-    arguments = {ways.TARGET: {}, ways.TARGET_PACKED: {}, ways.PROMPT_LOOKUP: lookup, **arguments}
 
     def decode(method: str, prompt: Sequence[int]) -> _Decoded:
         way, output = arguments[method], None
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
+            without_bars(),  # of heads that are loaded
             _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
             packed_weights(*packed[method]) if method in packed else contextlib.nullcontext(),
         ):

@@ -10,6 +10,7 @@ from dflash_hf.evaluation.measure import EvalReport
 
 LABELS = {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed", ways.PROMPT_LOOKUP: "prompt lookup"}
 LABELS |= {ways.AUTO: "plain call", ways.DFLASH: "whole blocks", ways.TREE: "draft trees"}
+LABELS |= {ways.MTP: "multi-token prediction"}
 LABELS |= {f"{name}_compiled": f"{LABELS[name]}, compiled" for name in (ways.DFLASH, ways.TREE)}
 
 
@@ -79,6 +80,10 @@ def summary_lines(report: EvalReport) -> list[str]:
     warm = [f"{one.warmup_seconds:.0f} s {LABELS[name]}" for name, one in report.methods.items() if one.compiled]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
+    if seconds := report.setting.get("mtp_loading_seconds"):
+        lines.append(
+            f"{LABELS[ways.MTP]}: transformers loads the heads in each call, which takes {seconds:.2g} s of it"
+        )
     gain = report.methods[report.fastest].gain
     if gain < 1:
         best = LABELS[report.fastest]
