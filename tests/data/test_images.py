@@ -64,11 +64,35 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
     for example in examples:
         found = DFlashCollator(0, encode.reader)([example])["images"]
         assert all(torch.equal(found[name], one) for name, one in expected.items())
-    rows = datasets.Dataset.from_list(
-        [{"messages": row["messages"], "images": row.get("images")} for row in rows[4:5]]
+
+
+def test_a_damaged_image_of_a_table_costs_its_row(tmp_path):
+    """Nested in messages, it stopped the whole run: `datasets` decodes images when it reads them."""
+    processor = processor_of("gemma3")
+    encode, image, stored = (
+        RowEncoder(processor.tokenizer, reader=ImageReader(processor)),
+        picture(3, 20),
+        datasets.Image(),
     )
-    dataset, _ = prepare_dataset(rows.cast_column("images", datasets.List(datasets.Image())), encode)
-    assert dataset[0]["input_ids"] == examples[0]["input_ids"]
+    expected = encode(chat({"type": "image", "image": image}))[0]["input_ids"]
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": stored}
+    message = {"role": datasets.Value("string"), "content": datasets.List(part)}
+    contents = ({"bytes": png(image), "path": None}, {"bytes": png(image)[:60], "path": None})
+    beside = [chat({"type": "image"}, images=[one]) for one in contents]
+    nested = [chat({"type": "image", "image": one}) for one in contents]
+    for rows, features in (
+        (
+            beside,
+            {"messages": datasets.List(message), "images": datasets.List(stored)},
+        ),
+        (nested, {"messages": datasets.List(message)}),
+    ):
+        table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+        table.to_parquet(tmp_path / "rows.parquet")
+        for found in (table, load_rows(tmp_path / "rows.parquet")):
+            dataset, report = prepare_dataset(found, encode)
+            assert [row["input_ids"] for row in dataset] == [expected] and sum(report.dropped.values()) == 1
+            assert "an image cannot be read" in next(iter(report.dropped))
 
 
 @pytest.mark.parametrize(

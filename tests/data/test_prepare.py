@@ -61,10 +61,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv", "folder", "splits"):
-        for streaming in (False, True):
-            found = load_rows(tmp_path / name, streaming=streaming)
-            assert isinstance(found, datasets.IterableDataset) == streaming
-            assert list(found) == rows, (name, streaming)
+        assert list(load_rows(tmp_path / name)) == rows, name
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
 
@@ -96,12 +93,11 @@ def test_a_long_cell_hides_no_damage(text, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["null", "[]", '[{"prompt": "b"}]', '{"prompt": oops}', '{"prompt": "\t"}'])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_line_that_is_no_object_is_named(line, streaming, tmp_path):
+def test_a_line_that_is_no_object_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "c"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is not a JSON object"):
-        list(load_rows(path, streaming=streaming))
+        list(load_rows(path))
 
 
 def test_counts_are_of_what_is_left(tmp_path):
@@ -134,23 +130,13 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
         assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(more)
 
 
-def test_a_stream_gives_the_same_examples(tmp_path):
-    encoder = RowEncoder(make_tokenizer(), max_length=60)
-    path = write(tmp_path / "a.jsonl", ROWS)
-    whole, _ = prepare_dataset(load_rows(path), encoder)
-    stream, report = prepare_dataset(load_rows(path, streaming=True), encoder)
-    assert list(stream) == list(whole)
-    assert (report.rows, report.examples, sum(report.dropped.values())) == (21, 20, 1)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_that_teaches_nothing_is_refused(streaming, tmp_path):
-    rows = load_rows(write(tmp_path / "a.jsonl", ROWS), streaming=streaming)
+def test_a_dataset_that_teaches_nothing_is_refused(tmp_path):
+    rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
     ones = [*({"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},) * 2, {"input_ids": [3, 4], "loss_mask": [1, 1]}]
     with pytest.raises(ValueError, match="Row 2 of the data: The loss mask is all ones"):
-        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones), streaming=streaming), RowEncoder())
+        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones)), RowEncoder())
 
 
 def test_supervised_text_is_marked():
