@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
@@ -282,3 +283,9 @@ def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_fol
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Tokenizer())
     assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)
+
+
+def test_a_path_is_named_as_it_is_written():
+    """On Windows it had each backslash twice."""
+    with pytest.raises(FileNotFoundError, match=re.escape(r"data='.\rows\a.jsonl': there is no such file")):
+        load_rows(r".\rows\a.jsonl")

@@ -38,7 +38,7 @@ def check_files(name: str, data: str | Sequence[str] | None) -> None:
     """
     for one in [data] if isinstance(data, str) else data or []:
         if _suffix(Path(one)) in _LOADERS and not Path(one).exists():
-            raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
+            raise FileNotFoundError(f"{name}='{one}': there is no such file.")
 
 
 def load_rows(
@@ -77,7 +77,7 @@ def load_rows(
             rows = datasets.load_from_disk(str(paths[0]))
         except FileNotFoundError as error:
             raise ValueError(
-                f"data={first!r} is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
+                f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
             ) from error
         rows = _choose_split(rows, split, first) if isinstance(rows, datasets.DatasetDict) else rows
         return as_written(rows)
@@ -86,9 +86,9 @@ def load_rows(
         return _of_hub(datasets, first, split, name, revision)
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"data={str(path)!r}: there is no such file.")
+            raise FileNotFoundError(f"data='{path}': there is no such file.")
         if path.stat().st_size == 0:
-            raise ValueError(f"data={str(path)!r} is an empty file.")
+            raise ValueError(f"data='{path}' is an empty file.")
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
     try:
@@ -234,7 +234,7 @@ def _suffix(path: Path) -> str:
 
 
 def _names(paths: list[Path]) -> str:
-    return ", ".join(repr(str(path)) for path in paths)
+    return ", ".join(f"'{path}'" for path in paths)
 
 
 def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: str | None):
