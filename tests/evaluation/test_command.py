@@ -99,9 +99,10 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
     assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
 
 
-def test_a_report_is_not_written_beside_other_weights(pair, tmp_path, capsys):
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_report_is_not_written_beside_other_weights(weights, pair, tmp_path, capsys):
     """It replaced that drafter's own report, and its card showed the figures of another."""
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / weights).touch()
     (tmp_path / "eval_report.json").write_text("{}", encoding="utf-8")
     named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output", str(tmp_path)]
     assert main(["eval", *named, "--data", "arithmetic", "--prompts", "1", "--max-new-tokens", "4"]) == 2

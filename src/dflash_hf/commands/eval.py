@@ -72,9 +72,8 @@ def run(arguments, echo) -> Outcome:
 
 def _check_output(output: Path | None, draft: Path) -> None:
     """Refuse the folder of another drafter, whose card would show the report."""
-    if output is None or not draft.is_dir() or not (output / "model.safetensors").is_file():
-        return
-    if not output.samefile(draft):
+    holds_weights = output is not None and any(output.glob("model*.safetensors*"))  # in one file, or in shards
+    if holds_weights and draft.is_dir() and not output.samefile(draft):
         raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
 
 

@@ -110,6 +110,11 @@ class EvalReport:
         return max((name for name in self.methods if name in ways.DRAFTED), key=lambda name: self.methods[name].gain)
 
     @property
+    def usual(self) -> str:
+        """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
+        return ways.AUTO if ways.AUTO in self.methods else ways.DFLASH
+
+    @property
     def verifications(self) -> list[int]:
         """Tokens committed by each verification of all prompts."""
         return list(chain.from_iterable(self.acceptance_lengths))
@@ -153,7 +158,9 @@ class EvalReport:
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
             "acceptance_by_position": self.acceptance_by_position,
-            "speedup": self.methods[ways.DFLASH].speedup,
+            "speedup": self.methods[self.usual].gain,
+            "speedup_of": self.usual,
+            "speedup_over": ways.TARGET_PACKED if ways.TARGET_PACKED in self.methods else ways.TARGET,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,

@@ -5,6 +5,7 @@ Facts come from the drafter's own files (`config.json`, the weights' headers, `e
 and from `card_facts.json` next to them, which holds the fields of [`CardFacts`].
 """
 
+import json
 import math
 import shlex
 from dataclasses import dataclass, field, fields
@@ -13,7 +14,9 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf import hub_cards
+from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.text import LABELS
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
@@ -104,7 +107,7 @@ class CardFacts:
             if not isinstance(value, kind := _KINDS.get(name, str)):
                 raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
-            known["report"] = _read_json(folder / REPORT_FILE)
+            known["report"] = json.loads(EvalReport.load(folder / REPORT_FILE).to_json())
             dataset = known["report"].get("setting", {}).get("dataset")
             if dataset and "/" in dataset:  # on the Hub
                 known.setdefault("evaluated_on", dataset)
@@ -171,10 +174,13 @@ def _seal(body: str) -> str:
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
-    named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+    measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
+    named = {"tau": "tau: tokens committed per verification"}
+    if "speedup_over" in measured:
+        method, baseline = (LABELS[measured[key]] for key in ("speedup_of", "speedup_over"))
+        named["speedup"] = f"speed-up, {method} over {baseline}"
     task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
     data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
-    measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
     results = [
         EvalResult(**task, **data, metric_type=key, metric_name=name, metric_value=round(measured[key], 3))
         for key, name in named.items()
