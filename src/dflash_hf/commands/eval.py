@@ -72,8 +72,9 @@ def run(arguments, echo) -> Outcome:
 
 def _check_output(output: Path | None, draft: Path) -> None:
     """Refuse the folder of another drafter, whose card would show the report."""
-    holds_weights = output is not None and any(output.glob("model*.safetensors*"))  # in one file, or in shards
-    if holds_weights and draft.is_dir() and not output.samefile(draft):
+    if output is None or not draft.is_dir() or not any(output.glob("model*.safetensors*")):  # one file, or shards
+        return
+    if not output.samefile(draft):
         raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
 
 
