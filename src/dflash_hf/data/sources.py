@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TextIO
 
@@ -161,15 +161,12 @@ def _table(file: TextIO, suffix: str) -> Iterator[str]:
     """The rows of a table, all of whose cells are text."""
     limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
     try:
-        lines = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-        names = next(filter(None, lines), [])
-        for cells in filter(None, lines):
-            if any(cells[len(names) :]):
-                raise ValueError(
-                    f"line {lines.line_num} has more fields than the header; put texts that contain the separator in "
-                    "quotes"
-                )
-            yield json.dumps(dict(zip(names, cells)))
+        rows = csv.DictReader(dropwhile(str.isspace, file), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        for row in rows:
+            if any(row.pop(None, ())):  # beyond the header
+                remedy = "put texts that contain the separator in quotes"
+                raise ValueError(f"line {rows.line_num} has more fields than the header; {remedy}")
+            yield json.dumps(row)
     finally:
         csv.field_size_limit(limit)
 

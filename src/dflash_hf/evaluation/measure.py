@@ -46,8 +46,6 @@ class MethodReport:
         equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
-        estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by, over all answers of the
-            last run.
     """
 
     tokens_per_second: float
@@ -61,7 +59,6 @@ class MethodReport:
     speedup_over_packed: float | None = None
     tau: float | None = None
     draft_sizes: list[int] | None = None
-    estimated_speedup: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -169,15 +166,16 @@ class EvalReport:
 
     @classmethod
     def from_json(cls, text: str) -> "EvalReport":
-        """The report that [`to_json`] wrote."""
-        fields = json.loads(text)
-        for name in ("summary", "correct"):  # `correct` in reports of earlier versions
-            fields.pop(name, None)
-        methods = {name: MethodReport(**method) for name, method in fields.pop("methods").items()}
-        found = [Divergence(**one) for one in fields.pop("divergences", [])]
-        rounding = fields.pop("rounding", None)
-        rounding = None if rounding is None else Rounding(**rounding)
-        return cls(methods=methods, divergences=found, rounding=rounding, **fields)
+        """The report that [`to_json`] wrote; fields of earlier versions are left out."""
+
+        def read(kind, values: dict):
+            return kind(**{name: one for name, one in values.items() if name in kind.__dataclass_fields__})
+
+        report = read(cls, json.loads(text))
+        report.methods = {name: read(MethodReport, method) for name, method in report.methods.items()}
+        report.divergences = [read(Divergence, one) for one in report.divergences]
+        report.rounding = None if report.rounding is None else read(Rounding, {"ways": [], **report.rounding})
+        return report
 
     @classmethod
     def load(cls, path: str | Path) -> "EvalReport":
@@ -312,7 +310,6 @@ class _Decoded:
     forwards: int  # of the target
     acceptance_lengths: list[int]
     draft_sizes: list[int] | None = None
-    estimated_speedup: float | None = None
 
 
 def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Callable[[str, Sequence[int]], _Decoded]:
@@ -336,8 +333,7 @@ def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Call
             seconds = now(target.device) - start
         lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
         forwards = 1 + len(lengths) if method in ways.DRAFTED else count[0] or len(ids)
-        chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
-        return _Decoded(ids, seconds, forwards, lengths, *chosen)
+        return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
     return decode
 
@@ -360,8 +356,6 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
     last = decoded[-1][method]
     lengths = [length for one in last for length in one.acceptance_lengths]
     sizes = [size for one in last for size in one.draft_sizes or ()]
-    estimated = [one for one in last if one.estimated_speedup]
-    alone = sum(one.seconds * one.estimated_speedup for one in estimated)  # a mean of ratios would be too high
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
@@ -375,7 +369,6 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
-        estimated_speedup=alone / sum(one.seconds for one in estimated) if estimated else None,
     )
 
 

@@ -32,7 +32,7 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
     return sources[:total]
 
 
-def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
+def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
     """
     How many tokens the rounds verified, drafted or copied.
 
@@ -65,7 +65,7 @@ def summary_lines(report: EvalReport) -> list[str]:
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
     if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
-        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
+        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes)}"]
     trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
@@ -116,7 +116,9 @@ def _divergence_lines(report: EvalReport) -> list[str]:
                     f"  {WRONG}: {LABELS.get(method, method)}, token {one.position} of the answer to prompt "
                     f"{one.prompt}: {one.other} in place of {one.own}; {apart}"
                 )
-    return lines if report.rounding is None else [*lines, f"  {report.rounding.line()}"]
+    if report.rounding is not None:
+        lines.append(f"  rounding moves two logits of this target apart by up to {report.rounding.size:.3g}")
+    return lines
 
 
 def shade(source: int) -> int:

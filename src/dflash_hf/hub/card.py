@@ -26,7 +26,7 @@ from dflash_hf.hub.licenses import check_license
 from dflash_hf.hub.limits import OLDEST
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
-from dflash_hf.names import LLAMA_CPP, RELATIONS
+from dflash_hf.names import LLAMA_CPP
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import needs
 
@@ -48,8 +48,6 @@ class CardFacts:
     Args:
         base_model (`str`): Repository of the target.
         base_model_revision (`str`, *optional*): Its commit.
-        base_model_relation (`str`, *optional*): Only if one of the Hub's terms fits, e.g. `"quantized"`. None fits a
-            drafter as such.
         license (`str`, *optional*): The Hub's identifier, e.g. `"mit"`; `"other"` with `license_name`.
         datasets (`list[str]`): Repositories of the training data.
         data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
@@ -68,7 +66,6 @@ class CardFacts:
 
     base_model: str
     base_model_revision: str | None = None
-    base_model_relation: str | None = None
     license: str | None = None
     datasets: list[str] = field(default_factory=list)
     data: str | None = None
@@ -85,10 +82,6 @@ class CardFacts:
         for repo in (self.base_model, *self.datasets):
             if not is_repository_id(repo):
                 raise ValueError(f"{repo!r} is not {REPOSITORY_ID}.")
-        if self.base_model_relation not in (None, *RELATIONS):
-            raise ValueError(
-                f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."
-            )
 
     @classmethod
     def from_folder(cls, folder: str | Path, **facts) -> "CardFacts":
@@ -186,7 +179,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         for key, name in named.items()
         if measured.get(key) is not None
     ]
-    own = ("base_model", "license", "license_name", "license_link", "base_model_relation", "datasets")
+    own = ("base_model", "license", "license_name", "license_link", "datasets")
     return ModelCardData(
         eval_results=results or None,
         model_name=repo.split("/")[-1] if results else None,
