@@ -25,7 +25,7 @@ TWO_TURNS = [USER, ANSWER, {"role": "user", "content": "Why?"}, {"role": "assist
 
 
 def encoder(template, max_length=None, mask_token_id=None, vocab_size=None, **template_kwargs):
-    return RowEncoder(make_tokenizer(template), max_length, template_kwargs, mask_token_id, vocab_size)
+    return RowEncoder(make_tokenizer(template), template_kwargs, None, max_length, mask_token_id, vocab_size)
 
 
 def supervised(encode, example):
