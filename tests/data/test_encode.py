@@ -3,16 +3,7 @@
 import json
 
 import pytest
-from support.tiny_chat import (
-    CHATML,
-    CROOKED,
-    END,
-    SPECIAL,
-    START,
-    THINKING,
-    TOOLS,
-    make_tokenizer,
-)
+from support.tiny_chat import CHATML, CROOKED, END, SPECIAL, START, THINKING, TOOLS, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dflash_hf.data.encode import Example, RowEncoder
@@ -286,10 +277,7 @@ def test_answers_that_are_calls_are_learned(answer, arguments):
     answer, encode = json.loads(answer.replace("ARGUMENTS", arguments)), encoder(TOOLS)
     texts = (
         {"role": "assistant", "tool_calls": json.dumps(_calls_of(answer))},
-        {
-            "from": "function_call",
-            "value": json.dumps(_calls_of(answer)[0]),
-        },
+        {"from": "function_call", "value": json.dumps(_calls_of(answer)[0])},
     )
     for one in (answer, *texts):
         (example,) = encode({"messages": [USER, one]})

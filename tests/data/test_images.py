@@ -81,10 +81,7 @@ def test_a_damaged_image_of_a_table_costs_its_row(tmp_path):
     beside = [chat({"type": "image"}, images=[one]) for one in contents]
     nested = [chat({"type": "image", "image": one}) for one in contents]
     for rows, features in (
-        (
-            beside,
-            {"messages": datasets.List(message), "images": datasets.List(stored)},
-        ),
+        (beside, {"messages": datasets.List(message), "images": datasets.List(stored)}),
         (nested, {"messages": datasets.List(message)}),
     ):
         table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
@@ -206,18 +203,8 @@ def test_servers_get_the_content_of_images(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(chat({"type": "image", "path": str(path)})), encoding="utf-8")
     with chat_server(lambda body: "A picture.") as (url, received):
-        words = [
-            "regenerate",
-            "--target",
-            "served",
-            "--server",
-            url,
-            "--data",
-            data,
-            "--output",
-            tmp_path / "out.jsonl",
-        ]
-        assert main([str(word) for word in words]) == 0
+        named = ("--target", "served", "--server", url, "--data", data, "--output", tmp_path / "out.jsonl")
+        assert main(["regenerate", *map(str, named)]) == 0
     (body,) = received
     address = body["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(address.partition("base64,")[2]) == path.read_bytes()

@@ -238,11 +238,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "{a:"), """; write it in quotes, such as '{"enable_thinking": false}'"""),
         ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
-        (
-            "good.jsonl",
-            ("--mask-token-id", "2"),
-            "None of 1 rows can be trained on: 1 because it holds the",
-        ),
+        ("good.jsonl", ("--mask-token-id", "2"), "None of 1 rows can be trained on: 1 because it holds the"),
     ):
         code, out, error = prepare(capsys, tmp_path / name, "--tokenizer", tokenizer_folder, *options)
         wrong_option = options[:1] in (("--output",), ("--template-args",)) and "may not set" not in message

@@ -8,7 +8,6 @@ People launch servers with that flag as a habit. With it `auto_map` makes `AutoC
 import json
 
 import pytest
-import torch
 from support.engine_variants import CONVOLUTION, SELECTOR, VARIANTS
 from support.pairs import make_draft
 from transformers import PreTrainedConfig, Qwen3Config
@@ -76,18 +75,3 @@ def test_nested_keys_and_fields_are_one(target):
     assert config.dflash_config["num_anchors"] == 512
     config.dflash_config = None
     assert config.dflash_config["block_size"] == 8 and "loss" not in config.dflash_config
-
-
-def test_the_mask_embedding_reaches_engines(target, tmp_path):
-    """
-    vLLM 0.33.0 (`DFlashQwen3ForCausalLM._read_mask_embedding`) and SGLang 0.5.23
-    (`DFlashWorkerV2._maybe_merge_trained_mask_embedding`) read this file alone, and skip a tensor of that name.
-    """
-    draft = make_draft(target, own_mask_embedding=True)
-    draft.save_pretrained(tmp_path)
-    saved = torch.load(tmp_path / "mask_embedding.pt", weights_only=True)
-    config = as_engines_load(tmp_path, trust=True)
-    assert int(saved["mask_token_id"]) == config.dflash_config["mask_token_id"] and not saved.get("per_position")
-    table = target.get_input_embeddings().weight.detach().clone()
-    table[95].copy_(saved["embedding"])
-    assert torch.equal(table[95], draft.mask_embedding)

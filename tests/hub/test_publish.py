@@ -256,12 +256,6 @@ def test_what_cannot_be_published_is_refused(folder, draft, tmp_path):
         publish(folder, REPO, dry_run=True)
 
 
-def test_an_engine_that_refuses_is_left_out_of_the_card(folder):
-    edit(folder, hidden_act="gelu")
-    result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert [finding.key for finding in result.findings] == ["hidden_act"] and "SGLang" not in str(result.card)
-
-
 def test_only_the_drafters_own_code_is_uploaded(folder):
     """`auto_map` named any file, and it was uploaded."""
     (folder / "secret.py").write_text("TOKEN = 1\n")
