@@ -72,7 +72,7 @@ def test_without_heads_it_says_what_is_lacking(folder, tmp_path, capsys):
     del state["mtp.fc.weight"]
     save_file(state, tmp_path / "lost" / "model.safetensors", metadata={"format": "pt"})
     for name, more, message in (
-        ("none", [], "no `num_mtp_layers` in its configuration): leave out --mtp, or"),
+        ("none", [], "no `num_mtp_layers` in its configuration): leave out --mtp"),
         ("lost", [], "cannot run the heads of this MellumForCausalLM (RuntimeError: The following MtpModel weights"),
         ("lost", ["--revision", "main"], "give a folder as --target"),
     ):

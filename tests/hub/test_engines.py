@@ -52,8 +52,9 @@ def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
         for key in ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "vocab_size", "hidden_act"):
             assert getattr(found, key) == getattr(config, key)
         layers = Drafter(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
-        causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
-        assert [[one for _, one in layers[engine]] for engine in ("vllm", "sglang")] == [causal, causal]
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+        ours = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
+        assert layers == {"vllm": ours, "sglang": ours}
 
 
 def test_nested_keys_and_fields_are_one(target):

@@ -15,13 +15,12 @@ def seconds_to_load_heads(target) -> float:
         `ValueError`: there are no such heads, or this version of transformers cannot run them; says what to do.
     """
     kind, version = type(target).__name__, f"transformers {transformers.__version__}"
-    remedy = "leave out --mtp, or measure it with an engine that serves it"
     if not hasattr(transformers.GenerationConfig(), "use_mtp"):
         raise ValueError(f"--mtp: {version} has no `use_mtp`: install a newer one, or leave out --mtp.")
     if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
         raise ValueError(
             f"--mtp: {version} knows no multi-token prediction heads of this {kind} (no `num_mtp_layers` in its "
-            f"configuration): {remedy}."
+            "configuration): leave out --mtp, or evaluate a target with such heads, as GLM-4.5 has."
         )
     from transformers.modeling_layers import MtpModel
 
@@ -34,5 +33,7 @@ def seconds_to_load_heads(target) -> float:
             target.generate(ids, attention_mask=ids, use_mtp=True, do_sample=False, max_new_tokens=4)
     except Exception as error:  # upstream checks little: what does not fit fails anywhere
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
-        raise ValueError(f"--mtp: {version} cannot run the heads of this {kind} ({reason}): {remedy}.") from error
+        raise ValueError(
+            f"--mtp: {version} cannot run the heads of this {kind} ({reason}): leave out --mtp."
+        ) from error
     return seconds
