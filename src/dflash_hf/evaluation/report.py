@@ -50,7 +50,7 @@ def check_report(folder: Path, draft: DFlashDraftModel, targets: Sequence[str]) 
     if not (folder / REPORT_FILE).is_file():
         return
     setting = EvalReport.load(folder / REPORT_FILE).setting
-    measured_as = getattr(torch, setting.get("draft_dtype", ""), draft.dtype)
+    measured_as = getattr(torch, str(setting.get("draft_dtype")), draft.dtype)
     weights = digest_of_parameters((name, one.to(measured_as)) for name, one in draft.named_parameters())
     measured, foreign = setting.get("target") or targets[0], ""  # none: it was loaded from a folder
     if setting.get("weights") != weights:

@@ -1,6 +1,7 @@
 """A pull request that replaces the code beside published weights, and nothing else."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,5 +84,8 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
 
 
 def _with_version(config: str) -> str:
-    """A `config.json` with this package's version, and otherwise as it is, written as transformers writes it."""
-    return json.dumps({**json.loads(config), "dflash_hf_version": __version__}, indent=2, sort_keys=True) + "\n"
+    """The text of a `config.json` with this package's version, and otherwise as it is."""
+    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
+    if "dflash_hf_version" in json.loads(config):
+        return re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, config, count=1)
+    return config.replace("{", "{\n  " + entry + ",", 1)
