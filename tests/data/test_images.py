@@ -24,11 +24,6 @@ from dflash_hf.target import target_forward
 datasets = pytest.importorskip("datasets")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def chat(part, answer="Hello.", **more):
     """A row with an image in the user's message."""
     user = {"role": "user", "content": [part, {"type": "text", "text": "Hi"}]}

@@ -225,9 +225,8 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("system", [None, "bar"])
-def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_regenerate_answers_them(system, folder, tmp_path, capsys):
+    pytest.importorskip("datasets")
     asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
     assert write(capsys, folder, asked, 5, *(() if system is None else ("--system", system)))[0] == 0
     options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")

@@ -22,13 +22,8 @@ from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
 
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 QUESTIONS = [f"{'Why ' * (1 + i % 4)}{i}?" for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -64,11 +64,6 @@ FILES = {  # rows of a file, as JSON
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def outcome(row: str) -> str:
     """What becomes of a row: the text, with its supervised part in brackets, or why there is none."""
     tokenizer = make_tokenizer(TEMPLATE)
