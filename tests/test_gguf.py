@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
-from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.gguf_format import limits, unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
 from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf

@@ -50,7 +50,7 @@ WAYS = {
 def decoded(folder: Path, pair, arguments) -> dict:
     """tau of a drafter, decoded in whole blocks."""
     draft = DFlashDraftModel.from_pretrained(folder, dtype=pair.target.dtype).eval()
-    encoder, rows = RowEncoder(pair.tokenizer), load_rows(str(PROMPTS), None, False, None, None)
+    encoder, rows = RowEncoder(pair.tokenizer), load_rows(str(PROMPTS))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
     limit, methods = arguments.max_new_tokens, (TARGET, DFLASH)
     report = evaluate(pair.target, in_blocks(draft), prompts, limit, runs=1, methods=methods)

@@ -18,7 +18,8 @@ from functools import cache, cached_property, partial
 import torch
 from torch import nn
 
-from dflash_hf.data.encode import RowEncoder, digests_of_tokenizer
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.prompts import prompts_of

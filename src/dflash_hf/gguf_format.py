@@ -2,8 +2,8 @@
 A drafter as the GGUF file that llama.cpp runs, and back.
 
 The drafter may have any layout that `DFlashDraftModel` reads. Keys and tensor names are those of llama.cpp b11549
-(`src/models/dflash.cpp`); the file also holds the target's tokenizer, and the drafter's `config.json` under our own
-key, since llama.cpp's keys do not cover all of it.
+(`src/models/dflash.cpp`); the file also holds the target's tokenizer, and under our own keys the drafter's
+`config.json`, since llama.cpp's keys do not cover all of it, and a digest of its weights.
 """
 
 import json
@@ -22,6 +22,7 @@ from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import Head, MarkovHead, PathSelector
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.repositories import is_gguf
+from dflash_hf.target import digest_of_parameters
 from dflash_hf.terminal import needs
 from dflash_hf.weights import save_folder
 
@@ -29,7 +30,7 @@ from dflash_hf.weights import save_folder
 ARCH = "dflash"
 FILE_PATTERN = "d[fs][lp]a*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-_CONFIG = "dflash_hf.config"
+_CONFIG, _WEIGHTS = "dflash_hf.config", "dflash_hf.weights"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 # llama.cpp's names, by ours or of ours. Keys stand after "dflash."; fields with their default value are not written.
 # Tensors are those that `gguf` has no names for, of a layer without their `layers.N.`. The graph of these targets
@@ -155,6 +156,7 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             written = json.loads(config.to_json_string())
             writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
+            writer.add_string(_WEIGHTS, digest_of_parameters(draft.named_parameters()))
             tensors = _tensors(draft, target)
             _write_keys(writer, config, tensors, "mrope_section" in (facts.get("rope_parameters") or {}))
             _write_tokenizer(writer, target, config, config.vocab_size or facts["vocab_size"])
@@ -431,6 +433,12 @@ def gguf_config(file: str | Path) -> dict:
         "draft_vocab_size": int(names["d2t"].shape[0]) if "d2t" in names else None,
         "has_embed_tokens": "token_embd.weight" in names,
     }
+
+
+def weights_of(file: str | Path) -> str | None:
+    """The digest of the weights that a GGUF drafter was made of; `None` if it does not say."""
+    fields = _open(file).fields
+    return fields[_WEIGHTS].contents() if _WEIGHTS in fields else None
 
 
 def _open(file: str | Path):

@@ -325,6 +325,20 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
     return lambda items: logging.tqdm(items, desc=desc, disable=None, leave=False)
 
 
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers meanwhile."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def set_verbosity(quiet: bool, verbose: int) -> None:
     """`-q` and `-v`: the verbosity of libraries, which read it from the environment when imported."""
     if not quiet and not verbose:

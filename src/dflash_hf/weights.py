@@ -1,5 +1,6 @@
 """Weights in a folder: whether they are finite, and writing them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,14 +23,24 @@ def check_finite_weights(folder: str | Path) -> None:
         `ValueError`: a tensor has values that are inf or NaN; names it, and the remedy.
         `OSError`: there are no weights.
     """
-    remedy = "it cannot draft. Use an earlier checkpoint, or train again with a lower learning_rate."
     for file in checkpoint_files(str(folder)):
         with safe_open(str(file), "pt") as tensors:
-            for name in tensors.keys():
-                finite = tensors.get_tensor(name).float().isfinite()
-                if wrong := int((~finite).sum()):
-                    found = f"{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
-                    raise ValueError(f"{folder}: {found}: {remedy}")
+            check_finite(((name, tensors.get_tensor(name)) for name in tensors.keys()), f"{folder}: ")
+
+
+def check_finite(named: Iterable[tuple[str, torch.Tensor]], where: str = "") -> None:
+    """
+    Check the tensors of a drafter.
+
+    Raises:
+        `ValueError`: one has values that are inf or NaN; names it, and the remedy.
+    """
+    for name, tensor in named:
+        finite = tensor.float().isfinite()
+        if wrong := int((~finite).sum()):
+            found = f"{where}{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
+            remedy = "Use an earlier checkpoint, or train again with a lower learning_rate."
+            raise ValueError(f"{found}: it cannot draft. {remedy}")
 
 
 def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:

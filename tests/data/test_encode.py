@@ -3,16 +3,7 @@
 import json
 
 import pytest
-from support.tiny_chat import (
-    CHATML,
-    CROOKED,
-    END,
-    SPECIAL,
-    START,
-    THINKING,
-    TOOLS,
-    make_tokenizer,
-)
+from support.tiny_chat import CHATML, CROOKED, END, SPECIAL, START, THINKING, TOOLS, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dflash_hf.data.encode import Example, RowEncoder
@@ -25,7 +16,7 @@ TWO_TURNS = [USER, ANSWER, {"role": "user", "content": "Why?"}, {"role": "assist
 
 
 def encoder(template, max_length=None, mask_token_id=None, vocab_size=None, **template_kwargs):
-    return RowEncoder(make_tokenizer(template), max_length, template_kwargs, mask_token_id, vocab_size)
+    return RowEncoder(make_tokenizer(template), template_kwargs, None, max_length, mask_token_id, vocab_size)
 
 
 def supervised(encode, example):
@@ -286,10 +277,7 @@ def test_answers_that_are_calls_are_learned(answer, arguments):
     answer, encode = json.loads(answer.replace("ARGUMENTS", arguments)), encoder(TOOLS)
     texts = (
         {"role": "assistant", "tool_calls": json.dumps(_calls_of(answer))},
-        {
-            "from": "function_call",
-            "value": json.dumps(_calls_of(answer)[0]),
-        },
+        {"from": "function_call", "value": json.dumps(_calls_of(answer)[0])},
     )
     for one in (answer, *texts):
         (example,) = encode({"messages": [USER, one]})

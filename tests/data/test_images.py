@@ -24,11 +24,6 @@ from dflash_hf.target import target_forward
 datasets = pytest.importorskip("datasets")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def chat(part, answer="Hello.", **more):
     """A row with an image in the user's message."""
     user = {"role": "user", "content": [part, {"type": "text", "text": "Hi"}]}
@@ -64,11 +59,32 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
     for example in examples:
         found = DFlashCollator(0, encode.reader)([example])["images"]
         assert all(torch.equal(found[name], one) for name, one in expected.items())
-    rows = datasets.Dataset.from_list(
-        [{"messages": row["messages"], "images": row.get("images")} for row in rows[4:5]]
+
+
+def test_a_damaged_image_of_a_table_costs_its_row(tmp_path):
+    """Nested in messages, it stopped the whole run: `datasets` decodes images when it reads them."""
+    processor = processor_of("gemma3")
+    encode, image, stored = (
+        RowEncoder(processor.tokenizer, reader=ImageReader(processor)),
+        picture(3, 20),
+        datasets.Image(),
     )
-    dataset, _ = prepare_dataset(rows.cast_column("images", datasets.List(datasets.Image())), encode)
-    assert dataset[0]["input_ids"] == examples[0]["input_ids"]
+    expected = encode(chat({"type": "image", "image": image}))[0]["input_ids"]
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": stored}
+    message = {"role": datasets.Value("string"), "content": datasets.List(part)}
+    contents = ({"bytes": png(image), "path": None}, {"bytes": png(image)[:60], "path": None})
+    beside = [chat({"type": "image"}, images=[one]) for one in contents]
+    nested = [chat({"type": "image", "image": one}) for one in contents]
+    for rows, features in (
+        (beside, {"messages": datasets.List(message), "images": datasets.List(stored)}),
+        (nested, {"messages": datasets.List(message)}),
+    ):
+        table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+        table.to_parquet(tmp_path / "rows.parquet")
+        for found in (table, load_rows(tmp_path / "rows.parquet")):
+            dataset, report = prepare_dataset(found, encode)
+            assert [row["input_ids"] for row in dataset] == [expected] and sum(report.dropped.values()) == 1
+            assert "an image cannot be read" in next(iter(report.dropped))
 
 
 @pytest.mark.parametrize(
@@ -182,18 +198,8 @@ def test_servers_get_the_content_of_images(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(chat({"type": "image", "path": str(path)})), encoding="utf-8")
     with chat_server(lambda body: "A picture.") as (url, received):
-        words = [
-            "regenerate",
-            "--target",
-            "served",
-            "--server",
-            url,
-            "--data",
-            data,
-            "--output",
-            tmp_path / "out.jsonl",
-        ]
-        assert main([str(word) for word in words]) == 0
+        named = ("--target", "served", "--server", url, "--data", data, "--output", tmp_path / "out.jsonl")
+        assert main(["regenerate", *map(str, named)]) == 0
     (body,) = received
     address = body["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(address.partition("base64,")[2]) == path.read_bytes()

@@ -16,7 +16,6 @@ from dflash_hf.cli import main
 from dflash_hf.data import magpie
 from dflash_hf.data.distinct import DistinctTexts, flaw
 from dflash_hf.data.magpie import KINDS, user_turn
-from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.responses import _Slots
 
 
@@ -193,35 +192,14 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monkeypatch):
-    """Each time in the middle of writing, at any byte, with any batch; in the end the file is that of a single run."""
-    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    assert write(capsys, folder, whole, 20)[0] == 0
-    expected = rows_of(whole)
-    assert [row["row"] for row in expected] == list(range(20))
-    assert expected == generate_prompts(*pair, 20, BRIEF)
-    generator, append, interruptions = random.Random(0), ResponseFile.write_row, []
-
-    def tear(self, row):
-        before = self.path.stat().st_size
-        append(self, row)
-        if len(interruptions) < 10 and generator.random() < 0.6:
-            interruptions.append(generator.randrange(before, self.path.stat().st_size + 1))
-            self.file.truncate(interruptions[-1])
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ResponseFile, "write_row", tear)
-    while write(capsys, folder, torn, 20, "--batch-size", str(generator.randrange(1, 12)))[0] == 130:
-        pass
-    assert len(interruptions) == 10
-    assert torn.read_bytes() == whole.read_bytes()
-
-
-def test_a_longer_file_begins_with_the_shorter_one(folder, tmp_path, capsys):
+def test_a_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys):
+    """Whatever is sampled together, and where a kill cut it off: in the end the file is that of a single run."""
     output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    assert write(capsys, folder, whole, 15)[0] == 0
+    assert write(capsys, folder, whole, 15)[0] == 0 and rows_of(whole) == generate_prompts(*pair, 15, BRIEF)
     for count in (1, 4, 9, 15):
-        assert write(capsys, folder, output, count)[0] == 0
+        if output.exists():
+            output.write_bytes(output.read_bytes()[: -7 * count])
+        assert write(capsys, folder, output, count, "--batch-size", str(count % 5 + 1))[0] == 0
         assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:count])
     code, out, _ = write(capsys, folder, output, 10)  # fewer than there are
     assert code == 0 and "15 of 10 requests are done" in out and len(rows_of(output)) == 15
@@ -247,9 +225,8 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("system", [None, "bar"])
-def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_regenerate_answers_them(system, folder, tmp_path, capsys):
+    pytest.importorskip("datasets")
     asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
     assert write(capsys, folder, asked, 5, *(() if system is None else ("--system", system)))[0] == 0
     options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
@@ -15,11 +16,6 @@ from dflash_hf.training.rows import survey
 
 
 datasets = pytest.importorskip("datasets")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def chat(question, answer):
@@ -61,10 +57,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv", "folder", "splits"):
-        for streaming in (False, True):
-            found = load_rows(tmp_path / name, streaming=streaming)
-            assert isinstance(found, datasets.IterableDataset) == streaming
-            assert list(found) == rows, (name, streaming)
+        assert list(load_rows(tmp_path / name)) == rows, name
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
 
@@ -96,12 +89,11 @@ def test_a_long_cell_hides_no_damage(text, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["null", "[]", '[{"prompt": "b"}]', '{"prompt": oops}', '{"prompt": "\t"}'])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_line_that_is_no_object_is_named(line, streaming, tmp_path):
+def test_a_line_that_is_no_object_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "c"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is not a JSON object"):
-        list(load_rows(path, streaming=streaming))
+        list(load_rows(path))
 
 
 def test_counts_are_of_what_is_left(tmp_path):
@@ -134,23 +126,13 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
         assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(more)
 
 
-def test_a_stream_gives_the_same_examples(tmp_path):
-    encoder = RowEncoder(make_tokenizer(), max_length=60)
-    path = write(tmp_path / "a.jsonl", ROWS)
-    whole, _ = prepare_dataset(load_rows(path), encoder)
-    stream, report = prepare_dataset(load_rows(path, streaming=True), encoder)
-    assert list(stream) == list(whole)
-    assert (report.rows, report.examples, sum(report.dropped.values())) == (21, 20, 1)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_that_teaches_nothing_is_refused(streaming, tmp_path):
-    rows = load_rows(write(tmp_path / "a.jsonl", ROWS), streaming=streaming)
+def test_a_dataset_that_teaches_nothing_is_refused(tmp_path):
+    rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
     ones = [*({"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},) * 2, {"input_ids": [3, 4], "loss_mask": [1, 1]}]
     with pytest.raises(ValueError, match="Row 2 of the data: The loss mask is all ones"):
-        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones), streaming=streaming), RowEncoder())
+        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones)), RowEncoder())
 
 
 def test_supervised_text_is_marked():
@@ -251,11 +233,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "{a:"), """; write it in quotes, such as '{"enable_thinking": false}'"""),
         ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
-        (
-            "good.jsonl",
-            ("--mask-token-id", "2"),
-            "None of 1 rows can be trained on: 1 because it holds the",
-        ),
+        ("good.jsonl", ("--mask-token-id", "2"), "None of 1 rows can be trained on: 1 because it holds the"),
     ):
         code, out, error = prepare(capsys, tmp_path / name, "--tokenizer", tokenizer_folder, *options)
         wrong_option = options[:1] in (("--output",), ("--template-args",)) and "may not set" not in message
@@ -296,3 +274,9 @@ def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_fol
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Tokenizer())
     assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)
+
+
+def test_a_path_is_named_as_it_is_written():
+    """On Windows it had each backslash twice."""
+    with pytest.raises(FileNotFoundError, match=re.escape(r"data='.\rows\a.jsonl': there is no such file")):
+        load_rows(r".\rows\a.jsonl")

@@ -1,17 +1,14 @@
 """`dflash regenerate`: the target's own responses, each once, whatever happens in between."""
 
-import importlib.util
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 
 import pytest
 import torch
@@ -25,13 +22,8 @@ from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
 
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 QUESTIONS = [f"{'Why ' * (1 + i % 4)}{i}?" for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -487,42 +479,3 @@ def test_killed_in_the_middle_and_started_again(data, tmp_path, capsys):
         assert regenerate(capsys, data, "served", output, *options)[0] == 0
     check_complete(output)
     assert output.read_bytes().startswith(finished[: finished.rindex(b"\n") + 1])
-
-
-@pytest.mark.slow
-def test_against_transformers_serve(folder, data, tmp_path, capsys):
-    """About half a minute: a real server with the same target writes what the target writes in this process."""
-    missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install 'transformers[serving]'")
-    here = tmp_path / "here.jsonl"
-    assert regenerate(capsys, data, folder, here, *HERE, "--temperature", "0")[0] == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    code = "from transformers.cli.transformers import main; main()"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    arguments = [sys.executable, "-c", code, "serve", "--port", port, "--host", "127.0.0.1", "--device", "cpu"]
-    with open(tmp_path / "serve.log", "w") as log:
-        server = subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "serve.log").read_text()
-                time.sleep(0.2)
-        there = tmp_path / "there.jsonl"
-        options = ("--server", url, "--concurrency", "3", "--temperature", "0")
-        assert regenerate(capsys, data, folder, there, *options)[0] == 0, (tmp_path / "serve.log").read_text()
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-    ours, theirs = check_complete(here), check_complete(there)
-    for index, row in ours.items():
-        assert theirs[index]["messages"] == row["messages"]
-        assert theirs[index]["finish_reason"] == row["finish_reason"]
-    code, _, error = regenerate(capsys, data, folder, tmp_path / "gone.jsonl", *options)
-    assert code == 1 and "is the server still running?" in error

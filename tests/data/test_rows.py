@@ -64,11 +64,6 @@ FILES = {  # rows of a file, as JSON
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def outcome(row: str) -> str:
     """What becomes of a row: the text, with its supervised part in brackets, or why there is none."""
     tokenizer = make_tokenizer(TEMPLATE)
@@ -102,11 +97,10 @@ def write(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_file_of_mixed_rows_is_read_as_written(kind, streaming, tmp_path):
+def test_a_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
     """Arrow's types filled in keys, rounded numbers, and made mappings of answers that are JSON."""
     path, encoder = write(tmp_path, kind), RowEncoder(make_tokenizer(TEMPLATE))
-    rows = load_rows(path, streaming=streaming)
+    rows = load_rows(path)
     found = [{key: value for key, value in row.items() if value is not None} for row in rows]
     written = [json.loads(line) for line in FILES["chats"]]
     assert found == [{key: value for key, value in row.items() if value is not None} for row in written]
@@ -136,10 +130,9 @@ def test_nulls_of_tables_are_left_out_and_written_ones_stay(tmp_path):
     for name, tools in {"rows.jsonl": 0, "texts.parquet": 0, "merged.parquet": merged}.items():
         tools = tools or [row["tools"] for row in rows]
         expected = [example for row, one in zip(rows, tools) for example in encoder({**row, "tools": one})]
-        for streaming in (False, True):
-            found = load_rows(tmp_path / name, streaming=streaming)
-            assert [tools_of(row) for row in found] == tools, name
-            assert list(prepare_dataset(found, encoder)[0]) == expected
+        found = load_rows(tmp_path / name)
+        assert [tools_of(row) for row in found] == tools, name
+        assert list(prepare_dataset(found, encoder)[0]) == expected
     assert list(prepare_dataset(datasets.Dataset.from_list(rows), encoder)[0]) == expected
 
 

@@ -14,13 +14,8 @@ from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.data.regenerate import Answer, Question, row_of, turns_of
 
 
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 LENGTH = 12
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def said(role, content="", **more):

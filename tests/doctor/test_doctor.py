@@ -8,7 +8,7 @@ from support.tiny_chat import END
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
-from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.data.template import digests_of_tokenizer
 
 
 @pytest.fixture(scope="module")

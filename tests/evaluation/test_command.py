@@ -99,9 +99,10 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
     assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
 
 
-def test_a_report_is_not_written_beside_other_weights(pair, tmp_path, capsys):
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_report_is_not_written_beside_other_weights(weights, pair, tmp_path, capsys):
     """It replaced that drafter's own report, and its card showed the figures of another."""
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / weights).touch()
     (tmp_path / "eval_report.json").write_text("{}", encoding="utf-8")
     named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output", str(tmp_path)]
     assert main(["eval", *named, "--data", "arithmetic", "--prompts", "1", "--max-new-tokens", "4"]) == 2
@@ -140,6 +141,6 @@ def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, m
 def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
-    monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, 1)))
+    monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, [])))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
     assert "WRONG: whole blocks, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out

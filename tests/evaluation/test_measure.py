@@ -1,5 +1,7 @@
 """Decoding side by side: the figures of a report, losslessness noticed when broken, JSON and back."""
 
+import json
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -10,6 +12,7 @@ from dflash_hf.evaluation import measure
 from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, variant
 from dflash_hf.evaluation.methods import AUTO, DFLASH, METHODS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.hub.card import CardFacts, metadata
 from dflash_hf.target import digest_of_parameters
 
 
@@ -73,6 +76,10 @@ def test_the_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     ours = report.methods[DFLASH]
     assert ours.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
     assert ours.speedup_over_packed == pytest.approx(ours.speedup / report.methods[TARGET_PACKED].speedup)
+    summary = json.loads(report.to_json())["summary"]
+    assert (summary["speedup"], summary["speedup_over"]) == (ours.speedup_over_packed, TARGET_PACKED)
+    measured = CardFacts("a/b", report=json.loads(report.to_json()), evaluated_on="c/d")
+    assert "speed-up, whole blocks over target alone, packed" in str(metadata(measured, "e/f"))
     table = summary_lines(report)
     assert "over packed" in table[0] and any(line.startswith("target alone, packed") for line in table)
 

@@ -6,7 +6,7 @@ import pytest
 import side_by_side
 import torch
 from random_pairs import random_pair, slot_accuracy
-from side_by_side import NATIVE, REFERENCE, bench
+from side_by_side import NATIVE, bench
 
 from dflash_hf.decoding import packing
 from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
@@ -34,33 +34,6 @@ def test_methods_accept_alike_and_equal_the_target(pair):
     assert report.methods[TREE].target_forwards <= 1.2 * report.methods[DFLASH].target_forwards
     assert 2.5 < report.tau < 6 and len(set(report.verifications)) > 3
     assert rounds.rounds[DFLASH] > 0 and rounds.plain.attainable(report.tau) > 0
-
-
-STAND_IN = """
-class DFlashDraftModel:
-    @classmethod
-    def from_pretrained(cls, folder, **options):
-        return cls()
-    def to(self, device):
-        return self
-    def eval(self):
-        return self
-    block_size = 8
-    def forward(self, *args, position_ids, **kwargs):
-        pass
-def sample(logits, temperature=0.0):
-    return logits.argmax(-1)
-def dflash_generate(model, target, input_ids, max_new_tokens, stop_token_ids, temperature):
-    return target.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)
-"""
-
-
-def test_a_reference_answers_from_its_own_process(pair, tmp_path):
-    target, draft, prompts = pair
-    (tmp_path / "dflash").mkdir()
-    (tmp_path / "dflash" / "model.py").write_text(STAND_IN)
-    options = {"forced_acceptance": 3.0, "reference": tmp_path}
-    assert bench(target, draft, prompts, 20, 1, (TARGET, DFLASH), **options)[0].methods[REFERENCE].equal == 3
 
 
 FORCED = ["--shape", "tiny", "--forced-acceptance", "4"]

@@ -45,13 +45,7 @@ def report():
 
 def test_the_table_names_every_figure(report):
     text = "\n".join(summary_lines(report))
-    for figure in (
-        "3.00x",
-        "280-310",
-        "3/3",
-        "tau               6.57",
-        "7 verifications",
-    ):
+    for figure in ("3.00x", "280-310", "3/3", "tau               6.57", "7 verifications"):
         assert figure in text, figure
     assert "WRONG" not in text and "no output is wrong: 3 of 3 outputs equal" in text and "verdict" not in text
     report.divergences = [Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)]
@@ -76,18 +70,3 @@ def test_a_picture_is_drawn(report, tmp_path):
         header = path.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") > 1000
-
-
-def test_an_interrupted_picture_leaves_the_one_before(report, tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-    before = plot_report(report, tmp_path / "report.png").read_bytes()
-
-    def interrupted(self, path, **options):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(figure.Figure, "savefig", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        plot_report(report, tmp_path / "report.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
-    assert (tmp_path / "report.png").read_bytes() == before

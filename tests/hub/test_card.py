@@ -73,12 +73,9 @@ def test_what_is_not_known_is_left_out(target, tmp_path):
     assert "| tau, over all verifications | 2.50 |" in card.text
     assert "Speed-up" not in card.text and "equal" not in card.text
     assert card.data.eval_results is None  # nobody said on what
-    facts = CardFacts(
-        "example/tiny-sliding", report=report, evaluated_on="example/walks", base_model_relation="finetune"
-    )
+    facts = CardFacts("example/tiny-sliding", report=report, evaluated_on="example/walks")
     card = render_card(tmp_path, facts, "example/draft")
     assert [result.metric_type for result in card.data.eval_results] == ["tau"]
-    assert card.data.to_dict()["base_model_relation"] == "finetune"
 
 
 @pytest.mark.parametrize(
@@ -146,8 +143,6 @@ def test_facts_that_the_hub_would_refuse():
     for wrong in ({"base_model": "a/b/c"}, {"base_model": "a b"}, {"base_model": "a/b", "datasets": ["x y"]}):
         with pytest.raises(ValueError, match="is not a repository id"):
             CardFacts(**wrong)
-    with pytest.raises(ValueError, match="base_model_relation='drafter' must be one of"):
-        CardFacts("a/b", base_model_relation="drafter")
 
 
 def test_training_arguments_that_make_a_run(tmp_path):

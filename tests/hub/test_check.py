@@ -88,29 +88,19 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlash2DraftModel" if variant == "dflash2" else "DFlashDraftModel"]
     assert config["model_type"] == "qwen3"
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
-        assert config[key] == config["dflash_config"][key] == getattr(draft.config, key)
     assert config["dflash_config"]["num_anchors"] == 512
     rope = draft.config.rope_parameters
     assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
     assert config.get("rope_scaling", "not written") == (scaled if variant == "yarn" else "not written")
-    assert len(config["layer_types"]) == config["num_hidden_layers"] == 2
     assert config["use_sliding_window"] is (draft.config.sliding_window is not None)
     assert config["dtype"] == config["torch_dtype"] == "float32"
     assert ("is_causal" in config) is ("is_causal" in VARIANTS[variant])
     assert "causal" not in config["dflash_config"]
-    for key in ("num_target_layers", "vocab_size", "head_dim", "attention_bias", "max_position_embeddings"):
-        assert config[key] == getattr(draft.config, key)
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel"}
     assert (tmp_path / "custom_generate" / "generate.py").is_file()
-    # Tensors by their published names, nothing else; and both engines see the layers as we do.
+    # Tensors by their published names, nothing else.
     assert read_shapes(tmp_path) == {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-    ours = [
-        (8 if kind == "sliding_attention" else None, draft.config.layer_is_causal(i))
-        for i, kind in enumerate(draft.config.layer_types)
-    ]
-    assert Drafter(config).layers_as_read() == {"vllm": ours, "sglang": ours}
 
 
 MARKOV, DOMINO = {"markov_rank": 6}, {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
@@ -136,10 +126,7 @@ PARTS = {
         {"vllm": "draft_vocab_size", "sglang": "draft_vocab_size"},
     ),
     # vLLM's DFlash 2 model multiplies by the scale; its v1 model and SGLang do not.
-    "scale": (
-        {"input_embedding_scale": 2.0},
-        {"vllm": "input_embedding_scale", "sglang": "input_embedding_scale"},
-    ),
+    "scale": ({"input_embedding_scale": 2.0}, {"vllm": "input_embedding_scale", "sglang": "input_embedding_scale"}),
     "DFlash 2, scale": (
         {**CONVOLUTION, **SELECTOR, "input_embedding_scale": 2.0},
         {"sglang": "input_embedding_scale"},
@@ -518,14 +505,6 @@ def hub(monkeypatch, tmp_path):
 
 def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_weights_that_are_not_finite_are_named(folder):
-    """`check` said "ready to be served" of a drafter of NaN: it reads headers alone."""
-    edit_tensors(folder, lambda tensors: tensors["fc.weight"][0].fill_(-math.inf))
-    assert check(folder) == []
-    (finding,) = check(folder, ["vllm"], weights=True)
-    assert (finding.severity, finding.key) == ("error", "weights") and "in fc.weight" in finding.message
 
 
 def test_a_repository_is_checked_like_a_folder(hub, target, folder, monkeypatch):

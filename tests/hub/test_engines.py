@@ -8,7 +8,6 @@ People launch servers with that flag as a habit. With it `auto_map` makes `AutoC
 import json
 
 import pytest
-import torch
 from support.engine_variants import CONVOLUTION, SELECTOR, VARIANTS
 from support.pairs import make_draft
 from transformers import PreTrainedConfig, Qwen3Config
@@ -53,8 +52,9 @@ def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
         for key in ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "vocab_size", "hidden_act"):
             assert getattr(found, key) == getattr(config, key)
         layers = Drafter(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
-        causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
-        assert [[one for _, one in layers[engine]] for engine in ("vllm", "sglang")] == [causal, causal]
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+        ours = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
+        assert layers == {"vllm": ours, "sglang": ours}
 
 
 def test_nested_keys_and_fields_are_one(target):
@@ -76,18 +76,3 @@ def test_nested_keys_and_fields_are_one(target):
     assert config.dflash_config["num_anchors"] == 512
     config.dflash_config = None
     assert config.dflash_config["block_size"] == 8 and "loss" not in config.dflash_config
-
-
-def test_the_mask_embedding_reaches_engines(target, tmp_path):
-    """
-    vLLM 0.33.0 (`DFlashQwen3ForCausalLM._read_mask_embedding`) and SGLang 0.5.23
-    (`DFlashWorkerV2._maybe_merge_trained_mask_embedding`) read this file alone, and skip a tensor of that name.
-    """
-    draft = make_draft(target, own_mask_embedding=True)
-    draft.save_pretrained(tmp_path)
-    saved = torch.load(tmp_path / "mask_embedding.pt", weights_only=True)
-    config = as_engines_load(tmp_path, trust=True)
-    assert int(saved["mask_token_id"]) == config.dflash_config["mask_token_id"] and not saved.get("per_position")
-    table = target.get_input_embeddings().weight.detach().clone()
-    table[95].copy_(saved["embedding"])
-    assert torch.equal(table[95], draft.mask_embedding)

@@ -252,14 +252,8 @@ def test_what_cannot_be_published_is_refused(folder, draft, tmp_path):
     (folder / "LICENSE").unlink()
     draft.fc.weight.data[0, 0] = float("nan")
     draft.save_pretrained(folder)
-    with pytest.raises(PublishError, match="weights: 1 of [0-9,]+ weights are not finite .* in fc.weight"):
+    with pytest.raises(PublishError, match="as it is: 1 of [0-9,]+ weights are not finite .* in fc.weight"):
         publish(folder, REPO, dry_run=True)
-
-
-def test_an_engine_that_refuses_is_left_out_of_the_card(folder):
-    edit(folder, hidden_act="gelu")
-    result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert [finding.key for finding in result.findings] == ["hidden_act"] and "SGLang" not in str(result.card)
 
 
 def test_only_the_drafters_own_code_is_uploaded(folder):
@@ -456,7 +450,8 @@ def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):
     target = make_target(vocab_size=16)
     file = write_target(target, tmp_path / "target.gguf")
     folder = tmp_path / "draft"
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder)
+    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    draft.save_pretrained(folder)
     publish(folder, REPO, facts=FACTS)
     assert "llama" not in hub.files[REPO]["README.md"].decode()
     publish(folder, REPO, facts=FACTS, gguf_target=file)
@@ -464,11 +459,18 @@ def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):
     assert hub.files[REPO][name] == (folder / name).read_bytes()
     line = f"llama-server -m target.gguf -hfd {REPO} --spec-type draft-dflash --spec-draft-n-max 3"
     assert line in hub.files[REPO]["README.md"].decode()
-    # Once there it goes along, as long as it is not older than the weights.
-    assert publish(folder, REPO, facts=FACTS).url is None
+    # Once there it goes along, whatever the times of files say, as long as it was made of these weights.
     os.utime(folder / "model.safetensors", (2e9, 2e9))
+    assert publish(folder, REPO, facts=FACTS).url is None
+    made = (folder / name).read_bytes()
+    (folder / name).write_bytes(made.replace(b"dflash_hf.weights", b"dflash_hf.wejghts"))  # of 0.2 or others
+    (finding,) = publish(folder, REPO, facts=FACTS, dry_run=True).findings
+    assert finding.key == name and "does not say of which weights it was made" in finding.message
+    (folder / name).write_bytes(made)
+    draft.fc.weight.data[0, 0] += 1
+    draft.save_pretrained(folder)
     for repo in (REPO, "someone/second"):  # also under another name
-        with pytest.raises(PublishError, match=f"{name} is older than the weights"):
+        with pytest.raises(PublishError, match=f"{name} was made of other weights"):
             publish(folder, repo, facts=FACTS)
     (folder / name).write_bytes(b"GGUF")
     with pytest.raises(PublishError, match="not a complete GGUF file"):

@@ -28,7 +28,7 @@ LAYERS = [0, 2, 3]  # of `make_draft`
 def store(
     target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, states=False, **template_kwargs
 ):
-    encoder = RowEncoder(make_tokenizer(), 64, template_kwargs)
+    encoder = RowEncoder(make_tokenizer(), template_kwargs, max_length=64)
     manifest = describe(target, "some/target", layer_ids, encoder, dtype, states)
     lines = []
     return store_features(
@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
 def test_set_that_was_enough_is_complete(target, tmp_path):
     """As of a run that stores features for a third of its time; the same call leaves it as it is."""
     rows, folder, asked = counting_rows(6), tmp_path / "features", []
-    made_with = describe(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), 64), "float32")
+    made_with = describe(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
     options = {"shard_bytes": 20_000, "enough": lambda: asked.append(1) or len(asked) == 2}
     assert store_features(target, rows, folder, made_with, **options).examples == 4 == len(StoredFeatures(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}

@@ -30,6 +30,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     shared.add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
+    heads = "also time transformers' multi-token prediction, of a target that has heads for it"
+    parser.add_argument("--mtp", action="store_true", help=heads)
     shared.add_threads(parser)
     parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help="two reports, side by side")
     shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
@@ -41,6 +43,10 @@ def run(arguments, echo) -> Outcome:
     """`echo` the table, write the report; exit status 1 if an output is WRONG."""
     if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
+    if arguments.mtp and arguments.revision:
+        raise UsageError(
+            "--mtp --revision: transformers loads heads of the newest revision; give a folder as --target."
+        )
     if arguments.compare:
         from dflash_hf.evaluation.compare import compare
 
@@ -66,7 +72,7 @@ def run(arguments, echo) -> Outcome:
 
 def _check_output(output: Path | None, draft: Path) -> None:
     """Refuse the folder of another drafter, whose card would show the report."""
-    if output is None or not draft.is_dir() or not (output / "model.safetensors").is_file():
+    if output is None or not draft.is_dir() or not any(output.glob("model*.safetensors*")):  # one file, or shards
         return
     if not output.samefile(draft):
         raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
@@ -74,6 +80,7 @@ def _check_output(output: Path | None, draft: Path) -> None:
 
 def _measure(arguments):
     from dflash_hf.evaluation.measure import evaluate
+    from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
     from dflash_hf.files import digest_of
@@ -89,8 +96,9 @@ def _measure(arguments):
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
+    loading = {"mtp_loading_seconds": seconds_to_load_heads(target)} if arguments.mtp else {}
     packed = to_pack(arguments.packed, target, draft)
-    methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
+    methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup, arguments.mtp)
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
         note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")
@@ -106,7 +114,7 @@ def _measure(arguments):
         progress=bar("decoding"),
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting["dataset"] = dataset_name(arguments.data)
+    report.setting |= {"dataset": dataset_name(arguments.data), **loading}
     report.setting["prompts_digest"] = digest_of([list(one) for one in prompts])
     return report
 

@@ -46,9 +46,9 @@ def run(arguments, echo) -> Outcome:
     from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.magpie import PromptSettings, judged_samples, request_of, user_turn
     from dflash_hf.data.response_file import ResponseFile
+    from dflash_hf.data.template import digests_of_tokenizer
     from dflash_hf.pairs import pack
     from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target

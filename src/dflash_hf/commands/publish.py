@@ -10,13 +10,12 @@ import argparse
 from functools import partial
 
 from dflash_hf.commands.shared import given
-from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, UsageError, one_line
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
 _FACTS = (
-    *("base_model", "base_model_revision", "base_model_relation", "license", "license_name", "license_link"),
+    *("base_model", "base_model_revision", "license", "license_name", "license_link"),
     *("datasets", "data_description", "hardware", "evaluated_on"),
 )
 
@@ -47,7 +46,6 @@ def add_arguments(parser) -> None:
     )
     facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
-    facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
     facts.add_argument("--license", help="the Hub's identifier, such as mit; other with the next two")
     facts.add_argument("--license-name", metavar="NAME", help="of another license, such as my-license-1.0")
     facts.add_argument("--license-link", metavar="LINK", help="to its text: a URL, or LICENSE in the folder")

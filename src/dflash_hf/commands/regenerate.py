@@ -53,10 +53,10 @@ def run(arguments, echo) -> Outcome:
     from transformers.utils import logging
 
     from dflash_hf.configs import check_token_id
-    from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.regenerate import question_digest
     from dflash_hf.data.response_file import ResponseFile
+    from dflash_hf.data.template import digests_of_tokenizer
 
     if arguments.server and (ours := shared.given(arguments, _HERE)):
         raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")

@@ -172,7 +172,7 @@ def encoder_of(arguments, tokenizer, draft_config=None):
     kwargs = template_kwargs(given, arguments.data, draft_config=draft_config, say=note)
     if mask_token_id is None and draft_config is not None:
         mask_token_id = draft_config.mask_token_id
-    return RowEncoder(tokenizer, arguments.max_length, kwargs, mask_token_id)
+    return RowEncoder(tokenizer, kwargs, None, arguments.max_length, mask_token_id)
 
 
 def rows_of(arguments):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from transformers import GenerationConfig
 
 from dflash_hf.data.distinct import DistinctTexts, flaw
-from dflash_hf.data.encode import decoded
+from dflash_hf.data.template import decoded
 from dflash_hf.responses import eos_ids, responses
 
 

@@ -133,7 +133,7 @@ def image_uri(given) -> str:
     if given.startswith(("http://", "https://")):
         raise UnusableRow("an image is an address, which would be fetched in each epoch; give it as a file")
     if not given.startswith("data:") and not Path(given).is_file():
-        raise UnusableRow(f"there is no image file {one_line(given, 60)!r}")
+        raise UnusableRow(f"there is no image file '{one_line(given, 60)}'")
     return given
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter, not_
 
 import numpy as np
@@ -19,7 +19,6 @@ from dflash_hf.data.sources import as_written
 logger = logging.get_logger(__name__)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
 _IDS = ("input_ids", "loss_mask", "labels", "document_ids")
-_PROBED = 64  # rows of a stream that are encoded before training starts
 
 
 @dataclass
@@ -90,42 +89,37 @@ def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, sour
     Encode a dataset.
 
     Args:
-        rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
+        rows (`datasets.Dataset`): See [`~dflash_hf.data.sources.load_rows`].
         encoder (`RowEncoder`): Makes examples from rows.
-        num_proc (`int`): Number of processes; not for streams.
+        num_proc (`int`): Number of processes.
         source (`str`): Name of the dataset, for messages.
 
     Returns:
-        The dataset with `input_ids` and `loss_mask`, and a [`DataReport`], which counts only the first 64 rows of a
-        stream.
+        The dataset with `input_ids` and `loss_mask`, and a [`DataReport`].
 
     Raises:
         `ValueError`: a row is invalid (the message names it), or no row can be trained on.
     """
-    from datasets import Features, IterableDataset, Value
+    from datasets import Features, Value
     from datasets import Sequence as ListOf
 
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
     if encoder.reader is not None:
         features["images"] = ListOf(Value("string"))
-    encode, rows = partial(_encode_batch, encoder, source), as_written(rows)
-    stream = isinstance(rows, IterableDataset)
-    if stream:
-        first = list(islice(iter(rows), _PROBED))
-        columns = rows.column_names or list(first[0] if first else ())  # of a stream, known only from its rows
-        batch = {name: [row.get(name) for row in first] for name in columns}
-        report = DataReport.of(len(first), [encode(batch, range(len(first)))] if first else ())
-        encode, options = partial(_encode_rows, encoder, source), {"remove_columns": columns}
-    else:
-        rows = _with_arrays(rows)
-        options = {"remove_columns": rows.column_names, "desc": "encoding", "num_proc": num_proc}
-    features_and_reason = Features({**features, "left_out": Value("string")})
-    encoded = rows.map(encode, with_indices=True, batched=True, features=features_and_reason, **options)
+    rows = _with_arrays(as_written(rows))
+    encoded = rows.map(
+        partial(_encode_batch, encoder, source),
+        with_indices=True,
+        batched=True,
+        features=Features({**features, "left_out": Value("string")}),
+        remove_columns=rows.column_names,
+        num_proc=num_proc,
+        desc="encoding",
+    )
     encoded = encoded.with_format(None)  # not that of the rows
-    if not stream:
-        report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
+    report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
-    kept = encoded.filter(not_, input_columns="left_out") if stream or report.dropped else encoded
+    kept = encoded.filter(not_, input_columns="left_out") if report.dropped else encoded
     return kept.remove_columns("left_out"), report
 
 
@@ -166,11 +160,6 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     if encoder.reader is not None:
         lists["images"] = pa.array(images, pa.list_(pa.string()))
     return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
-
-
-def _encode_rows(*arguments) -> dict:
-    """As [`_encode_batch`], for a stream."""
-    return _encode_batch(*arguments).to_pydict()
 
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:

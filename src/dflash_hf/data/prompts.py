@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, given_ids, images_of, template_kwargs_of
+from dflash_hf.data.encode import RowEncoder, given_ids, images_of
 from dflash_hf.data.messages import (
     UNSEEN,
     UnusableRow,
@@ -16,6 +16,7 @@ from dflash_hf.data.messages import (
     without_columns,
 )
 from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.data.template import template_kwargs_of
 from dflash_hf.files import read_json
 
 

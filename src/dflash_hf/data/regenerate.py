@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dflash_hf.data.chat_client import ChatClient, NoAnswer, ServerError
-from dflash_hf.data.encode import RowEncoder, template_kwargs_of
+from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.images import load
 from dflash_hf.data.messages import UNSEEN, UnusableRow, column_of, image_uri, images_in, tools_of, with_text
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
+from dflash_hf.data.template import template_kwargs_of
 from dflash_hf.files import digest_of
 from dflash_hf.responses import eos_ids, responses, responses_to_images
 from dflash_hf.target import without_token

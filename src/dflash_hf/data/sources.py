@@ -7,8 +7,9 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TextIO
 
@@ -37,13 +38,12 @@ def check_files(name: str, data: str | Sequence[str] | None) -> None:
     """
     for one in [data] if isinstance(data, str) else data or []:
         if _suffix(Path(one)) in _LOADERS and not Path(one).exists():
-            raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
+            raise FileNotFoundError(f"{name}='{one}': there is no such file.")
 
 
 def load_rows(
     data: str | Path | Sequence[str | Path],
     split: str | None = None,
-    streaming: bool = False,
     name: str | None = None,
     revision: str | None = None,
 ):
@@ -53,16 +53,14 @@ def load_rows(
     Args:
         data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder written by
             `save_to_disk`, or the name of a dataset on the Hub.
-        split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`, unless streaming.
-        streaming (`bool`): Read rows as they are needed; the dataset then has no length.
+        split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
 
     Returns:
-        `datasets.Dataset`, or `datasets.IterableDataset` when streaming.
+        `datasets.Dataset`.
 
     Raises:
-        `ValueError`: a file is empty, damaged or of an unknown kind, or the split does not exist. Lines of JSON are
-            parsed when they are read, and raise it then.
+        `ValueError`: a file is empty, damaged or of an unknown kind, or the split does not exist.
         `OSError`: a file does not exist, or the Hub cannot be reached.
         `ImportError`: `datasets` is not installed.
     """
@@ -79,22 +77,22 @@ def load_rows(
             rows = datasets.load_from_disk(str(paths[0]))
         except FileNotFoundError as error:
             raise ValueError(
-                f"data={first!r} is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
+                f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
             ) from error
         rows = _choose_split(rows, split, first) if isinstance(rows, datasets.DatasetDict) else rows
-        return as_written(rows.to_iterable_dataset() if streaming else rows)
+        return as_written(rows)
     local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
-        return _of_hub(datasets, first, split, streaming, name, revision)
+        return _of_hub(datasets, first, split, name, revision)
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"data={str(path)!r}: there is no such file.")
+            raise FileNotFoundError(f"data='{path}': there is no such file.")
         if path.stat().st_size == 0:
-            raise ValueError(f"data={str(path)!r} is an empty file.")
+            raise ValueError(f"data='{path}' is an empty file.")
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
     try:
-        return _of_files(datasets, kinds.pop(), paths, split or "train", streaming)
+        return _of_files(datasets, kinds.pop(), paths, split or "train")
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow, json or csv
@@ -105,17 +103,14 @@ def load_rows(
         raise ValueError(f"data={_names(paths)} cannot be read: {reason}.") from error
 
 
-def _of_files(datasets, kind: str, paths: list[Path], split: str, streaming: bool):
+def _of_files(datasets, kind: str, paths: list[Path], split: str):
     if kind == "parquet":
         files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
-        return as_written(datasets.load_dataset(kind, data_files=files, split=split, streaming=streaming))
+        return as_written(datasets.load_dataset(kind, data_files=files, split=split))
     # With size and time: a file that has changed is read again, not taken from the cache.
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    options = {"features": datasets.Features({_TEXT: datasets.Value("string")}), "gen_kwargs": {"files": files}}
-    if streaming:
-        rows = datasets.IterableDataset.from_generator(_texts, split=split, **options)
-        return rows.map(_parsed, batched=True, remove_columns=_TEXT)
-    rows = datasets.Dataset.from_generator(_texts, **options)
+    text = datasets.Features({_TEXT: datasets.Value("string")})
+    rows = datasets.Dataset.from_generator(_texts, features=text, gen_kwargs={"files": files})
     (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     return rows.select(range(len(rows))[part.from_ : part.to]).with_transform(_parsed)
 
@@ -166,15 +161,12 @@ def _table(file: TextIO, suffix: str) -> Iterator[str]:
     """The rows of a table, all of whose cells are text."""
     limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
     try:
-        lines = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-        names = next(filter(None, lines), [])
-        for cells in filter(None, lines):
-            if any(cells[len(names) :]):
-                raise ValueError(
-                    f"line {lines.line_num} has more fields than the header; put texts that contain the separator in "
-                    "quotes"
-                )
-            yield json.dumps(dict(zip(names, cells)))
+        rows = csv.DictReader(dropwhile(str.isspace, file), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        for row in rows:
+            if any(row.pop(None, ())):  # beyond the header
+                remedy = "put texts that contain the separator in quotes"
+                raise ValueError(f"line {rows.line_num} has more fields than the header; {remedy}")
+            yield json.dumps(row)
     finally:
         csv.field_size_limit(limit)
 
@@ -195,18 +187,25 @@ def as_written(rows):
     A dataset without the keys that tables add: a table has every key of its other rows in every mapping, as `None`.
     A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
     """
-    from datasets import Image, IterableDataset
+    for name, feature in rows.features.items():
+        if (stored := _undecoded(feature)) != feature:
+            rows = rows.cast_column(name, stored)
+    merged = [name for name, feature in rows.features.items() if _has_mapping(feature)]
+    return rows.with_transform(partial(_without_added, merged)) if merged else rows
 
-    for name, feature in (rows.features or {}).items():  # a damaged image is that row's fault, not that of reading
-        if getattr(feature, "decode", None) and isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-        elif isinstance(inner := getattr(feature, "feature", None), Image) and inner.decode:
-            rows = rows.cast_column(name, type(feature)(Image(decode=False)))
-    merged = [name for name, feature in (rows.features or {}).items() if _has_mapping(feature)]
-    if not merged:
-        return rows
-    clean = partial(_without_added, merged)
-    return rows.map(clean, batched=True) if isinstance(rows, IterableDataset) else rows.with_transform(clean)
+
+def _undecoded(feature):
+    """A feature with its images as they are stored: a damaged one is its row's fault, not that of reading."""
+    from datasets import Image
+
+    if isinstance(feature, Image):
+        return Image(decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(one) for name, one in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(one) for one in feature]
+    inner = getattr(feature, "feature", None)
+    return feature if inner is None else replace(feature, feature=_undecoded(inner))
 
 
 def _has_mapping(feature) -> bool:
@@ -232,17 +231,17 @@ def _suffix(path: Path) -> str:
 
 
 def _names(paths: list[Path]) -> str:
-    return ", ".join(repr(str(path)) for path in paths)
+    return ", ".join(f"'{path}'" for path in paths)
 
 
-def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str | None, revision: str | None):
+def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: str | None):
     from huggingface_hub import HfApi, constants
 
     cached = Path(datasets.config.HF_DATASETS_CACHE) / repo.replace("/", "___")
     try:
         if not constants.HF_HUB_OFFLINE and not cached.exists():
             HfApi().dataset_info(repo, revision=revision, timeout=SECONDS)  # `datasets` would try it for half a minute
-        options = {"name": name, "revision": revision, "streaming": streaming}
+        options = {"name": name, "revision": revision}
         if split is not None:
             return as_written(datasets.load_dataset(repo, split=split, **options))
         return as_written(_choose_split(datasets.load_dataset(repo, **options), None, repo))

@@ -18,7 +18,7 @@ that rounding cannot have chosen, or a text that ends where the target's does no
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -60,23 +60,13 @@ class Rounding:
 
     Args:
         size (`float`): `r` in the module's docstring.
-        positions (`int`), texts (`int`): Number of positions and texts measured.
-        own_gaps (`dict[str, list[float]]`): For each way of computing, the gap at the first token of each text where
-            it would choose another token than decoding token by token does.
+        positions (`int`): Number of positions measured.
+        ways (`list[str]`): The ways of computing that the target can be run in.
     """
 
     size: float
     positions: int
-    texts: int
-    own_gaps: dict[str, list[float]] = field(default_factory=dict)
-
-    def line(self) -> str:
-        """For a terminal."""
-        own = ", ".join(
-            f"{way} {len(gaps)} of {self.texts}" + (f" (gap up to {max(gaps) + 0.0:.3g})" if gaps else "")
-            for way, gaps in self.own_gaps.items()
-        )
-        return f"rounding moves two logits apart by up to {self.size:.3g}; the target against itself: {own}"
+    ways: list[str]
 
 
 def judge(
@@ -142,7 +132,7 @@ def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     Args:
         texts (`Sequence`): Pairs of prompt and answer ids; read up to `POSITIONS` tokens.
     """
-    rounding = Rounding(0.0, 0, 0, {way: [] for way in ("in blocks", "whole", "in a batch of two")})
+    rounding = Rounding(0.0, 0, ["in blocks", "whole", "in a batch of two"])
     for prompt, answer in texts:
         answer = answer[: POSITIONS - rounding.positions]
         if not answer:
@@ -155,15 +145,12 @@ def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]
             "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, chosen),
         }
         rounding.positions += len(answer)
-        rounding.texts += 1
-        for way in list(rounding.own_gaps):
+        for way in list(rounding.ways):
             best, apart = others[way]
-            parted = (best[:, 0] != chosen[:, 0]).nonzero()[:, 0]  # [m]
-            if len(parted) > max(_SHARE * len(answer), 2):
-                del rounding.own_gaps[way]
-                continue
-            rounding.size = max(rounding.size, float((apart - reference).abs().max()))
-            rounding.own_gaps[way] += [float(reference[parted[0]])] if len(parted) else []
+            if (best[:, 0] != chosen[:, 0]).sum() > max(_SHARE * len(answer), 2):
+                rounding.ways.remove(way)
+            else:
+                rounding.size = max(rounding.size, float((apart - reference).abs().max()))
     return rounding
 
 

@@ -1,4 +1,4 @@
-"""Decoding side by side: the target alone, with a drafter, with prompt lookup. Speed, acceptance, losslessness."""
+"""Decoding side by side: the target alone, with a drafter or its own heads. Speed, acceptance, losslessness."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.repositories import origin
 from dflash_hf.responses import generate_one
 from dflash_hf.target import digest_of_parameters
-from dflash_hf.terminal import json_text, read_text
+from dflash_hf.terminal import json_text, read_text, without_bars
 
 
 @dataclass
@@ -46,8 +46,6 @@ class MethodReport:
         equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
-        estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by, over all answers of the
-            last run.
     """
 
     tokens_per_second: float
@@ -61,7 +59,6 @@ class MethodReport:
     speedup_over_packed: float | None = None
     tau: float | None = None
     draft_sizes: list[int] | None = None
-    estimated_speedup: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -110,6 +107,11 @@ class EvalReport:
         return max((name for name in self.methods if name in ways.DRAFTED), key=lambda name: self.methods[name].gain)
 
     @property
+    def usual(self) -> str:
+        """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
+        return ways.AUTO if ways.AUTO in self.methods else ways.DFLASH
+
+    @property
     def verifications(self) -> list[int]:
         """Tokens committed by each verification of all prompts."""
         return list(chain.from_iterable(self.acceptance_lengths))
@@ -153,7 +155,9 @@ class EvalReport:
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
             "acceptance_by_position": self.acceptance_by_position,
-            "speedup": self.methods[ways.DFLASH].speedup,
+            "speedup": self.methods[self.usual].gain,
+            "speedup_of": self.usual,
+            "speedup_over": ways.TARGET_PACKED if ways.TARGET_PACKED in self.methods else ways.TARGET,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,
@@ -162,15 +166,16 @@ class EvalReport:
 
     @classmethod
     def from_json(cls, text: str) -> "EvalReport":
-        """The report that [`to_json`] wrote."""
-        fields = json.loads(text)
-        for name in ("summary", "correct"):  # `correct` in reports of earlier versions
-            fields.pop(name, None)
-        methods = {name: MethodReport(**method) for name, method in fields.pop("methods").items()}
-        found = [Divergence(**one) for one in fields.pop("divergences", [])]
-        rounding = fields.pop("rounding", None)
-        rounding = None if rounding is None else Rounding(**rounding)
-        return cls(methods=methods, divergences=found, rounding=rounding, **fields)
+        """The report that [`to_json`] wrote; fields of earlier versions are left out."""
+
+        def read(kind, values: dict):
+            return kind(**{name: one for name, one in values.items() if name in kind.__dataclass_fields__})
+
+        report = read(cls, json.loads(text))
+        report.methods = {name: read(MethodReport, method) for name, method in report.methods.items()}
+        report.divergences = [read(Divergence, one) for one in report.divergences]
+        report.rounding = None if report.rounding is None else read(Rounding, {"ways": [], **report.rounding})
+        return report
 
     @classmethod
     def load(cls, path: str | Path) -> "EvalReport":
@@ -216,8 +221,8 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `DRAFTED`, `"target_packed"` and
-            `"prompt_lookup"`. With `"target_packed"`, a target with packed weights, the pair decodes packed too.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `ALONE` and `DRAFTED`. With
+            `"target_packed"`, a target with packed weights, drafters and `"mtp"` decode packed too.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
             answer ids.
@@ -234,7 +239,7 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*ways.METHODS, *ways.DRAFTED, ways.TARGET_PACKED}
+    known = {*ways.ALONE, *ways.DRAFTED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     if missing := {ways.TARGET, ways.DFLASH} - set(methods):
@@ -242,10 +247,12 @@ def evaluate(
 
     methods = (*methods, *(others or {}))
     drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
-    arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
+    assisted = {name: {"assistant_model": drafter} for name, drafter in drafters.items()}
+    arguments = {**ways.ALONE, **assisted, **(others or {})}
     packed: dict[str, tuple] = {}  # the models that a method packs
     if ways.TARGET_PACKED in methods:
-        packed = {ways.TARGET_PACKED: (target,), **dict.fromkeys(drafters, (target, draft))}
+        alone = (ways.TARGET_PACKED, ways.MTP)
+        packed = {**dict.fromkeys(alone, (target,)), **dict.fromkeys(drafters, (target, draft))}
         packs = packed_weights(target, draft)  # which keeps the copies for all of them
         packs.restore(keep=True)
     decode = _decoder(target, max_new_tokens, arguments, packed)
@@ -303,19 +310,17 @@ class _Decoded:
     forwards: int  # of the target
     acceptance_lengths: list[int]
     draft_sizes: list[int] | None = None
-    estimated_speedup: float | None = None
 
 
 def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Callable[[str, Sequence[int]], _Decoded]:
     """A function that decodes a prompt by a method and measures the time."""
-    lookup = {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS}
-    arguments = {ways.TARGET: {}, ways.TARGET_PACKED: {}, ways.PROMPT_LOOKUP: lookup, **arguments}
 
     def decode(method: str, prompt: Sequence[int]) -> _Decoded:
         way, output = arguments[method], None
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
+            without_bars(),  # of heads that are loaded
             _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
             packed_weights(*packed[method]) if method in packed else contextlib.nullcontext(),
         ):
@@ -328,8 +333,7 @@ def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Call
             seconds = now(target.device) - start
         lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
         forwards = 1 + len(lengths) if method in ways.DRAFTED else count[0] or len(ids)
-        chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
-        return _Decoded(ids, seconds, forwards, lengths, *chosen)
+        return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
     return decode
 
@@ -352,8 +356,6 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
     last = decoded[-1][method]
     lengths = [length for one in last for length in one.acceptance_lengths]
     sizes = [size for one in last for size in one.draft_sizes or ()]
-    estimated = [one for one in last if one.estimated_speedup]
-    alone = sum(one.seconds * one.estimated_speedup for one in estimated)  # a mean of ratios would be too high
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
@@ -367,7 +369,6 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
-        estimated_speedup=alone / sum(one.seconds for one in estimated) if estimated else None,
     )
 
 

@@ -1,12 +1,18 @@
 """Names of the decoding methods that are compared. Imports no torch: the command line's help reads it."""
 
-TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
+TARGET, TARGET_PACKED, PROMPT_LOOKUP, MTP = "target", "target_packed", "prompt_lookup", "mtp"
 DFLASH, TREE, COMPILED = "dflash", "dflash_tree", "dflash_compiled"
 AUTO = "dflash_auto"  # the plain call: unchanged settings, so sizes are chosen unless they are set
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
 LOOKUP_TOKENS = 10  # candidates of prompt lookup
-
+# Without a drafter, by what `generate` is given.
+ALONE = {
+    TARGET: {},
+    TARGET_PACKED: {},
+    PROMPT_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+    MTP: {"use_mtp": True},
+}
 
 # With blocks or trees of fixed size, by the fields of the drafter's `decoding_config` that are switched on.
 OURS = {DFLASH: (), COMPILED: ("compile",), TREE: ("tree_nodes",), f"{TREE}_compiled": ("tree_nodes", "compile")}
@@ -14,9 +20,9 @@ DRAFTED = (*OURS, AUTO)
 TREE_METHODS = {name for name, fields in OURS.items() if "tree_nodes" in fields}
 
 
-def methods_of_eval(packed: bool, trees: bool, lookup: bool) -> list[str]:
+def methods_of_eval(packed: bool, trees: bool, lookup: bool, mtp: bool) -> list[str]:
     """
     Those that `dflash eval` measures: the plain call and whole blocks, with what its options add. If the drafter packs
     weights, so does the target that it is compared with.
     """
-    return [TARGET, *[TARGET_PACKED] * packed, AUTO, DFLASH, *[TREE] * trees, *[PROMPT_LOOKUP] * lookup]
+    return [TARGET, *[TARGET_PACKED] * packed, AUTO, DFLASH, *[TREE] * trees, *[PROMPT_LOOKUP] * lookup, *[MTP] * mtp]

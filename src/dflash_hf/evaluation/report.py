@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers.utils import logging
 
 from dflash_hf.drafter import DFlashDraftModel
@@ -34,12 +35,13 @@ def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list
     return files
 
 
-def check_report(folder: Path, targets: Sequence[str]) -> None:
+def check_report(folder: Path, draft: DFlashDraftModel, targets: Sequence[str]) -> None:
     """
     Check that the report in a drafter's folder, if there is one, is about its weights, and about one of the targets.
 
     Args:
         folder (`Path`): The drafter's.
+        draft (`DFlashDraftModel`): The drafter in it.
         targets (`Sequence[str]`): Repositories that a card names as targets.
 
     Raises:
@@ -48,9 +50,10 @@ def check_report(folder: Path, targets: Sequence[str]) -> None:
     if not (folder / REPORT_FILE).is_file():
         return
     setting = EvalReport.load(folder / REPORT_FILE).setting
-    draft = DFlashDraftModel.from_pretrained(folder, dtype=setting.get("draft_dtype", "auto"))
+    measured_as = getattr(torch, str(setting.get("draft_dtype")), draft.dtype)
+    weights = digest_of_parameters((name, one.to(measured_as)) for name, one in draft.named_parameters())
     measured, foreign = setting.get("target") or targets[0], ""  # none: it was loaded from a folder
-    if setting.get("weights") != digest_of_parameters(draft.named_parameters()):
+    if setting.get("weights") != weights:
         foreign = "was not measured with these weights"
     elif measured not in targets:
         foreign = f"was measured with target {measured}, not {targets[0]}"

@@ -10,6 +10,7 @@ from dflash_hf.evaluation.measure import EvalReport
 
 LABELS = {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed", ways.PROMPT_LOOKUP: "prompt lookup"}
 LABELS |= {ways.AUTO: "plain call", ways.DFLASH: "whole blocks", ways.TREE: "draft trees"}
+LABELS |= {ways.MTP: "multi-token prediction"}
 LABELS |= {f"{name}_compiled": f"{LABELS[name]}, compiled" for name in (ways.DFLASH, ways.TREE)}
 
 
@@ -31,7 +32,7 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
     return sources[:total]
 
 
-def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
+def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
     """
     How many tokens the rounds verified, drafted or copied.
 
@@ -64,7 +65,7 @@ def summary_lines(report: EvalReport) -> list[str]:
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
     if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
-        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
+        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes)}"]
     trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
@@ -79,6 +80,9 @@ def summary_lines(report: EvalReport) -> list[str]:
     warm = [f"{one.warmup_seconds:.0f} s {LABELS[name]}" for name, one in report.methods.items() if one.compiled]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
+    if seconds := report.setting.get("mtp_loading_seconds"):
+        loading = f"transformers loads the heads in each call, {seconds:.2g} s that its speed includes"
+        lines.append(f"{LABELS[ways.MTP]}: {loading}")
     gain = report.methods[report.fastest].gain
     if gain < 1:
         best = LABELS[report.fastest]
@@ -111,7 +115,9 @@ def _divergence_lines(report: EvalReport) -> list[str]:
                     f"  {WRONG}: {LABELS.get(method, method)}, token {one.position} of the answer to prompt "
                     f"{one.prompt}: {one.other} in place of {one.own}; {apart}"
                 )
-    return lines if report.rounding is None else [*lines, f"  {report.rounding.line()}"]
+    if report.rounding is not None:
+        lines.append(f"  rounding moves two logits of this target apart by up to {report.rounding.size:.3g}")
+    return lines
 
 
 def shade(source: int) -> int:

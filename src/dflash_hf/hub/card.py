@@ -5,6 +5,7 @@ Facts come from the drafter's own files (`config.json`, the weights' headers, `e
 and from `card_facts.json` next to them, which holds the fields of [`CardFacts`].
 """
 
+import json
 import math
 import shlex
 from dataclasses import dataclass, field, fields
@@ -13,7 +14,9 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf import hub_cards
+from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.text import LABELS
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
@@ -23,7 +26,7 @@ from dflash_hf.hub.licenses import check_license
 from dflash_hf.hub.limits import OLDEST
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
-from dflash_hf.names import LLAMA_CPP, RELATIONS
+from dflash_hf.names import LLAMA_CPP
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import needs
 
@@ -45,8 +48,6 @@ class CardFacts:
     Args:
         base_model (`str`): Repository of the target.
         base_model_revision (`str`, *optional*): Its commit.
-        base_model_relation (`str`, *optional*): Only if one of the Hub's terms fits, e.g. `"quantized"`. None fits a
-            drafter as such.
         license (`str`, *optional*): The Hub's identifier, e.g. `"mit"`; `"other"` with `license_name`.
         datasets (`list[str]`): Repositories of the training data.
         data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
@@ -65,7 +66,6 @@ class CardFacts:
 
     base_model: str
     base_model_revision: str | None = None
-    base_model_relation: str | None = None
     license: str | None = None
     datasets: list[str] = field(default_factory=list)
     data: str | None = None
@@ -82,10 +82,6 @@ class CardFacts:
         for repo in (self.base_model, *self.datasets):
             if not is_repository_id(repo):
                 raise ValueError(f"{repo!r} is not {REPOSITORY_ID}.")
-        if self.base_model_relation not in (None, *RELATIONS):
-            raise ValueError(
-                f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."
-            )
 
     @classmethod
     def from_folder(cls, folder: str | Path, **facts) -> "CardFacts":
@@ -104,7 +100,7 @@ class CardFacts:
             if not isinstance(value, kind := _KINDS.get(name, str)):
                 raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
-            known["report"] = _read_json(folder / REPORT_FILE)
+            known["report"] = json.loads(EvalReport.load(folder / REPORT_FILE).to_json())
             dataset = known["report"].get("setting", {}).get("dataset")
             if dataset and "/" in dataset:  # on the Hub
                 known.setdefault("evaluated_on", dataset)
@@ -171,16 +167,19 @@ def _seal(body: str) -> str:
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
-    named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+    measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
+    named = {"tau": "tau: tokens committed per verification"}
+    if "speedup_over" in measured:
+        method, baseline = (LABELS[measured[key]] for key in ("speedup_of", "speedup_over"))
+        named["speedup"] = f"speed-up, {method} over {baseline}"
     task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
     data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
-    measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
     results = [
         EvalResult(**task, **data, metric_type=key, metric_name=name, metric_value=round(measured[key], 3))
         for key, name in named.items()
         if measured.get(key) is not None
     ]
-    own = ("base_model", "license", "license_name", "license_link", "base_model_relation", "datasets")
+    own = ("base_model", "license", "license_name", "license_link", "datasets")
     return ModelCardData(
         eval_results=results or None,
         model_name=repo.split("/")[-1] if results else None,

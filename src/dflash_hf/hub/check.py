@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from transformers.utils import logging
 
 from dflash_hf import gguf_format
 from dflash_hf.configs import departures, read_config
@@ -27,7 +26,7 @@ from dflash_hf.layouts.weights import checkpoint_files, read_header
 from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
 from dflash_hf.repositories import check_revision, is_gguf, is_repository_id
-from dflash_hf.terminal import one_line
+from dflash_hf.terminal import one_line, without_bars
 from dflash_hf.weights import check_finite_weights
 
 
@@ -215,15 +214,11 @@ def _load_without_weights(folder: Path) -> str | None:
     Why our own reader rejects a folder, or `None`. It runs on the meta device: it compares the headers with the model
     and reads no tensor.
     """
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        DFlashDraftModel.from_pretrained(folder, device_map="meta")
+        with without_bars():
+            DFlashDraftModel.from_pretrained(folder, device_map="meta")
     except (ValueError, OSError, ImportError) as error:
         return " ".join(str(error).split())
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     return None
 
 

@@ -42,4 +42,4 @@ def check_license(metadata: dict, folder: Path) -> None:
     if (name or link) and not given:
         raise ValueError(f"license_name={name!r} with license_link={link!r} needs a license: --license other.")
     if link and "://" not in str(link) and not (folder / str(link)).is_file():
-        raise ValueError(f"license_link={link!r} must be a URL, or a file in {folder}, such as LICENSE.")
+        raise ValueError(f"license_link='{link}' must be a URL, or a file in {folder}, such as LICENSE.")

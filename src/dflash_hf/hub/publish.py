@@ -15,7 +15,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
 from dflash_hf.files import read_json
-from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
+from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.hub.card import CardFacts, has_own_card, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Finding
@@ -24,8 +24,11 @@ from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
+from dflash_hf.names import LLAMA_CPP
 from dflash_hf.repositories import REPOSITORY_ID, SECONDS, is_repository_id
-from dflash_hf.terminal import one_line
+from dflash_hf.target import digest_of_parameters
+from dflash_hf.terminal import one_line, without_bars
+from dflash_hf.weights import check_finite
 
 
 CODE = ("*_dflash.py", "custom_generate/generate.py")
@@ -171,15 +174,21 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
-    findings = [finding for finding in check(folder, weights=True) if finding.key not in code]
+    findings = [finding for finding in check(folder) if finding.key not in code]
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
         more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
         first = f"{blocking[0].key}: {one_line(blocking[0].message, 200)}"
         raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
-    # 2. llama.cpp's file, and the card.
-    _lay_gguf(folder, repo, gguf_target)
-    card = _card(folder, repo, facts)
+    # 2. The weights, read once; llama.cpp's file, and the card.
+    try:
+        with without_bars():
+            draft = DFlashDraftModel.from_pretrained(folder)
+        check_finite(draft.named_parameters())
+        findings += _lay_gguf(folder, draft, repo, gguf_target)
+    except (ValueError, OSError, ImportError) as error:
+        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
+    card = _card(folder, draft, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
     own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
@@ -190,22 +199,26 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
 
 
-def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
-    """Create the file for llama.cpp, and check that every such file is a drafter and newer than the weights."""
-    try:
-        if target is not None:
-            name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
-            draft = DFlashDraftModel.from_pretrained(folder)
-            write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
-        for file in sorted(folder.glob(FILE_PATTERN)):
-            gguf_config(file)
-            if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):
-                raise ValueError(f"{file.name} is older than the weights; remove it, or recreate it with --gguf.")
-    except (ValueError, OSError, ImportError) as error:
-        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
+def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None) -> list[Finding]:
+    """Create the file for llama.cpp, and check that every such file is a drafter, and this one."""
+    if target is not None:
+        name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
+        write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
+    weights, findings = digest_of_parameters(draft.named_parameters()), []
+    for file in sorted(folder.glob(FILE_PATTERN)):
+        gguf_config(file)
+        made_of = weights_of(file)
+        if made_of is None:
+            message = (
+                "does not say of which weights it was made; if these have changed since, recreate it with --gguf."
+            )
+            findings.append(Finding("warning", (LLAMA_CPP,), file.name, message))
+        elif made_of != weights:
+            raise ValueError(f"{file.name} was made of other weights; remove it, or recreate it with --gguf.")
+    return findings
 
 
-def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
+def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
     try:
@@ -228,7 +241,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
     if not named["base_model"]:
         raise PublishError(f"{own} names no base_model; add it to its metadata.")
     try:
-        check_report(folder, named["base_model"])
+        check_report(folder, draft, named["base_model"])
     except ValueError as error:
         raise PublishError(str(error)) from error
     return card

@@ -272,7 +272,7 @@ class Server:
     def _pinned(self, name: str) -> str:
         """The name of a model, which can only be this one."""
         if name != self.name:
-            raise HTTPException(404, f"The model {name!r} does not exist; this server serves {self.name!r}.")
+            raise HTTPException(404, f"The model {name!r} does not exist; this server serves '{self.name}'.")
         return name
 
     async def _loaded(self, body: dict) -> Response:

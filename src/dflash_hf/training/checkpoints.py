@@ -56,7 +56,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
         return None
     if checkpoint is None:
         raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir={str(output_dir)!r} holds no whole checkpoint; leave it out "
+            f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no whole checkpoint; leave it out "
             "to start a new run."
         )
     if not checkpoint.is_dir():

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import part_keys

@@ -234,7 +234,7 @@ def _encoder(recipe: RecipeArguments, target, tokenizer, tell) -> RowEncoder:
     rows = target.get_input_embeddings().weight.shape[0]
     loading = Loading(revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     reader = load_image_reader(recipe.target, target.config.model_type, tokenizer, loading)
-    return RowEncoder(tokenizer, recipe.max_length, kwargs, mask_token_id, rows, reader=reader)
+    return RowEncoder(tokenizer, kwargs, reader, recipe.max_length, mask_token_id, rows)
 
 
 def _rows(recipe: RecipeArguments) -> tuple:

@@ -398,7 +398,7 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
     if args.push_to_hub and not origin(target):
         raise ValueError(
             "push_to_hub=True publishes a card, which names the target's repository, but the target was loaded from "
-            f"{target.name_or_path or 'no folder'!r}: set `target.name_or_path` to it, or leave push_to_hub out and "
+            f"'{target.name_or_path or 'no folder'}': set `target.name_or_path` to it, or leave push_to_hub out and "
             "publish the saved drafter with `dflash publish FOLDER REPO --base-model TARGET`."
         )
 

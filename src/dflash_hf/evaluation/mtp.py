@@ -1,0 +1,39 @@
+"""Multi-token prediction: whether transformers can run a target's own heads, `generate(use_mtp=True)`."""
+
+import time
+
+import transformers
+
+from dflash_hf.terminal import one_line, without_bars
+
+
+def seconds_to_load_heads(target) -> float:
+    """
+    The time that each call takes to read the heads from disk, where transformers leaves them between calls.
+
+    Raises:
+        `ValueError`: there are no such heads, or this version of transformers cannot run them; says what to do.
+    """
+    kind, version = type(target).__name__, f"transformers {transformers.__version__}"
+    if not hasattr(transformers.GenerationConfig(), "use_mtp"):
+        raise ValueError(f"--mtp: {version} has no `use_mtp`: install a newer one, or leave out --mtp.")
+    if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
+        raise ValueError(
+            f"--mtp: {version} knows no multi-token prediction heads of this {kind} (no `num_mtp_layers` in its "
+            "configuration): leave out --mtp, or evaluate a target with such heads, as GLM-4.5 has."
+        )
+    from transformers.modeling_layers import MtpModel
+
+    ids = target.get_input_embeddings().weight.new_ones((1, 4)).long()
+    try:
+        with without_bars():
+            start = time.perf_counter()
+            MtpModel.from_pretrained(target, device_map={"": target.device})
+            seconds = time.perf_counter() - start
+            target.generate(ids, attention_mask=ids, use_mtp=True, do_sample=False, max_new_tokens=4)
+    except Exception as error:  # upstream checks little: what does not fit fails anywhere
+        reason = f"{type(error).__name__}: {one_line(error, 120)}"
+        raise ValueError(
+            f"--mtp: {version} cannot run the heads of this {kind} ({reason}): leave out --mtp."
+        ) from error
+    return seconds
