@@ -159,7 +159,7 @@ def test_set_that_was_enough_is_complete(target, tmp_path):
 
 def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
     """An hour at the paper's size; the lengths tell it."""
-    monkeypatch.setattr(features, "survey", lambda rows: pytest.fail("read"))
+    monkeypatch.setattr(features, "digest_of_rows", lambda rows: pytest.fail("read"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("computed"))
@@ -228,7 +228,7 @@ def test_features_of_another_layer_are_refused(stored, tmp_path):
 
 
 def test_several_folders_are_one_dataset(target, stored, tmp_path):
-    assert torch.equal(survey(stored_tokens(stored)).counts, survey(counting_rows(6)).counts)
+    assert torch.equal(survey(stored_tokens(stored)), survey(counting_rows(6)))
     store(target, counting_rows(9), tmp_path / "later")
     both = stored_features([stored, tmp_path / "later"])
     assert len(both) == 6 + 9 and len(stored_tokens([stored, tmp_path / "later"])) > 3

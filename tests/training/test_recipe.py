@@ -10,7 +10,7 @@ from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
 from dflash_hf.training import presets
 from dflash_hf.training.recipe import RecipeArguments, as_arguments, decide, key_lines, read_recipe
-from dflash_hf.training.rows import survey
+from dflash_hf.training.rows import digest_of_rows, lengths_of, survey
 from dflash_hf.training.start import vocabulary_size
 
 
@@ -276,10 +276,11 @@ def test_survey_of_a_table_equals_that_of_a_list():
         for i, row in enumerate(counting_rows(6))
     ]
     table = datasets.Dataset.from_list(rows).select([5, 0, 3])
-    found, wanted = survey(table), survey([rows[5], rows[0], rows[3]])
-    assert found.lengths.tolist() == wanted.lengths.tolist() == [19, 24, 21]
-    assert torch.equal(found.counts, wanted.counts) and found.digest == wanted.digest != survey(rows).digest
-    assert found.counts.sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
+    same = [rows[5], rows[0], rows[3]]
+    assert lengths_of(table).tolist() == lengths_of(same).tolist() == [19, 24, 21]
+    assert torch.equal(survey(table), survey(same)) and digest_of_rows(table) == digest_of_rows(same)
+    assert digest_of_rows(same) != digest_of_rows(rows)
+    assert survey(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
 
 
 @pytest.mark.parametrize(

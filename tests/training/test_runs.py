@@ -14,11 +14,12 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.tiny_chat import CHATML, THINKING, make_tokenizer, save_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, cli
 from dflash_hf.cli import main
 from dflash_hf.files import locked
+from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
@@ -478,3 +479,22 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
     assert code == 0 and "resuming from" in out, error
     assert not (output / ".features").exists()
+
+
+class Cut(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_cut_run_keeps_its_features_for_other_steps(steps, folder, data, tmp_path, capsys, monkeypatch):
+    """As many rows are stored as the steps read; a resumed run of more refused its own features."""
+    given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
+    with pytest.raises(KeyboardInterrupt):
+        train_recipe(*read_recipe(None, [*given, "max_steps=4"]), callbacks=[Cut()])
+    assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
+    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, f"max_steps={steps}")
+    assert code == 0, error
+    assert not (tmp_path / "o" / ".features").exists()

@@ -27,7 +27,7 @@ from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
 from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
-from dflash_hf.training.rows import lengths_of, survey
+from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 
 MANIFEST = "manifest.json"
@@ -164,8 +164,8 @@ def store_features(
         batch_size (`int`): Examples per forward.
         shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
         say: Called with the size before anything is read.
-        enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. A set that was
-            ended so is complete, and is not continued.
+        enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. With it, a set
+            that holds the first of the examples is complete, and is not continued.
         collator (`DFlashCollator`, *optional*): One that reads images, if there are any.
 
     Raises:
@@ -194,7 +194,8 @@ def store_features(
             )
 
         # 2. The rows, read once and checked, and what the folder holds.
-        manifest.data = _digest_of_rows(examples)
+        rows = examples if enough is None else _first(examples, starts[-1])
+        manifest.data = _digest_of_data(rows)
         _claim(folder, manifest, before)
 
         # 3. Shard by shard.
@@ -202,10 +203,11 @@ def store_features(
             for number in missing:
                 if enough is not None and number > 0 and enough():
                     manifest.shards = manifest.shards[:number]
+                    manifest.data = _digest_of_data(_first(rows, manifest.examples))
                     write_json(folder / MANIFEST, asdict(manifest))
                     break
-                rows = [examples[i] for i in range(starts[number], starts[number + 1])]
-                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update, collator)
+                chosen = [examples[i] for i in range(starts[number], starts[number + 1])]
+                tensors = _shard(target, chosen, starts[number], manifest, batch_size, bar.update, collator)
                 with atomic(folder / shard_name(number)) as half:
                     save_file(tensors, half)
     return manifest
@@ -224,9 +226,14 @@ def _plan(lengths: list[int], most: int) -> list[int]:
     return shards
 
 
-def _digest_of_rows(rows) -> str:
+def _first(rows, count: int):
+    """The first rows of a dataset."""
+    return rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows[:count]
+
+
+def _digest_of_data(rows) -> str:
     """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
-    digest = survey(rows).digest
+    digest = digest_of_rows(rows)
     if "images" not in (getattr(rows, "column_names", None) or ()):
         return digest
     images = [image for some in rows["images"] for image in some or ()]
