@@ -409,12 +409,6 @@ def test_overwriting_leaves_no_other_checkpoint(used, folder, data, capsys):
     assert DFlashDraftConfig.from_pretrained(used).block_size == 8 and not (used / ".lock").exists()
 
 
-def test_another_drafter_is_not_resumed(used, folder, data, capsys):
-    for option, named in (("block_size=8", "block_size=8"), ("mask_token_id=270", "mask_token_id=270")):
-        code, _, error = train(capsys, folder, used, f"data={data}", RESUME, option)
-        assert code == 1 and f"{named} of this drafter is not the" in error
-
-
 def test_finished_run_resumes_with_more_steps(used, folder, data, tmp_path, capsys):
     """Without more steps, the report that was made since stays: the weights are the same."""
     for name in ("eval_report.json", "eval_report.png"):
