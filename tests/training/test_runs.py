@@ -489,6 +489,9 @@ def test_cut_run_keeps_its_features_for_other_steps(steps, folder, data, tmp_pat
         train_recipe(*read_recipe(None, [*given, "max_steps=4"]), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
+    other = f"data={write(tmp_path / 'other.jsonl', 'no')}"
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], other, RESUME, f"max_steps={steps}")
+    assert code == 1 and "was stored with data='" in error
     code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, f"max_steps={steps}")
     assert code == 0, error
     assert not (tmp_path / "o" / ".features").exists()
