@@ -121,7 +121,7 @@ class WithRejected(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self.features[self.blocks[index]["row"]]
         stored = row.pop("stored")
-        return {**row, "features": stored.features(), "states": stored.last_hidden_state(), **self.blocks[index]}
+        return {**row, "features": stored.read("features"), "states": stored.read("states"), **self.blocks[index]}
 
 
 class RejectedCollator(DFlashCollator):
@@ -147,8 +147,8 @@ class DFlow(Objective):
     def draw_anchors(self, batch, step: int) -> None:
         """They are stored."""
 
-    def build_blocks(self, batch, label_ids=None):
-        blocks, length = super().build_blocks(batch, label_ids), batch["input_ids"].shape[1]
+    def build_blocks(self, batch):
+        blocks, length = super().build_blocks(batch), batch["input_ids"].shape[1]
         places = batch["anchors"][..., None] + torch.arange(batch["rejected"].shape[2])  # [N, A, B - 1]
         context, slots = blocks.position_ids[:, :length], blocks.position_ids[:, length:]
         blocks.position_ids = torch.cat([context, places.flatten(1), slots], dim=1)
@@ -201,7 +201,7 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     visible = block_mask(begun, torch.ones_like(ids), size)
     hidden = draft(
         noise_embeds=draft.embed(pair.target, blocks.input_ids).to(draft.dtype),
-        context_hidden_states=row["stored"].features()[None].to(draft.dtype),
+        context_hidden_states=row["stored"].read("features")[None].to(draft.dtype),
         attention_mask=additive(visible, draft.dtype),
         position_ids=blocks.position_ids,
     ).last_hidden_state.unflatten(1, (-1, size))[0, :, 1:]  # [A, B - 1, H]

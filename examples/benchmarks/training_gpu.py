@@ -6,6 +6,11 @@ blocks of 16 at 512 anchors of a sequence of 3072 tokens, flex attention. No dow
 
     python examples/benchmarks/training_gpu.py [--loss ce|dpace|kl] [--attention flex|dense] [--checkpointing]
     python examples/benchmarks/training_gpu.py --tiny        # the same code on a CPU, in seconds
+    python examples/benchmarks/training_gpu.py --tiny --length 32768 [--checkpointing]    # results/long_texts.md
+
+On a CPU, seconds are those of the processor, and peak memory is that of the tensors that steps make, without the
+weights that were there before. The tiny shapes have the ratios of Qwen3-8B at a sixteenth of its width: a tensor of
+hidden states there is 16 times as large.
 
 Model FLOPs of a step, counting a multiply-add as two and no recomputation:
 
@@ -22,11 +27,16 @@ Tokens are those of the sequences, S each; block tokens are A*B. MFU = FLOPs / s
 import argparse
 import json
 import statistics
+import tempfile
 import time
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
@@ -47,18 +57,19 @@ QWEN3_8B = {
 }
 TINY = {
     "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 768,
     "num_hidden_layers": 8,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
+    "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step."""
+    """Seconds of each optimizer step, on a CPU those of the processor."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds, self.start = device, [], 0.0
@@ -66,13 +77,35 @@ class Clock(TrainerCallback):
     def now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter() if self.device.type == "cuda" else time.process_time()
 
     def on_step_begin(self, *args, **kwargs):
         self.start = self.now()
 
     def on_step_end(self, *args, **kwargs):
         self.seconds.append(self.now() - self.start)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that are made while it is active and still alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for one in tree_leaves(output):
+            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()) not in self.known:
+                self.known.add(storage)
+                self.change(storage.nbytes())
+                weakref.finalize(storage, self.change, -storage.nbytes())
+        return output
+
+    def change(self, count: int) -> None:
+        self.bytes += count
+        self.peak = max(self.peak, self.bytes)
 
 
 def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
@@ -103,16 +136,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also for a CPU")
     parser.add_argument("--rows", type=int, default=1, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 warm-up steps")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 of warm-up on a GPU")
     parser.add_argument("--loss", default="ce", choices=["ce", "dpace", "kl"])
     parser.add_argument("--attention", default="auto", choices=["auto", "flex", "dense"])
     parser.add_argument("--chunk", type=int, default=1024, help="rows of logits at a time")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the drafter's activations")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="peak of the device, dense bf16")
+    parser.add_argument("--length", type=int, default=3072, help="tokens of a sequence")
+    parser.add_argument("--anchors", type=int, default=512, help="blocks of a sequence")
     parser.add_argument("--save", action="store_true", help="write results/training_gpu.json")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, length, anchors = (TINY, 96, 16) if arguments.tiny else (QWEN3_8B, 3072, 512)
+    shape, length, anchors = TINY if arguments.tiny else QWEN3_8B, arguments.length, arguments.anchors
 
     # 1. A random target in bf16 on the device, and a fresh drafter in fp32.
     torch.manual_seed(0)
@@ -124,7 +159,8 @@ def main() -> None:
     # 2. Random rows, one sixth of each a prompt.
     generator = torch.Generator().manual_seed(0)
     mask = [0] * (length // 6) + [1] * (length - length // 6)
-    steps = arguments.steps + 3
+    warm_up = 3 if device.type == "cuda" else 0
+    steps = arguments.steps + warm_up
     rows = [
         {"input_ids": torch.randint(shape["vocab_size"] - 1, (length,), generator=generator), "loss_mask": mask}
         for _ in range(steps * arguments.rows)
@@ -136,7 +172,7 @@ def main() -> None:
         model=draft,
         target=target,
         args=DFlashTrainingArguments(
-            output_dir="/tmp/dflash-training-gpu",
+            output_dir=str(Path(tempfile.gettempdir(), "dflash-training-gpu")),
             per_device_train_batch_size=arguments.rows,
             max_steps=steps,
             num_anchors=anchors,
@@ -158,10 +194,12 @@ def main() -> None:
     batch = trainer.data_collator(rows[: arguments.rows])
     trainer.objective.draw_anchors(batch, 0)
     flops = flops_of_step(target, draft, batch, int(trainer.objective.build_blocks(batch).counted.sum()))
+    alive = nullcontext() if device.type == "cuda" else Alive()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer.train()
-    seconds = statistics.median(clock.seconds[3:])
+    with alive:
+        trainer.train()
+    seconds = statistics.median(clock.seconds[warm_up:])
     result = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -175,13 +213,13 @@ def main() -> None:
         "attention": "flex" if trainer.objective.uses_flex else "dense",
         "checkpointing": arguments.checkpointing,
         "seconds_per_step": seconds,
-        "seconds_spread": [min(clock.seconds[3:]), max(clock.seconds[3:])],
+        "seconds_spread": [min(clock.seconds[warm_up:]), max(clock.seconds[warm_up:])],
         "first_step_seconds": clock.seconds[0],
         "tokens_per_second": arguments.rows * length / seconds,
         "block_tokens_per_second": arguments.rows * anchors * 16 / seconds,
         "tflop_per_step": {part: value / 1e12 for part, value in flops.items()},
         "mfu": sum(flops.values()) / seconds / (arguments.peak_tflops * 1e12),
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "peak_memory_gb": (torch.cuda.max_memory_allocated() if device.type == "cuda" else alive.peak) / 1e9,
     }
     print(json.dumps(result, indent=1))
     if arguments.save:

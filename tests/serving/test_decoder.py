@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.scripted_draft import recognising
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target, scripted
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gemma3TextConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
+from dflash_hf.modeling.drafting_dflash import CONTEXTS
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.request import Request
@@ -322,14 +323,26 @@ def test_a_beginning_is_shared_and_a_turn_taken(world):
     assert cache.layers[0].keys is keys
     assert kept.take([*range(60), -1]) == (None, 0)  # is read with the rest
     assert kept.take(text[:150])[0] is not cache  # the same question again
-    assert kept.take([*range(145), *[-1] * 9]) == (cache, 145) and not kept.kept
+    found, length = kept.take([*range(145), *[-1] * 9])
+    assert length == 145 == found.get_seq_length() and not kept.kept
 
 
-def test_what_cannot_be_cut_is_read_again(world):
-    kept, cache = Conversations(world[0]), DynamicCache()
-    cache.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), 0)
-    cache.crop = lambda removed: (_ for _ in ()).throw(RuntimeError("recurrent"))
+def test_what_cannot_be_cut_stays(world):
+    """As the caches of sliding windows: the layers before the window were cut, and the conversation was lost."""
+    kept, cache = Conversations(world[0]), DynamicCache(config=Gemma3TextConfig(sliding_window=4, num_hidden_layers=6))
+    for layer in (0, 5):  # of a window, and whole
+        cache.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), layer)
+    cache.layers = [cache.layers[5], cache.layers[0]]
     kept.keep([*range(10)], 5, cache)
     assert kept.take([*range(8), -1]) == (None, 0)
-    kept.keep([*range(10)], 5, cache)
-    assert kept.take([*range(12)]) == (cache, 9)
+    assert kept.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
+
+
+def test_contexts_of_drafters_are_counted(decoder, world):
+    """Those of a beginning that is shared are copies: eight of them took eight times as much."""
+    answered(decoder, world, [0])
+    (one,) = decoder.conversations.kept
+    layers = next(iter(CONTEXTS[one.cache].values())).cache.layers
+    contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in one.cache.layers)
+    assert contexts > 0 and one.memory >= targets + contexts

@@ -199,13 +199,3 @@ def test_a_pair_may_be_named(tmp_path):
     trainer = DFlashTrainer(str(tmp_path / "draft"), tmp_path / "target", fields, counting_rows(2))
     trainer.train()
     assert trainer.state.global_step == 1 and trainer.model.config.block_size == BLOCK
-
-
-def test_a_tracker_that_is_not_installed_is_told_in_one_line(tmp_path, monkeypatch):
-    """It was a traceback, after target and data had been loaded."""
-    monkeypatch.setattr(
-        "dflash_hf.training.training_args.get_available_reporting_integrations", lambda: ["tensorboard"]
-    )
-    for name in ("wandb", "trackio", "tenosrboard"):
-        with pytest.raises(ImportError, match=f"report_to={name} is not installed, or unknown: `pip install {name}`"):
-            DFlashTrainingArguments(str(tmp_path), report_to=["tensorboard", name], use_cpu=True)

@@ -126,14 +126,6 @@ def test_only_response_tokens_count():
     assert blocks.counted.tolist() == [[[False, True, False, True], [False, False, True, True]]]
 
 
-def test_labels_may_come_from_elsewhere():
-    input_ids, others = torch.arange(6)[None], torch.arange(6)[None] + 50
-    anchors, valid = torch.tensor([[1]]), torch.tensor([[True]])
-    blocks = build_blocks(input_ids, torch.ones(1, 6), anchors, valid, 3, 99, label_ids=others)
-    assert blocks.input_ids.tolist() == [[1, 99, 99]]
-    assert blocks.labels.tolist() == [[[51, 52, 53]]]
-
-
 # --------------------------------------------------------------------------------------------------------------- mask
 
 

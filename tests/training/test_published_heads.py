@@ -10,7 +10,6 @@ from support.runs import BLOCK, make_trainer
 
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.training.blocks import build_blocks
-from dflash_hf.training.recipe import HEADS, read_recipe
 
 
 MARKOV = {"markov_rank": 6, "enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -159,15 +158,3 @@ def test_a_hole_ends_a_block_of_dspark():
     assert counted[0].tolist() == [[False, True, False, False, False], [False, True, True, True, True]]
     counted = build_blocks(*arguments, anchor_first=True).counted
     assert counted[0, 0].tolist() == [False, True, False, True, True]
-
-
-def test_one_argument_makes_a_drafter_and_its_loss():
-    for head, (fields, loss) in HEADS.items():
-        recipe, arguments = read_recipe(None, ["target=t", "data=d", f"head={head}"])
-        assert recipe.draft_config == fields and loss.items() <= arguments.items()
-    given = ["target=t", "data=d", "head=dspark", "loss_type=kl", "draft_config.markov_rank=64"]
-    recipe, arguments = read_recipe(None, given)
-    assert recipe.draft_config["markov_rank"] == 64 and recipe.draft_config["enable_confidence_head"]
-    assert arguments["loss_type"] == "kl"
-    with pytest.raises(ValueError, match="head='gru' must be one of dspark, domino, jetspec, dflash2"):
-        read_recipe(None, ["target=t", "data=d", "head=gru"])

@@ -9,8 +9,8 @@ from support.rows import counting_rows
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
 from dflash_hf.training import presets
-from dflash_hf.training.recipe import RecipeArguments, as_arguments, decide, key_lines, read_recipe
-from dflash_hf.training.rows import survey
+from dflash_hf.training.recipe import HEADS, RecipeArguments, as_arguments, decide, key_lines, read_recipe
+from dflash_hf.training.rows import digest_of_rows, lengths_of, survey
 from dflash_hf.training.start import vocabulary_size
 
 
@@ -208,6 +208,8 @@ def test_head_brings_its_loss(head, loss, monkeypatch):
     machine(monkeypatch, "cpu")
     assert values(f"head={head}")["loss_type"] == loss and values(f"head={head}")["learning_rate"] == 1e-3
     assert values(f"head={head}", "loss_type=ce")["loss_type"] == "ce"
+    fields = values(f"head={head}", "draft_config.markov_rank=64")["draft_config"]
+    assert fields == {**HEADS[head][0], "markov_rank": 64}
 
 
 def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, capsys):
@@ -243,6 +245,9 @@ def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, caps
     )
     before[1].pop("hub_token")
     assert before == after
+    long = ["max_length=32768", "num_anchors=512", "block_size=16", "per_device_train_batch_size=1"]
+    assert main([*config, *long]) == 0
+    assert "max_length=32768: beside the weights, a step takes about 28 GB" in capsys.readouterr().err
     assert main([*config, "data=nothing.jsonl"]) == 1
     assert "data='nothing.jsonl': there is no such file" in capsys.readouterr().err
 
@@ -276,10 +281,11 @@ def test_survey_of_a_table_equals_that_of_a_list():
         for i, row in enumerate(counting_rows(6))
     ]
     table = datasets.Dataset.from_list(rows).select([5, 0, 3])
-    found, wanted = survey(table), survey([rows[5], rows[0], rows[3]])
-    assert found.lengths.tolist() == wanted.lengths.tolist() == [19, 24, 21]
-    assert torch.equal(found.counts, wanted.counts) and found.digest == wanted.digest != survey(rows).digest
-    assert found.counts.sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
+    same = [rows[5], rows[0], rows[3]]
+    assert lengths_of(table).tolist() == lengths_of(same).tolist() == [19, 24, 21]
+    assert torch.equal(survey(table), survey(same)) and digest_of_rows(table) == digest_of_rows(same)
+    assert digest_of_rows(same) != digest_of_rows(rows)
+    assert survey(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.tiny_chat import CHATML, THINKING, make_tokenizer, save_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, cli
 from dflash_hf.cli import main
 from dflash_hf.files import locked
+from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
@@ -408,12 +409,6 @@ def test_overwriting_leaves_no_other_checkpoint(used, folder, data, capsys):
     assert DFlashDraftConfig.from_pretrained(used).block_size == 8 and not (used / ".lock").exists()
 
 
-def test_another_drafter_is_not_resumed(used, folder, data, capsys):
-    for option, named in (("block_size=8", "block_size=8"), ("mask_token_id=270", "mask_token_id=270")):
-        code, _, error = train(capsys, folder, used, f"data={data}", RESUME, option)
-        assert code == 1 and f"{named} of this drafter is not the" in error
-
-
 def test_finished_run_resumes_with_more_steps(used, folder, data, tmp_path, capsys):
     """Without more steps, the report that was made since stays: the weights are the same."""
     for name in ("eval_report.json", "eval_report.png"):
@@ -478,3 +473,25 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
     assert code == 0 and "resuming from" in out, error
     assert not (output / ".features").exists()
+
+
+class Cut(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_cut_run_keeps_its_features_for_other_steps(steps, folder, data, tmp_path, capsys, monkeypatch):
+    """As many rows are stored as the steps read; a resumed run of more refused its own features."""
+    given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
+    with pytest.raises(KeyboardInterrupt):
+        train_recipe(*read_recipe(None, [*given, "max_steps=4"]), callbacks=[Cut()])
+    assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
+    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
+    other = f"data={write(tmp_path / 'other.jsonl', 'no')}"
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], other, RESUME, f"max_steps={steps}")
+    assert code == 1 and "was stored with data='" in error
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, f"max_steps={steps}")
+    assert code == 0, error
+    assert not (tmp_path / "o" / ".features").exists()

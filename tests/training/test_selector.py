@@ -181,7 +181,7 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     target, rows = make_target(), counting_rows(6)
     target.save_pretrained(tmp_path / "target")
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=48)
-    take_vocabulary(draft, target, survey(rows).counts)
+    take_vocabulary(draft, target, survey(rows))
     draft.save_pretrained(tmp_path / "draft")
     lines = [json.dumps({name: list(map(int, row[name])) for name in ("input_ids", "loss_mask")}) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))

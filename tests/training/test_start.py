@@ -72,7 +72,7 @@ def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
     target = make_target()
     draft = make_draft(target, draft_vocab_size=4)
     rows = [{"input_ids": [9, 9, 9, 5, 7, 7, 3], "loss_mask": [0, 0, 0, 1, 1, 1, 1]}]  # the prompt does not count
-    counts = survey(rows).counts
+    counts = survey(rows)
     assert counts.tolist() == [0, 0, 0, 1, 0, 1, 0, 2]
     assert take_vocabulary(draft, target, counts) == 1.0
     assert draft.target_ids(torch.arange(4)).tolist() == [0, 3, 5, 7]  # 0 fills up: it is the lowest
@@ -122,7 +122,7 @@ def test_a_reduced_vocabulary_trains_without_its_head(tmp_path):
     rows = counting_rows(4)
     for loss_type in ("dpace", "kl", "dpace_kl"):
         draft = make_draft(target, draft_vocab_size=24)
-        take_vocabulary(draft, target, survey(rows).counts)
+        take_vocabulary(draft, target, survey(rows))
         head = draft.lm_head.weight.detach().clone()
         before = draft.fc.weight.detach().clone()
         options = {"warmup_steps": 0, "max_steps": 2, "loss_type": loss_type}

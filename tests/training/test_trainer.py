@@ -255,21 +255,6 @@ def test_resuming_with_other_tokens_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- anchors
 
 
-def test_anchors_change_from_step_to_step_and_follow_the_seed(tmp_path):
-    target = make_target()
-    batch = DFlashCollator()(counting_rows(4))
-
-    def anchors(step, **arguments):
-        trainer = make_trainer(tmp_path, target, counting_rows(4), **arguments)
-        drawn = dict(batch)
-        trainer.objective.draw_anchors(drawn, step)
-        return drawn["anchors"]
-
-    assert torch.equal(anchors(0), anchors(0))
-    assert not torch.equal(anchors(0), anchors(1))
-    assert not torch.equal(anchors(0), anchors(0, seed=5))
-
-
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 

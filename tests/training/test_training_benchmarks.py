@@ -21,16 +21,17 @@ def load(name):
 
 def test_the_benchmark_of_a_gpu_runs_without_one(monkeypatch, capsys):
     script = load("training_gpu")
-    monkeypatch.setattr(sys, "argv", ["training_gpu.py", "--tiny", "--steps", "2", "--loss", "dpace"])
+    shape = "--tiny --length 96 --anchors 16 --steps 2 --loss dpace"
+    monkeypatch.setattr(sys, "argv", ["training_gpu.py", *shape.split()])
     script.main()
     output = capsys.readouterr().out
     result = json.loads(output[output.index('{\n "device"') :])
     assert result["tokens_per_second"] == pytest.approx(96 / result["seconds_per_step"])
-    # By hand: 6 of 8 layers of 64 x (64 + 2 * 32 + 64) + 3 * 64 * 128 weights, 96 tokens, attention to half of them.
-    layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 128
-    depth = 6
-    target = 2 * depth * layer * 96 + depth * 4 * 64 * 96 * 97 / 2
+    # By hand: 6 of 8 layers of 256 x (256 + 2 * 64 + 256) + 3 * 256 * 768 weights, attention to half of the tokens.
+    layer = 256 * (256 + 2 * 64 + 256) + 3 * 256 * 768
+    target = 2 * 6 * layer * 96 + 6 * 4 * 256 * 96 * 97 / 2
     assert result["tflop_per_step"]["target"] * 1e12 == pytest.approx(target)
+    assert 4e-3 < result["peak_memory_gb"] < 0.2
 
 
 def test_what_a_signal_foresees():

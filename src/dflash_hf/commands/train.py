@@ -19,9 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import Outcome, is_secret
+from dflash_hf.terminal import Outcome, is_secret, note
 
 
+LONG = 3072  # tokens, the paper's longest texts
+# Memory at a hidden size of 4096 of a slot of a block, its activations stored or recomputed, and of a token of a text,
+# from measurements of a tiny target (examples/benchmarks/results/long_texts.md).
+GB_PER_SLOT, GB_PER_TOKEN = (1.5e-3, 0.55e-3), 0.48e-3
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
 _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
@@ -80,6 +84,7 @@ def run(arguments, echo) -> Outcome:
             "and eval_steps, or leave it out."
         )
     if arguments.dry_run:
+        _warn_of_long_texts(recipe, training)
         return _dry_run(settings, echo)
     from dflash_hf.training.train import leave_group, train
 
@@ -93,6 +98,20 @@ def run(arguments, echo) -> Outcome:
     del trainer
     leave_group()
     return outcome
+
+
+def _warn_of_long_texts(recipe, training: dict) -> None:
+    """Say what memory a step takes if its texts are longer than the paper's."""
+    if recipe.max_length <= LONG:
+        return
+    slots = training.get("num_anchors", 512) * (recipe.block_size or 16)
+    rows = training.get("per_device_train_batch_size", 8)
+    stored, recomputed = (rows * (each * slots + GB_PER_TOKEN * recipe.max_length) for each in GB_PER_SLOT)
+    note(
+        f"max_length={recipe.max_length}: beside the weights, a step takes about {stored:.0f} GB for a target with a "
+        f"hidden size of 4096, and in proportion for others; {recomputed:.0f} GB with activation_checkpointing=true. "
+        "Where that is too much: fewer rows at a time, fewer num_anchors, a shorter max_length."
+    )
 
 
 def _dry_run(settings: dict, echo) -> Outcome:

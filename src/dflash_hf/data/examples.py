@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -70,7 +71,8 @@ class DFlashCollator:
 
     Returns:
         `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For rows of stored features also `stored`, which
-        reads them when they are needed; for rows with images `images`, what the target's forward takes besides ids.
+        reads them when they are needed; for rows with images `images`, which then reads what the target's forward
+        takes besides ids: all batches of a step exist at once.
     """
 
     pad_token_id: int = 0
@@ -90,7 +92,7 @@ class DFlashCollator:
         if any(images) and "stored" not in batch:
             if self.reader is None:
                 raise ValueError("A batch has images; give `DFlashCollator` the target's `ImageReader`.")
-            batch["images"] = self.reader.inputs(batch["input_ids"], images)
+            batch["images"] = partial(self.reader.inputs, batch["input_ids"], images)
         return batch
 
 

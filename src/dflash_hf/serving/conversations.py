@@ -27,8 +27,11 @@ class Conversation(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Bytes."""
-        states = [state for layer in self.cache.layers for state in vars(layer).values()]
+        """Bytes, with what drafters have read."""
+        contexts = [*CONTEXTS.get(self.cache, {}).values()]
+        layers = [layer for cache in (self.cache, *(one.cache for one in contexts)) for layer in cache.layers]
+        states = [state for layer in layers for state in vars(layer).values()]
+        states += [features for one in contexts for features, _ in one.unread]
         states += [part for state in states if isinstance(state, list) for part in state]
         return sum(state.nbytes for state in states if isinstance(state, Tensor))
 
@@ -59,21 +62,22 @@ class Conversations:
         if not length:
             return None, 0
         found = self.kept[common.index(length)]
-        text, cache = found.text, found.cache
-        if length == len(text) or (length >= found.prompt - _OPENING and len(ids) > found.prompt):
-            self.kept.remove(found)
-        elif length < _WORTH_SHARING:
+        cache, whole = found.cache, length == len(found.text)
+        taken = whole or (length >= found.prompt - _OPENING and len(ids) > found.prompt)
+        if not taken and length < _WORTH_SHARING:
             return None, 0
-        else:
+        if not whole:
             cache = copy.copy(found.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-            if found.cache in CONTEXTS:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
-                CONTEXTS[cache] = copy.deepcopy(CONTEXTS[found.cache])
-        if length < len(text):
             try:
-                cache.crop(length - len(text))
+                cache.crop(length - len(found.text))
             except RuntimeError:  # sliding windows and recurrent states have forgotten what came before
                 return None, 0
+            if found.cache in CONTEXTS:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
+                contexts = CONTEXTS[found.cache]
+                CONTEXTS[cache] = contexts if taken else copy.deepcopy(contexts)
+        if taken:
+            self.kept.remove(found)
         return cache, length
 
     def keep(self, text: list[int], prompt: int, cache) -> None:

@@ -96,7 +96,6 @@ def build_blocks(
     valid: torch.BoolTensor,
     block_size: int,
     mask_token_id: int,
-    label_ids: torch.LongTensor | None = None,
     anchor_first: bool = False,
     unbroken: bool = False,
 ) -> Blocks:
@@ -112,14 +111,11 @@ def build_blocks(
         anchors, valid: `[N, A]`, from [`sample_anchors`].
         block_size (`int`): Slots `B` of a block.
         mask_token_id (`int`): Fills slots 1..B-1.
-        label_ids (`torch.LongTensor`): `[N, S]`, the labels by position. Default: `input_ids`.
         anchor_first (`bool`): `sample_from_anchor` of the drafter.
         unbroken (`bool`): Whether a block counts only up to its first token that may not be a label.
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
-    if label_ids is None:
-        label_ids = input_ids
     token = torch.arange(block_size + anchor_first, device=input_ids.device)  # [T]
     place = anchors[..., None] + token  # [N, A, T], index a + k into the sequence
     inside = place.clamp(max=length - 1).flatten(1)  # [N, A*T]
@@ -138,7 +134,7 @@ def build_blocks(
     return Blocks(
         input_ids=block_ids.flatten(1),
         position_ids=torch.cat([context, place[..., :block_size].flatten(1)], dim=1),  # runs past the end
-        labels=at(label_ids),
+        labels=at(input_ids),
         counted=counted,
         before=first + (place - 1).clamp(0, length - 1),
     )

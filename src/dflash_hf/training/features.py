@@ -27,7 +27,7 @@ from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.files import atomic, differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
 from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
-from dflash_hf.training.rows import lengths_of, survey
+from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 
 MANIFEST = "manifest.json"
@@ -164,8 +164,8 @@ def store_features(
         batch_size (`int`): Examples per forward.
         shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
         say: Called with the size before anything is read.
-        enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. A set that was
-            ended so is complete, and is not continued.
+        enough (`Callable`, *optional*): Called after each shard; if it is true, the set ends there. With it, a set
+            that holds the first of the examples is complete, and is not continued.
         collator (`DFlashCollator`, *optional*): One that reads images, if there are any.
 
     Raises:
@@ -194,7 +194,8 @@ def store_features(
             )
 
         # 2. The rows, read once and checked, and what the folder holds.
-        manifest.data = _digest_of_rows(examples)
+        rows = examples if enough is None else _first(examples, starts[-1])
+        manifest.data = _digest_of_data(rows)
         _claim(folder, manifest, before)
 
         # 3. Shard by shard.
@@ -202,10 +203,11 @@ def store_features(
             for number in missing:
                 if enough is not None and number > 0 and enough():
                     manifest.shards = manifest.shards[:number]
+                    manifest.data = _digest_of_data(_first(rows, manifest.examples))
                     write_json(folder / MANIFEST, asdict(manifest))
                     break
-                rows = [examples[i] for i in range(starts[number], starts[number + 1])]
-                tensors = _shard(target, rows, starts[number], manifest, batch_size, bar.update, collator)
+                chosen = [examples[i] for i in range(starts[number], starts[number + 1])]
+                tensors = _shard(target, chosen, starts[number], manifest, batch_size, bar.update, collator)
                 with atomic(folder / shard_name(number)) as half:
                     save_file(tensors, half)
     return manifest
@@ -224,9 +226,14 @@ def _plan(lengths: list[int], most: int) -> list[int]:
     return shards
 
 
-def _digest_of_rows(rows) -> str:
+def _first(rows, count: int):
+    """The first rows of a dataset."""
+    return rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows[:count]
+
+
+def _digest_of_data(rows) -> str:
     """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
-    digest = survey(rows).digest
+    digest = digest_of_rows(rows)
     if "images" not in (getattr(rows, "column_names", None) or ()):
         return digest
     images = [image for some in rows["images"] for image in some or ()]
@@ -261,7 +268,7 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> di
         examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
         batch = (collator or DFlashCollator())(examples)
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        more = {"states": manifest.states, "images": batch.get("images")}
+        more = {"states": manifest.states, "images": batch["images"]() if "images" in batch else None}
         output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
         found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
@@ -298,13 +305,9 @@ class StoredRow:
     start: int  # tokens, in the file
     end: int
 
-    def features(self) -> torch.Tensor:
-        """`[S, L*H]`."""
-        return _opened(*self.file).get_slice("features")[self.start : self.end]
-
-    def last_hidden_state(self) -> torch.Tensor:
-        """`[S, H]`."""
-        return _opened(*self.file).get_slice("states")[self.start : self.end]
+    def read(self, name: str) -> torch.Tensor:
+        """`features` `[S, L*H]`, `states` `[S, H]`, `input_ids` or `loss_mask` `[S]`."""
+        return _opened(*self.file).get_slice(name)[self.start : self.end]
 
 
 class StoredFeatures(torch.utils.data.Dataset):
@@ -331,8 +334,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         self.starts = [0, *accumulate(manifest.shards)]
         paths = (self.folder / shard_name(number) for number in range(len(manifest.shards)))
         self.files = [(str(path), path.stat().st_mtime_ns) for path in paths]
-        for file in self.files:
-            _opened(*file)
+        self.offsets = [_opened(*file).get_tensor("offsets") for file in self.files]
 
     def __len__(self) -> int:
         return self.manifest.examples
@@ -345,10 +347,9 @@ class StoredFeatures(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict:
         index = range(len(self))[index]
         number = bisect_right(self.starts, index) - 1
-        first, file = index - self.starts[number], self.files[number]
-        start, end = _offsets(*file)[first : first + 2]
-        row = {name: _opened(*file).get_slice(name)[start:end] for name in ("input_ids", "loss_mask")}
-        return {**row, "stored": StoredRow(file, start, end)}
+        first = index - self.starts[number]
+        row = StoredRow(self.files[number], *self.offsets[number][first : first + 2].tolist())
+        return {"input_ids": row.read("input_ids"), "loss_mask": row.read("loss_mask"), "stored": row}
 
 
 @lru_cache(maxsize=256)
@@ -358,11 +359,6 @@ def _opened(path: str, changed: int):
     except SafetensorError as error:
         remedy = "remove it, and run the same `dflash features` again"
         raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
-
-
-@lru_cache(maxsize=256)
-def _offsets(path: str, changed: int) -> list[int]:
-    return _opened(path, changed).get_tensor("offsets").tolist()
 
 
 def store_rows(
@@ -382,12 +378,12 @@ def store_rows(
 
 def stored_output(batch: dict, states: bool) -> TargetOutput:
     """The target's output for a batch of stored rows, read from disk; with its final hidden states or without."""
-    device, rows = batch["input_ids"].device, batch["stored"]
-    features = pad_sequence([row.features() for row in rows], batch_first=True).to(device)  # [N, S, L*H]
-    if not states:
-        return TargetOutput(features, None)
-    last = pad_sequence([row.last_hidden_state() for row in rows], batch_first=True)  # [N, S, H]
-    return TargetOutput(features, last.to(device))
+
+    def read(name: str) -> torch.Tensor:
+        rows = pad_sequence([row.read(name) for row in batch["stored"]], batch_first=True)  # [N, S, ...]
+        return rows.to(batch["input_ids"].device)
+
+    return TargetOutput(read("features"), read("states") if states else None)
 
 
 def check_made_with(dataset: StoredFeatures, tokenizer, states: bool) -> None:

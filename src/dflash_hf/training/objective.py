@@ -121,7 +121,7 @@ class Objective:
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
         return loss, block_statistics(correct, counted, loss, normalizer, alone)
 
-    def build_blocks(self, batch: Batch, label_ids: torch.LongTensor | None = None) -> Blocks:
+    def build_blocks(self, batch: Batch) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
         return build_blocks(
             batch["input_ids"],
@@ -130,7 +130,6 @@ class Objective:
             batch["valid"],
             self.config.block_size,
             self.config.mask_token_id,
-            label_ids=label_ids,
             anchor_first=self.config.sample_from_anchor,
             unbroken=self.args.loss_type == "dspark",
         )

@@ -80,7 +80,7 @@ class Pace(TrainerCallback):
 
 class StepCount(TrainerCallback):
     """
-    Tells how many steps a run will have, once the first ten have been timed, and warns if they are too few.
+    Tells how many steps a run will have, once ten have been timed after the first, and warns if they are too few.
 
     Args:
         say (`Callable`): Called with the number of steps.
@@ -94,10 +94,13 @@ class StepCount(TrainerCallback):
         self.told = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.first, self.start, self.told = state.global_step, type(self).clock(), False
+        self.first, self.start, self.told, self.warm = state.global_step, type(self).clock(), False, False
 
     def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
         steps, seconds = state.global_step - self.first, type(self).clock() - self.start
+        if not self.warm and seconds < 30:  # the first step takes memory and fills caches: as long as several others
+            self.first, self.start, self.warm = state.global_step, type(self).clock(), True
+            return
         if self.told or (steps < _TIMED and seconds < 30) or not state.is_world_process_zero:
             return
         self.told = True

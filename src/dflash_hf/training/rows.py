@@ -12,21 +12,13 @@ from dflash_hf.data.examples import check_example
 _BATCH = 10_000  # rows
 
 
-class Survey(NamedTuple):
-    """What a dataset holds."""
-
-    lengths: torch.Tensor  # [rows]  tokens of each row
-    counts: torch.Tensor  # [V]  how often each token is supervised, up to the largest id
-    digest: str  # of all ids and loss masks
-
-
 class _Batch(NamedTuple):
     ids: torch.Tensor  # [T]
     mask: torch.Tensor  # [T]
     lengths: torch.Tensor  # [rows]
 
 
-def survey(dataset) -> Survey:
+def survey(dataset) -> torch.LongTensor:
     """
     Read a dataset once, and reject rows that cannot be trained on: training on nothing would fail silently.
 
@@ -34,19 +26,26 @@ def survey(dataset) -> Survey:
         dataset (`Sequence[dict]` or `datasets.Dataset`): Rows with `input_ids` and `loss_mask`; an Arrow table is read
             as it lies in memory.
 
+    Returns:
+        `torch.LongTensor` `[V]`: How often each token is supervised, up to the largest id.
+
     Raises:
         `ValueError`: there are no rows, or [`~dflash_hf.data.examples.check_example`] rejects one.
     """
-    if len(dataset) == 0:
-        raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
-    lengths, counts, digest = [], torch.zeros(0, dtype=torch.long), hashlib.sha256()
-    for batch in _of_table(dataset) if _is_table(dataset) else _of_list(dataset):
-        lengths.append(batch.lengths)
+    counts = torch.zeros(0, dtype=torch.long)
+    for batch in _batches(dataset):
         found = batch.ids[batch.mask.bool()].bincount(minlength=len(counts))
         counts = found + torch.nn.functional.pad(counts, (0, len(found) - len(counts)))
-        for one in batch:
-            digest.update(one.int().numpy().tobytes())
-    return Survey(torch.cat(lengths), counts, digest.hexdigest()[:16])
+    return counts
+
+
+def digest_of_rows(dataset) -> str:
+    """A digest of all ids and loss masks of a dataset, whose rows are checked as in [`survey`]."""
+    digest = hashlib.sha256()
+    for ids, mask, lengths in _batches(dataset):
+        for one in (ids.int(), mask.byte(), lengths.int()):
+            digest.update(one.numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def lengths_of(dataset) -> torch.Tensor:
@@ -61,6 +60,12 @@ def _is_table(dataset) -> bool:
     """Whether a dataset is an Arrow table with the two columns."""
     columns = getattr(dataset, "column_names", None)
     return hasattr(dataset, "with_format") and columns is not None and {"input_ids", "loss_mask"} <= set(columns)
+
+
+def _batches(dataset) -> Iterator[_Batch]:
+    if len(dataset) == 0:
+        raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
+    return _of_table(dataset) if _is_table(dataset) else _of_list(dataset)
 
 
 def _of_table(dataset) -> Iterator[_Batch]:

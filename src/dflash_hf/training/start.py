@@ -55,14 +55,14 @@ def mask_token_of(recipe, target, tokenizer) -> int:
     return found
 
 
-def vocabulary_size(recipe, survey, vocab_size: int) -> int | None:
+def vocabulary_size(recipe, counts: torch.LongTensor, vocab_size: int) -> int | None:
     """
     `draft_vocab_size` of a recipe; for -1, about the number of distinct tokens that its data are expected to have
     (Heaps' law), at most 8,192, and the target's own vocabulary if that is less than twice as large.
     """
     if recipe.draft_vocab_size != -1:
         return recipe.draft_vocab_size
-    size = 1024 * math.ceil(16 * math.sqrt(int(survey.counts.sum())) / 1024)
+    size = 1024 * math.ceil(16 * math.sqrt(int(counts.sum())) / 1024)
     size = min(size, LARGEST_DRAFT_VOCABULARY)
     return size if size < vocab_size / 2 else None
 

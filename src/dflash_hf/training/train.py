@@ -27,6 +27,7 @@ from dflash_hf.terminal import check_writable, note
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import (
+    MANIFEST,
     FeatureManifest,
     StoredFeatures,
     check_made_with,
@@ -84,14 +85,13 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     with args.main_process_first(desc="data"):
         eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
         rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say)
-    found = None
     if recipe.draft_vocab_size:
-        found = survey(stored_tokens(recipe.features) if recipe.features else rows)
-        size = vocabulary_size(recipe, found, target.get_input_embeddings().weight.shape[0])
+        counts = survey(stored_tokens(recipe.features) if recipe.features else rows)
+        size = vocabulary_size(recipe, counts, target.get_input_embeddings().weight.shape[0])
         recipe = replace(recipe, draft_vocab_size=size)
     draft = make_draft(recipe, target, encoder, tell)
     if recipe.draft_vocab_size:
-        share = take_vocabulary(draft, target, found.counts)
+        share = take_vocabulary(draft, target, counts)
         say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
 
     # 4. The trainer, which checks the rest.
@@ -263,8 +263,8 @@ def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say):
 
 def _drawn(rows, recipe: RecipeArguments, args):
     """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
-    count = recipe.store_rows
-    if count == -1 and args.max_steps > 0:
+    count, stored_before = recipe.store_rows, Path(args.output_dir, STORED, "train", MANIFEST).is_file()
+    if count == -1 and args.max_steps > 0 and not stored_before:  # else those that are stored come first
         count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
     return rows.select(order[: count if count > 0 else None].tolist())

@@ -348,7 +348,7 @@ def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> Ta
     """The target's output for a batch, as far as its features and the loss need it."""
     if "stored" in batch:
         return stored_output(batch, args.has_teacher)
-    more = {"attention_mask": batch["attention_mask"], "images": batch.get("images")}
+    more = {"attention_mask": batch["attention_mask"], "images": batch["images"]() if "images" in batch else None}
     return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
 
 
