@@ -1,8 +1,8 @@
 """Drafting: the context that a drafter keeps, and the blocks that it proposes."""
 
 import weakref
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -20,13 +20,18 @@ SINK = 4  # tokens at the start of each row that a drafter sees besides those in
 CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class KeptContext(NamedTuple):
+@dataclass
+class KeptContext:
     """The context of a call of one row, for the call that continues its cache."""
 
-    cache: SlotCache
+    cache: SlotCache | None  # `None` once it was taken
     first_column: int  # of the first token that the drafter saw
     length: int  # tokens
     unread: list  # as [`Context.unread`]
+
+    def __del__(self):  # its layers refer to it
+        if self.cache is not None:
+            self.cache.clear()
 
 
 class Context:
@@ -94,14 +99,13 @@ class Context:
         start = (past - pads).clamp(min=0)  # [R, 1], the first token seen
         before = None if continued is None else CONTEXTS.get(continued, {}).pop(self.draft, None)
         if before is not None and padding == [0] and self._can_continue(before, past, ring):
-            self.cache, self.first_column = before.cache, before.first_column
+            self.cache, before.cache, self.first_column = before.cache, None, before.first_column
             # Of what was not read, the tokens that the prefilled cache still holds.
             cut = past - before.first_column
             self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
             start = torch.full_like(start, before.first_column)
         else:
-            if before is not None:
-                before.cache.clear()
+            before = None
             self.first_column = max(past - padding[0], 0)
             self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
         self.offset = (offset if offset.dim() == 2 else offset[0]) + start
@@ -119,8 +123,8 @@ class Context:
 
     def _can_continue(self, before: KeptContext, past: int, ring: Ring | None) -> bool:
         """Whether a context has all `past` tokens of a cache, in slots that nothing later was written to."""
-        made = [(one.keys.dtype, one.keys.device) for one in before.cache.layers]  # none, if its first cache is gone
-        if type(before.cache) is not self.CACHE or {*made} != {(self.dtype, running_device(self.draft.fc))}:
+        keys, mine = before.cache.layers[0].keys, (self.CACHE, self.dtype, running_device(self.draft.fc))
+        if (type(before.cache), keys.dtype, keys.device) != mine:
             return False
         block_size, dropped = self.draft.config.block_size, before.first_column + before.length - past
         wrapped = ring is not None and before.length + block_size > ring.size
@@ -133,7 +137,6 @@ class Context:
             return self.cache.clear()
         kept = KeptContext(self.cache, self.first_column, self.lengths[0], self.unread)
         CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept
-        weakref.finalize(cache, self.cache.clear).atexit = False  # its layers refer to it
 
     def read(self, features: torch.Tensor, verdict: Verdict) -> None:
         """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; the first is the last anchor."""
