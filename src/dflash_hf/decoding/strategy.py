@@ -112,8 +112,8 @@ class Fastest(Fixed):
     """
 
     # What each is worth: `examples/benchmarks/results/constants.md`.
-    SLACK = 0.1  # tokens that a copy must gain, and that a size may lose while its cost is not known; 0: -1 to +5 %
-    COPYING = 4  # rows of a call that copies; 2: +19 % with four rows; more: nothing with eight
+    SLACK = 0.1  # tokens that a copy must gain, and that a size may lose while its cost is not known; 0: -3 to +1 %
+    COPYING = 4  # rows of a call that copies; 2: +18 % with four rows; more: nothing with eight
     EXPECTED_SHARE = 0.75  # of a row's rate: tokens that were expected in place of those accepted; 0: +5 %
     # Drafted tokens at most: of one row, of all rows, and of a row however many there are.
     WIDEST = {"cpu": (16, 32, 2), "other": (64, 512, 15)}
