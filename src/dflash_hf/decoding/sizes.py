@@ -23,7 +23,7 @@ class Throughput:
     # What each is worth: `examples/benchmarks/results/constants.md`.
     EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen; 2.5: -5 to +12 %
     MEMORY = 0.95  # kept of older rounds with each new one; 0.8 and 0.99: within 1 %
-    SHARE = 0.015  # share of the time that may be lost to trying again what did not pay; 1: -6 to +5 %, and +46 % at worst
+    SHARE = 0.015  # share of the time that may be lost to trying again what did not pay; 1: -6 to +5 %
     LONGEST_REST = 128  # rounds without a draft; 16: +1 % with four rows
 
     reliability: Reliability = field(default_factory=Reliability)
