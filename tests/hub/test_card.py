@@ -78,6 +78,16 @@ def test_what_is_not_known_is_left_out(target, tmp_path):
     assert [result.metric_type for result in card.data.eval_results] == ["tau"]
 
 
+def test_data_of_a_report_go_with_it(tmp_path):
+    """Figures of a later report stood under the name of the data of the first."""
+    setting = {"setting": {"dataset": "openai/gsm8k"}, "summary": {"tau": 2.5}}
+    facts = CardFacts("some/target", report=setting, evaluated_on="openai/gsm8k")
+    facts.save(tmp_path)
+    assert CardFacts.from_folder(tmp_path).evaluated_on is None
+    CardFacts("some/target", report=setting, evaluated_on="me/mine").save(tmp_path)
+    assert CardFacts.from_folder(tmp_path).evaluated_on == "me/mine"
+
+
 @pytest.mark.parametrize(
     "config, served",
     [

@@ -364,7 +364,8 @@ def test_the_command_publishes(folder, hub, draft, capsys):
     EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, setting).save(folder / "eval_report.json")
     assert "slows the target down: 0.56x" in call(REPO, "--dry-run", "--base-model", "someone/target")[1].err
     code, printed = call(REPO, "--private", "--base-model", "someone/target")
-    assert code == 0 and printed.out.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
+    assert code == 0
+    assert printed.out.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
     code, printed = call(REPO, "--base-model", "someone/target")
     assert code == 0 and "no new commit" in printed.out
 
@@ -467,6 +468,9 @@ def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):
     (finding,) = publish(folder, REPO, facts=FACTS, dry_run=True).findings
     assert finding.key == name and "does not say of which weights it was made" in finding.message
     (folder / name).write_bytes(made)
+    edit(folder, rms_norm_eps=1e-3)
+    with pytest.raises(PublishError, match=f"{name} was made before config.json changed .rms_norm_eps"):
+        publish(folder, REPO, facts=FACTS)
     draft.fc.weight.data[0, 0] += 1
     draft.save_pretrained(folder)
     for repo in (REPO, "someone/second"):  # also under another name

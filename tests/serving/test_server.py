@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.import_utils import is_serve_available
 
 from dflash_hf.cli import main
+from dflash_hf.serving.server import _inputs
 
 
 if not is_serve_available():
@@ -203,6 +204,14 @@ def test_a_wrong_request_is_told(server, more, message):
     """Upstream says `Internal Server Error`, or answers as if it had not been asked for."""
     with pytest.raises(openai.BadRequestError, match=message):
         created(server, **more)
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1/x.png", "/etc/passwd", {"url": "file:///etc/passwd"}])
+def test_images_at_addresses_are_refused(address):
+    """Transformers fetched them, followed redirects, opened files, and stopped all other requests meanwhile."""
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": address}]
+    with pytest.raises(ValueError, match="must be a data: URI"):
+        _inputs(lambda messages, modality: messages, [{"role": "user", "content": parts}], None)
 
 
 def test_what_changes_nothing_is_not_refused(server, own):

@@ -69,11 +69,12 @@ def run(arguments, echo) -> Outcome:
     else:
         pair = NamedPair(arguments, note)
         check_token_id(arguments.mask_token_id, pair.config)
+        sees = pair.image_reader is not None  # first: a template may be the processor's
         kwargs, tokenizer = pair.template(), pair.tokenizer
         if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
             raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    questions, left_out = _questions(arguments, as_chat, pair is None or pair.image_reader is not None)
+    questions, left_out = _questions(arguments, as_chat, pair is None or sees)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 

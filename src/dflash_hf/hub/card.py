@@ -101,8 +101,7 @@ class CardFacts:
                 raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
             known["report"] = json.loads(EvalReport.load(folder / REPORT_FILE).to_json())
-            dataset = known["report"].get("setting", {}).get("dataset")
-            if dataset and "/" in dataset:  # on the Hub
+            if (dataset := _dataset_of(known["report"])) is not None:
                 known.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
@@ -115,9 +114,17 @@ class CardFacts:
         return cls(**known)
 
     def save(self, folder: str | Path) -> None:
-        """Write them into `card_facts.json`, except for the report and its plot, which have files of their own."""
+        """Write them into `card_facts.json`, but for the report, its plot and data, which the next report replaces."""
         known = {name: value for name, value in vars(self).items() if value and name not in ("report", "plot")}
+        if self.report and known.get("evaluated_on") == _dataset_of(self.report):
+            known.pop("evaluated_on", None)
         write_json(Path(folder) / FACTS_FILE, known)
+
+
+def _dataset_of(report: dict) -> str | None:
+    """The data of a report, if they are on the Hub."""
+    dataset = report.get("setting", {}).get("dataset")
+    return dataset if dataset and "/" in dataset else None
 
 
 def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:

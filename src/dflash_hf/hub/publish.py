@@ -206,8 +206,7 @@ def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Pa
         write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
     weights, findings = digest_of_parameters(draft.named_parameters()), []
     for file in sorted(folder.glob(FILE_PATTERN)):
-        gguf_config(file)
-        made_of = weights_of(file)
+        made_of, config = weights_of(file), gguf_config(file)
         if made_of is None:
             message = (
                 "does not say of which weights it was made; if these have changed since, recreate it with --gguf."
@@ -215,7 +214,20 @@ def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Pa
             findings.append(Finding("warning", (LLAMA_CPP,), file.name, message))
         elif made_of != weights:
             raise ValueError(f"{file.name} was made of other weights; remove it, or recreate it with --gguf.")
+        elif changed := _changed(draft.config, config):
+            raise ValueError(
+                f"{file.name} was made before config.json changed ({', '.join(changed)}); remove it, or recreate it "
+                "with --gguf."
+            )
     return findings
+
+
+def _changed(config, before: dict) -> list[str]:
+    """The fields in which a drafter's configuration differs from that of a file made of it."""
+    ours, theirs = config.to_dict(), type(config).from_dict(before).to_dict()
+    unlike = (key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
+    unread = ("auto_map", "transformers_version", "dtype", "trained_length", "_name_or_path")
+    return [key for key in unlike if key not in unread]
 
 
 def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | None) -> ModelCard:

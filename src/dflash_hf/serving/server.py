@@ -367,6 +367,10 @@ def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if "text" not in part and not read([{"role": "user", "content": [part]}], modality)[0]["content"]:
                 raise ValueError(f"content has a part of type {part['type']!r}, which the model cannot read.")
+            image = part.get("image_url") or ""
+            address = image.get("url") if isinstance(image, dict) else image
+            if address and not str(address).startswith("data:"):
+                raise ValueError("image_url must be a data: URI; this server fetches no addresses and opens no files.")
     return read(messages, modality)
 
 

@@ -7,6 +7,7 @@ manifest is written first, with the examples of every shard; a shard gets its na
 complete when all shards are there, and a run that was interrupted at any time stores those that are missing.
 """
 
+import hashlib
 import json
 import shutil
 from bisect import bisect_right
@@ -233,11 +234,13 @@ def _first(rows, count: int):
 
 def _digest_of_data(rows) -> str:
     """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
+    columns = getattr(rows, "column_names", None)
+    images = [row.get("images") for row in rows] if columns is None else rows["images"] if "images" in columns else []
+    content = hashlib.sha256()
+    for one in (one for some in images for one in [*(some or ()), "data:"]):  # after each row, nothing
+        content.update((digest_of(one) if one.startswith("data:") else digest_of_file(Path(one))).encode())
     digest = digest_of_rows(rows)
-    if "images" not in (getattr(rows, "column_names", None) or ()):
-        return digest
-    images = [image for some in rows["images"] for image in some or ()]
-    return digest_of([digest, *(one if one.startswith("data:") else digest_of_file(Path(one)) for one in images)])
+    return digest_of([digest, content.hexdigest()]) if any(images) else digest
 
 
 def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | None) -> None:

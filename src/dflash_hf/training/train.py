@@ -69,7 +69,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     check_run(recipe, args)
     with args.main_process_first(desc="data"):
         rows, eval_rows = _rows(recipe)
-    tokenizer = _tokenizer(recipe, args, has_texts=rows is not None and "input_ids" not in rows[0])
+    empty = rows is None or "input_ids" in rows[0]  # only texts need a vocabulary
+    source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
+    tokenizer = load_tokenizer(*source, empty=empty)
     first = args.process_index == 0
     say, tell = (echo, note) if first else (lambda line: None,) * 2
 
@@ -81,7 +83,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter; its reduced vocabulary is that of the data.
-    encoder = _encoder(recipe, target, tokenizer, tell)
+    encoder = _encoder(recipe, target, tokenizer, tell)  # whose images bring the processor's template
+    for features in recipe.feature_folders:
+        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
     with args.main_process_first(desc="data"):
         eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
         rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say)
@@ -159,16 +163,6 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
         adapter_config(recipe.peft_config)
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
-
-
-def _tokenizer(recipe: RecipeArguments, args: DFlashTrainingArguments, has_texts: bool):
-    """The target's tokenizer, with which stored features must have been made; only texts need a vocabulary."""
-    tokenizer = load_tokenizer(
-        *(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code), empty=not has_texts
-    )
-    for features in recipe.feature_folders:
-        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
-    return tokenizer
 
 
 def leave_group() -> None:

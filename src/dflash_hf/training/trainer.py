@@ -101,7 +101,8 @@ class DFlashTrainer(AtomicTrainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
-        if self.draft.config.trained_length is not None and train_dataset is not None and has_rows(train_dataset):
+        known, learns = self.draft.config.trained_length is not None, not args.head_only
+        if known and learns and train_dataset is not None and has_rows(train_dataset):
             self.draft.config.trained_length = max(self.draft.config.trained_length, longest_row(train_dataset))
         prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
