@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.hub_stand_in import stand_in
 from support.shell import dflash, make_world, signalled, start
+from tqdm import tqdm
 from transformers import GenerationMixin
 from transformers.utils import logging as transformers_logging
 
@@ -25,7 +26,7 @@ from dflash_hf import cli, terminal
 from dflash_hf.cli import build_parser, main
 from dflash_hf.modeling.target_dflash import Trial
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.terminal import wants_color
+from dflash_hf.terminal import note, wants_color
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -516,6 +517,13 @@ def test_color_is_for_terminals(monkeypatch):
             assert wants_color(None, Terminal()) == expected
             assert wants_color(True, io.StringIO()) and not wants_color(False, Terminal())
             assert not wants_color(None, io.StringIO())
+
+
+def test_lines_stand_above_progress_bars(capsys):
+    with tqdm(total=2, file=sys.stderr) as bar:
+        bar.update()
+        note("said")
+    assert "\rsaid\n" in capsys.readouterr().err
 
 
 def test_remedies_name_what_can_be_installed():

@@ -51,7 +51,7 @@ yields. Both answers are computed at the same time, on a thread each, next to ot
 """
 STYLE = """
 .dflash-side { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 0.8em 1em; height: 100%; }
-.dflash-side h3 { margin: 0; font-size: 0.95em; color: var(--body-text-color-subdued); }
+.dflash-side h3 { margin: 0; font-size: 0.95em; color: var(--body-text-color); opacity: 0.75; }
 .dflash { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 9em; line-height: 1.5; }
 .dflash i { font-style: normal; border-radius: 2px; }
 .dflash i.s1 { background: #bbf7d0; color: #14532d; }

@@ -93,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # whose bars may be on the screen
-        say = print if tqdm is None else tqdm.write
-        say(f"dflash {arguments.command}: error: {explain(error, again)}", file=sys.stderr)
+        terminal.note(f"dflash {arguments.command}: error: {explain(error, again)}")
         return 2 if isinstance(error, terminal.UsageError) else 1
 
 

@@ -267,9 +267,16 @@ def stdin_lines() -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------- the output
 
 
+def print_line(line: str, stream) -> None:
+    """Print immediately, above the progress bars that may be on the screen."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    (print if tqdm is None else tqdm.write)(line, file=stream)
+    stream.flush()
+
+
 def note(line: str) -> None:
     """Print to standard error, so that only results are piped."""
-    print(line, file=sys.stderr, flush=True)
+    print_line(line, sys.stderr)
 
 
 class Echo:
@@ -282,7 +289,7 @@ class Echo:
         return sys.stdout
 
     def __call__(self, line: str) -> None:
-        self.write(f"{line}\n")
+        print_line(line, self.stream)
 
     def write(self, text: str) -> None:
         """Print a piece of a line immediately."""

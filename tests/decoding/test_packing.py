@@ -75,7 +75,7 @@ def test_products_are_those_of_the_layer(dtype, bias, products):
         torch.testing.assert_close(layer(x[1, 2]), expected[1, 2])
         torch.testing.assert_close(layer(x.transpose(0, 1)), expected.transpose(0, 1))
         assert layer(x[:0]).shape == (0, 5, 80)
-        assert len(products) == 5
+        assert len(products) == (3 if dtype == torch.float32 else 5)  # in fp32 single tokens are faster without
     assert are_plain(layer) and torch.equal(layer(x), expected)
 
 
@@ -439,7 +439,10 @@ def test_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
         for ids, expected in zip(prompts, plain, strict=True):
             products.clear()
             alone = decode(target, ids)
-            assert len(products) == 16 * len(linear_layers(target))  # the first of the 16 from the prompt's forward
+            # The first of the 16 is from the prompt's forward. In fp32 single tokens, and so its logits, are not
+            # multiplied by packed weights.
+            single, layers = dtype == torch.float32 and len(ids) == 1, len(linear_layers(target))
+            assert len(products) == (layers - 1 if single else 16 * layers)
             drafted = decode(target, ids, draft)
             if dtype == torch.float32:  # in half precision single tokens may differ
                 assert torch.equal(alone, expected) and torch.equal(drafted, expected)

@@ -29,11 +29,12 @@ def run(arguments, echo) -> Outcome:
     import torch
 
     from dflash_hf.configs import read_config
-    from dflash_hf.demo.run import load_pair, run_demo
+    from dflash_hf.demo.run import load_pair, requests, run_demo
     from dflash_hf.files import default_cache_dir
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded
+    requests(arguments.prompts)  # likewise
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     pair = load_pair(arguments.dtype, arguments.draft)

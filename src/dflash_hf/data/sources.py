@@ -90,7 +90,7 @@ def load_rows(
         if path.stat().st_size == 0:
             raise ValueError(f"data='{path}' is an empty file.")
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
+        raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}; see the guide on data.")
     try:
         return _of_files(datasets, kinds.pop(), paths, split or "train")
     except OSError:

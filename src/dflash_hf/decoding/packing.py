@@ -133,7 +133,9 @@ class _Pack:
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     pack = _packs.get(id(weight))
-    copy = None if pack is None or x.dtype != weight.dtype else pack.copy()
+    # In fp32 the layout makes a single token up to 1.7x as slow (AMD EPYC: equally fast, or 1.15x as slow with AVX2).
+    single = x.dtype == torch.float32 and x.numel() == x.shape[-1]
+    copy = None if pack is None or single or x.dtype != weight.dtype else pack.copy()
     if copy is None:
         return nn.functional.linear(x, weight, bias)
     return _linear(x, copy, bias, "none", [], "")
@@ -255,8 +257,8 @@ class packed_weights:
     Every forward checks whether the weight is still the packed one, and packs again after a change in place
     (`load_state_dict`), `.to(dtype)`, new `.data` or, if it requires a gradient, a step of any optimizer. Everything
     that cannot be packed is multiplied as usual: a replaced parameter, inputs of another dtype, anything under
-    autocast or that needs a gradient, weights created in inference mode, small layers in fp32, and anything that is
-    not a plain `nn.Linear` on a CPU.
+    autocast or that needs a gradient, weights created in inference mode, small layers and single tokens in fp32, and
+    anything that is not a plain `nn.Linear` on a CPU.
 
     Changes that PyTorch does not count are *not* detected: values written through `weight.data`, as in `weight.data +=
     delta` (the way PEFT merges an adapter), through `weight.numpy()`, by a fused optimizer's step inside

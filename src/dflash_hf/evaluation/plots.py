@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
-from dflash_hf.evaluation.text import LABELS
+from dflash_hf.evaluation.text import LABELS, rate
 from dflash_hf.files import atomic
 from dflash_hf.terminal import needs
 
@@ -66,7 +66,7 @@ def _draw_speed(axes, report: EvalReport) -> None:
         if runs > 1:
             spread = [[speed - slowest], [fastest - speed]]
             axes.errorbar(speed, place, xerr=spread, color="#333333", capsize=3, linewidth=1)
-        axes.text(fastest * 1.02, place, f" {speed:.0f} ({method.gain:.2f}x)", va="center", fontsize=8.5)
+        axes.text(fastest * 1.02, place, f" {rate(speed)} ({method.gain:.2f}x)", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8.5)
     axes.invert_yaxis()
     baseline = "the packed target" if TARGET_PACKED in names else "the target alone"

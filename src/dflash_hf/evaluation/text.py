@@ -47,6 +47,11 @@ def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
     return f"drafted or copied tokens verified: {counts} of {len(sizes)} rounds{estimate}"
 
 
+def rate(tokens_per_second: float) -> str:
+    """A speed: whole tokens, below ten with a decimal."""
+    return f"{tokens_per_second:.{0 if tokens_per_second >= 9.95 else 1}f}"
+
+
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report, and the lines below it."""
     packed = ways.TARGET_PACKED in report.methods  # shows the gain of packing alone
@@ -56,16 +61,17 @@ def summary_lines(report: EvalReport) -> list[str]:
         + f"{'tokens/forward':>16}{'equal':>9}"
     ]
     for name, method in report.methods.items():
-        spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
+        spread = f"{rate(min(method.runs))}-{rate(max(method.runs))}"
         lines.append(
-            f"{LABELS.get(name, name):30}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
+            f"{LABELS.get(name, name):30}{rate(method.tokens_per_second):>9}{spread:>17}{method.speedup:9.2f}x"
             + (f"{method.speedup_over_packed:11.2f}x" if packed else "")
             + f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
         )
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
     if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
-        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes)}"]
+        chosen = chosen_line(auto.draft_sizes)
+        lines += ["", f"{LABELS[ways.AUTO]:18}each round chooses how much to draft; {chosen}"]
     trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [

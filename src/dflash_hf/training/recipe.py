@@ -92,7 +92,7 @@ class RecipeArguments:
             raise ValueError("target is not given; name the model to draft for, such as --target Qwen/Qwen3-8B.")
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
-            raise ValueError(f"A run needs data or features, but {given}; name one.")
+            raise ValueError(f"A run needs data or features, but {given}; name one, as in --data FILE.")
         for name in PAPER:
             if not self.draft and getattr(self, name) is None:
                 setattr(self, name, PAPER[name])

@@ -106,7 +106,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     trainer = DFlashTrainer(model, target, args, rows, eval_rows)
     trainer.data_collator.reader = encoder.reader
     trainer.remove_callback(StepCount)
-    for one in (*callbacks, StepCount(say)):
+    for one in (*callbacks, StepCount(say, tell)):
         trainer.add_callback(one)
     if resume:
         check_same_drafter(Path(resume), draft)
