@@ -66,26 +66,27 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    check_run(recipe, args)
+    target_config = check_run(recipe, args)
     with args.main_process_first(desc="data"):
         rows, eval_rows = _rows(recipe)
     empty = rows is None or "input_ids" in rows[0]  # only texts need a vocabulary
     source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
     tokenizer = load_tokenizer(*source, empty=empty)
+    loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
+    reader = load_image_reader(recipe.target, target_config.get("model_type"), tokenizer, loading)  # and its template
+    for features in recipe.feature_folders:
+        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
     first = args.process_index == 0
     say, tell = (echo, note) if first else (lambda line: None,) * 2
 
     # 2. The target, on the device of this process; with stored features, which need little of it, in main memory.
     set_seed(args.seed)
-    loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     device = "cpu" if recipe.features else args.device
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter; its reduced vocabulary is that of the data.
-    encoder = _encoder(recipe, target, tokenizer, tell)  # whose images bring the processor's template
-    for features in recipe.feature_folders:
-        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
+    encoder = _encoder(recipe, target, tokenizer, reader, tell)
     with args.main_process_first(desc="data"):
         eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
         rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say)
@@ -133,9 +134,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     return trainer
 
 
-def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
+def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
     """
     Check what would otherwise fail after the target was loaded, or after hours.
+
+    Returns:
+        `dict`: The target's configuration.
 
     Raises:
         `ValueError`: the output cannot be written, or a name, the evaluation or an adapter are wrong.
@@ -163,6 +167,7 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> None:
         adapter_config(recipe.peft_config)
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
+    return config
 
 
 def leave_group() -> None:
@@ -219,15 +224,13 @@ def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
         (folder / FACTS_FILE).unlink(missing_ok=True)
 
 
-def _encoder(recipe: RecipeArguments, target, tokenizer, tell) -> RowEncoder:
+def _encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
     """What makes examples of a run's rows."""
     made_with = {folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders}
     config = draft_config_of(recipe.draft, Loading()) if recipe.draft else None
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
-    loading = Loading(revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
-    reader = load_image_reader(recipe.target, target.config.model_type, tokenizer, loading)
     return RowEncoder(tokenizer, kwargs, reader, recipe.max_length, mask_token_id, rows)
 
 
