@@ -17,8 +17,9 @@ from support.chat_pair import train_chat_draft
 class AnchorFirst(Objective):
     """Slot k learns the token at a + 1 + k."""
 
-    def build_blocks(self, batch, label_ids=None):
-        blocks = super().build_blocks(batch, batch["input_ids"].roll(-1, dims=1))
+    def build_blocks(self, batch):
+        blocks = super().build_blocks(batch)
+        blocks.labels = nn.functional.pad(blocks.labels[..., 1:], (0, 1))
         blocks.counted = nn.functional.pad(blocks.counted[..., 1:], (0, 1))
         return blocks
 

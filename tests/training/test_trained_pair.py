@@ -19,7 +19,11 @@ from dflash_hf.training.metrics import Statistics
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return train_pair(tmp_path_factory.mktemp("pair"))
+    target, draft = train_pair(tmp_path_factory.mktemp("pair"))
+    draft.decoding_config.window = (
+        None  # the texts are longer than those of training; the published loop has no window
+    )
+    return target, draft
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
 
     def record(self, anchors, lengths, room):
         draft = original(self, anchors, lengths)
-        drafted.append((self.lengths[0], draft.tokens[0].tolist()))
+        drafted.append((self.context.lengths[0], draft.tokens[0].tolist()))
         return draft._replace(tokens=draft.tokens[:, :room])
 
     monkeypatch.setattr(Drafter, "block", record)
