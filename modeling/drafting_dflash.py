@@ -105,7 +105,7 @@ class Context:
             self.unread = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in before.unread]
             start = torch.full_like(start, before.first_column)
         else:
-            before = None
+            before = None  # frees its slots, before others are made
             self.first_column = max(past - padding[0], 0)
             self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
         self.offset = (offset if offset.dim() == 2 else offset[0]) + start

@@ -234,8 +234,10 @@ def _first(rows, count: int):
 
 def _digest_of_data(rows) -> str:
     """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
-    columns = getattr(rows, "column_names", None)
-    images = [row.get("images") for row in rows] if columns is None else rows["images"] if "images" in columns else []
+    if hasattr(rows, "column_names"):
+        images = rows["images"] if "images" in rows.column_names else []
+    else:
+        images = [row.get("images") for row in rows]
     content = hashlib.sha256()
     for one in (one for some in images for one in [*(some or ()), "data:"]):  # after each row, nothing
         content.update((digest_of(one) if one.startswith("data:") else digest_of_file(Path(one))).encode())
