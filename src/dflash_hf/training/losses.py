@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 DIVERGENCES = {
     "ce": (1.0, 0.0, 0.0),
     "kl": (0.0, 0.0, 1.0),
-    "tv": (0.0, 1.0, 0.0),
     "dspark": (0.1, 1.8, 0.0),  # the paper's distance, 0.9 of it, is twice the total variation
 }
 

@@ -8,7 +8,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "tv", "dpace_tv", "dspark"),
+    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"),
     "block_attention": ("auto", "flex", "dense"),
 }
 # Arguments of transformers that must stay off, and what they would do.
@@ -18,6 +18,7 @@ _OFF = {
     "label_smoothing_factor": "is not part of this loss",
     "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
     "bf16_full_eval": "rounds the drafter's weights for good; bf16=True evaluates with autocast",
+    "push_to_hub": "uploads a card that knows nothing of a drafter; `dflash publish` uploads the finished drafter",
     "fp16_full_eval": "rounds the drafter's weights for good; fp16=True evaluates with autocast",
 }
 
@@ -39,7 +40,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
             2607.01893). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
-            of either; `"tv"`, `"dpace_tv"`: total variation, the rejection rate of sampling (arXiv 2602.23881).
+            of either.
             `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
