@@ -47,7 +47,7 @@ WORKS = {
     TRAIN: 0,
     f"eval {PAIR} --data {{w}}/prompts.txt --output {{out}}/e --runs 1 --max-new-tokens 8 --device cpu": 0,
     f"doctor {PAIR} --data {{w}}/rows.jsonl --device cpu --blocks 2 --max-new-tokens 24": 1,
-    "check {w}/draft --weights": 0,
+    "check {w}/draft": 0,
     "convert {w}/draft {out}/c": 0,
     "publish {w}/draft me/x --dry-run --base-model someone/target": 0,
     f"serve --engine vllm --dry-run {PAIR}": 0,

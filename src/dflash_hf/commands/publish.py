@@ -116,7 +116,7 @@ def _announce(folder, echo, result) -> None:
         more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
         echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
     if result.unseen:
-        echo(one_line(f"not compared with what is there: {result.unseen}"))
+        echo(one_line(f"not compared with what is there, and the card is not checked: {result.unseen}"))
     if REPORT_FILE in result.files:
         report = EvalReport.load(folder / REPORT_FILE)
         if (gain := report.methods[report.fastest].gain) < 1:

@@ -22,7 +22,6 @@ from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.licenses import check_license
 from dflash_hf.hub.limits import OLDEST
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
@@ -131,12 +130,11 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
     Raises:
         `ImportError`: jinja2 is not installed.
-        `ValueError`: the folder is not a drafter's, the license is unknown, or the facts contradict each other.
+        `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
     with needs("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
     folder = Path(folder)
-    check_license(vars(facts), folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
     variables = {
