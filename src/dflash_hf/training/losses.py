@@ -222,7 +222,6 @@ def block_loss(
     losses: TokenLosses,
     counted: torch.BoolTensor,
     slot_weights: torch.Tensor | None,
-    alpha: float = 0.5,
     weighting: str = "dpace",
 ) -> torch.Tensor:
     """
@@ -232,7 +231,6 @@ def block_loss(
         losses (`TokenLosses`): `[N, A, B]`.
         counted (`torch.BoolTensor`): `[N, A, B]`.
         slot_weights (`torch.Tensor`): `[B]`. `None`: weights that depend on what is drafted.
-        alpha (`float`): Smoothing of D-PACE.
         weighting (`str`): Which these are: `"dpace"`: [`dpace_weights`]; `"auf"`: [`first_failure_weights`].
 
     Returns:
@@ -244,7 +242,7 @@ def block_loss(
         weights = first_failure_weights(losses.correct, counted)
     else:
         nll = losses.nll.masked_fill(counted & ~losses.known, math.inf)  # never drafted
-        weights = dpace_weights(nll, counted, alpha)
+        weights = dpace_weights(nll, counted)
     return (losses.values * weights).sum((1, 2))
 
 

@@ -44,7 +44,6 @@ class DFlashTrainingArguments(TrainingArguments):
             `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
-        dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
             [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
@@ -75,7 +74,6 @@ class DFlashTrainingArguments(TrainingArguments):
     max_minutes: float | None = key("Minutes to train; the learning rate decays over time.")
     num_anchors: int = key("Blocks sampled from each sequence at each step.", 512)
     loss_type: str = key(f"The loss: {', '.join(_CHOICES['loss_type'])}.", "ce")
-    dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5)
     loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
     muon: bool = key("Train the layers' matrices with Muon, the rest with AdamW.", False)
     head_only: bool = key("Train the drafter's head alone.", False)
@@ -130,8 +128,6 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
             )
-        if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha={self.dpace_alpha} must be between 0 and 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
