@@ -423,8 +423,7 @@ def test_code_only_takes_no_other_option(capsys):
     for words in (["--private"], ["folder"], ["--license", "mit"]):
         assert main(["publish", "--code-only", REPO, *words]) == 2
         assert f"leave out {words[0]}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["publish", "folder"])
+    assert main(["publish", "folder"]) == 2 and "name a folder and a repository" in capsys.readouterr().err
 
 
 def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):

@@ -19,21 +19,7 @@ from dflash_hf.modeling.heads_dflash import Head
 
 
 logger = logging.get_logger(__name__)
-_MUSE = {
-    "hidden_size": 6656,
-    "intermediate_size": 19968,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500_000.0,
-    "sliding_window": 2048,
-    "mask_token_id": 201818,
-    "target_layer_ids": [1, 13, 25, 37, 49],
-}
-# TorchSpec's and Qwen3's own defaults: a file may leave out keys that equal them.
+# Its own defaults, and Qwen3's: a file may leave out keys that equal them.
 _TORCHSPEC = {
     "num_target_layers": 5,
     "intermediate_size": 14336,
@@ -226,6 +212,13 @@ def _refuse_others(config: dict) -> None:
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
 
 
+def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
+    """What transformers' configuration of a type says where a file says nothing."""
+    theirs = CONFIG_MAPPING[model_type]()
+    result = {key: getattr(theirs, key) for key in keys if getattr(theirs, key, None) is not None}
+    return {**result, "rope_theta": theirs.rope_parameters["rope_theta"]}
+
+
 def _from_speculators(config: dict) -> dict:
     """Nested layer configuration, which may leave out Qwen3's defaults."""
     layers = config.pop("transformer_layer_config", None)
@@ -234,9 +227,7 @@ def _from_speculators(config: dict) -> dict:
     model_type = layers.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama", "qwen2", "mistral", "gpt_oss"):
         raise ValueError(f"transformer_layer_config has model_type={model_type!r}; it must name Qwen3-style layers.")
-    defaults = CONFIG_MAPPING[model_type]()
-    result = {key: getattr(defaults, key) for key in _LAYER_KEYS if getattr(defaults, key, None) is not None}
-    result["rope_theta"] = defaults.rope_parameters["rope_theta"]
+    result = _defaults(model_type, _LAYER_KEYS)
     result |= {key: value for key, value in layers.items() if key not in ("architectures", "transformers_version")}
     kind = config.pop("speculators_model_type", "dflash")
     if kind == "dflash2":
@@ -259,8 +250,10 @@ def _from_speculators(config: dict) -> dict:
 
 
 def _from_muse(config: dict) -> dict:
-    """Flat keys with their own defaults. There is no causality key: attention in the block is bidirectional."""
-    result = {**_MUSE, **{key: value for key, value in config.items() if value is not None}}
+    """Flat keys with transformers' defaults. There is no causality key: attention in the block is bidirectional."""
+    keys = (*_LAYER_KEYS, "sliding_window", "mask_token_id", "target_layer_ids")
+    result = _defaults("muse_glimmer_assistant", keys)
+    result |= {key: value for key, value in config.items() if value is not None}
     if "rope_parameters" in result and config.get("rope_theta") is None:
         del result["rope_theta"]
     layers = result["num_hidden_layers"]
