@@ -55,9 +55,9 @@ def add_threads(parser) -> None:
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
-def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks", group=None) -> None:
+def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") -> None:
     """Options for faster decoding with a drafter."""
-    group = group or parser.add_argument_group("speed")
+    group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     add_packed(group)

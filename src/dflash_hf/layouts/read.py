@@ -191,9 +191,8 @@ def _refuse_others(config: dict) -> None:
     """
     families = "|".join(_families())
     kinds = [spelling.speculators_model_type for spelling in (SPELLINGS[Head], *spellings())]
-    named = (
-        rf"(?!Gemma)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"  # Gemma's have a body of their own
-    )
+    # Any target's name may come first, but that of Gemma 4, whose drafters have its own layers.
+    named = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
     read = {
         "architectures": f"{named}|MuseGlimmerAssistantModel",
         "projector_type": f"{families}|causal_v5",
