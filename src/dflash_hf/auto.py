@@ -4,12 +4,10 @@ Registration with the Auto classes: a drafter's folder is recognised by its cont
 Published drafters have `model_type: qwen3`, so `AutoModel` alone would build a Qwen3 model with random embeddings,
 and their remote code fails on current versions of transformers. After `import dflash_hf`, `AutoConfig` and `AutoModel`
 return `DFlashDraftConfig` and `DFlashDraftModel` for every published layout, with or without `trust_remote_code=True`,
-and run no remote code. To keep upstream's behaviour, set the environment variable `DFLASH_HF_AUTO=0` before the import
-or call `dflash_hf.auto.unregister()`; `DFlashDraftModel.from_pretrained` works all the same.
+and run no remote code.
 """
 
 import functools
-import os
 
 
 def register() -> None:
@@ -18,7 +16,7 @@ def register() -> None:
     from transformers import AutoConfig, PreTrainedConfig
 
     original = AutoConfig.from_pretrained
-    if hasattr(original, "_dflash_original") or os.environ.get("DFLASH_HF_AUTO") == "0":
+    if hasattr(original, "_dflash_original"):
         return
 
     @functools.wraps(original)
@@ -91,12 +89,3 @@ def register_pipelines() -> None:
 
     load_assistant_model._dflash_original = original
     base.load_assistant_model = load_assistant_model
-
-
-def unregister() -> None:
-    """Restore upstream's `AutoConfig`, and with it `AutoModel`, for folders that name another model type."""
-    from transformers import AutoConfig
-
-    original = getattr(AutoConfig.from_pretrained, "_dflash_original", None)
-    if original is not None:
-        AutoConfig.from_pretrained = original

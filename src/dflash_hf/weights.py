@@ -4,31 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from dflash_hf.files import write_json
-from dflash_hf.layouts.weights import checkpoint_files
 
 
-def check_finite_weights(folder: str | Path) -> None:
-    """
-    Read every tensor of a drafter's safetensors, one at a time.
-
-    Args:
-        folder (`str` or `Path`): A local folder with `model.safetensors`, in one file or in shards.
-
-    Raises:
-        `ValueError`: a tensor has values that are inf or NaN; names it, and the remedy.
-        `OSError`: there are no weights.
-    """
-    for file in checkpoint_files(str(folder)):
-        with safe_open(str(file), "pt") as tensors:
-            check_finite(((name, tensors.get_tensor(name)) for name in tensors.keys()), f"{folder}: ")
-
-
-def check_finite(named: Iterable[tuple[str, torch.Tensor]], where: str = "") -> None:
+def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     Check the tensors of a drafter.
 
@@ -38,7 +20,7 @@ def check_finite(named: Iterable[tuple[str, torch.Tensor]], where: str = "") -> 
     for name, tensor in named:
         finite = tensor.float().isfinite()
         if wrong := int((~finite).sum()):
-            found = f"{where}{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
+            found = f"{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
             remedy = "Use an earlier checkpoint, or train again with a lower learning_rate."
             raise ValueError(f"{found}: it cannot draft. {remedy}")
 

@@ -202,7 +202,8 @@ def test_images_from_rows_to_a_drafter(kind, tmp_path, capsys, monkeypatch):
     training = [f"target={named[1]}", *TRAINING.split()]
     rows = (f"data={tmp_path / 'ids.parquet'}", f"eval_data={answers}", "eval_strategy=steps", "eval_steps=2")
     assert run("train", *training, *rows, f"output_dir={tmp_path / 'draft'}")[0] == 0
-    stored = ("--output", tmp_path / "features", "--draft-config", tmp_path / "draft", "--store-dtype", "float32")
+    ids = json.loads((tmp_path / "draft" / "config.json").read_text())["dflash_config"]["target_layer_ids"]
+    stored = ("--output", tmp_path / "features", "--target-layer-ids", *ids, "--store-dtype", "float32")
     assert run("features", *named, "--data", answers, *stored)[0] == 0
     folders = (f"features={tmp_path / 'features'}", f"draft={tmp_path / 'draft'}", f"output_dir={tmp_path / 'again'}")
     assert run("train", *training, *folders)[0] == 0

@@ -58,9 +58,8 @@ def folder(pair, tmp_path_factory):
 
 def test_user_turn_is_found():
     assert user_turn(make_tokenizer(CHATML), PromptSettings()) == ("<|im_start|>user\n", END)
-    settings = PromptSettings(system="Be kind.", chat_template_kwargs={"enable_thinking": False})
-    before = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert user_turn(make_tokenizer(THINKING), settings) == (before, END)
+    settings = PromptSettings(chat_template_kwargs={"enable_thinking": False})
+    assert user_turn(make_tokenizer(THINKING), settings) == ("<|im_start|>user\n", END)
     trimming = make_tokenizer("{% for m in messages %}USER: {{ m.content | trim }}\n<|im_end|>{% endfor %}")
     assert user_turn(trimming, PromptSettings()) == ("USER: ", END)
 
@@ -224,18 +223,14 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     assert code == 1 and "'poem' is unknown" in error and not (tmp_path / "new.jsonl").exists()
 
 
-@pytest.mark.parametrize("system", [None, "bar"])
-def test_regenerate_answers_them(system, folder, tmp_path, capsys):
+def test_regenerate_answers_them(folder, tmp_path, capsys):
     pytest.importorskip("datasets")
     asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
-    assert write(capsys, folder, asked, 5, *(() if system is None else ("--system", system)))[0] == 0
+    assert write(capsys, folder, asked, 5)[0] == 0
     options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")
     assert main(["regenerate", "--data", str(asked), "--target", str(folder), *map(str, options)]) == 0
-    requests = {
-        row["row"]: row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows_of(asked)
-    }
+    requests = {row["row"]: [{"role": "user", "content": row["prompt"]}] for row in rows_of(asked)}
     assert {row["row"]: row["messages"][:-1] for row in rows_of(answered)} == requests
-    assert all((messages[0]["role"] == "system") == (system is not None) for messages in requests.values())
 
 
 @pytest.mark.real

@@ -36,6 +36,7 @@ def write(path, rows):
 @pytest.fixture
 def tokenizer_folder(tmp_path):
     make_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text("{}", encoding="utf-8")
     return str(tmp_path / "tokenizer")
 
 
@@ -53,10 +54,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.to_csv(tmp_path / "a.csv")
-    dataset.save_to_disk(tmp_path / "folder")
-    datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv", "folder", "splits"):
+    for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv"):
         assert list(load_rows(tmp_path / name)) == rows, name
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
@@ -156,7 +155,7 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
     data = write(tmp_path / "a.jsonl", ROWS)
     for suffix in (".jsonl", ".parquet"):
         output = tmp_path / f"out{suffix}"
-        code, out, _ = prepare(capsys, data, "--tokenizer", tokenizer_folder, "--output", output, "--examples", 2)
+        code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--output", output, "--examples", 2)
         assert code == 0
         assert out.count("--- example") == 2 and "[1, as you wish.1, as you wish.<|im_end|>]" in out
         assert "rows              21" in out and "  1: it has no assistant message" in out
@@ -164,25 +163,22 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
         assert report.examples == 20 and not report.dropped
         assert again[3] == RowEncoder(make_tokenizer())(ROWS[3])[0]
     assert not list(tmp_path.glob(".*half"))
-    code, out, _ = prepare(capsys, data, "--tokenizer", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
+    code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
     assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out
 
 
-def test_prepare_overwrites_nothing_unless_told(tmp_path, tokenizer_folder, capsys):
+def test_prepare_overwrites_nothing(tmp_path, tokenizer_folder, capsys):
     """`--output data.jsonl` replaced the data by its ids."""
     data, output = write(tmp_path / "a.jsonl", ROWS), tmp_path / "out.jsonl"
     output.write_text("precious", encoding="utf-8")
     before = data.read_bytes()
-    command = (data, "--tokenizer", tokenizer_folder, "--output")
+    command = (data, "--target", tokenizer_folder, "--output")
     code, out, error = prepare(capsys, *command, output)
-    assert code == 1 and not out and "out.jsonl exists; choose another file, or replace it with --overwrite" in error
+    assert code == 1 and not out and "out.jsonl exists; choose another file, or remove it" in error
     assert output.read_text(encoding="utf-8") == "precious"
-    for options in ((), ("--overwrite",)):
-        code, _, error = prepare(capsys, *command, tmp_path / "." / "a.jsonl", *options)
-        assert code == 2 and "a.jsonl is the data itself" in error
-        assert data.read_bytes() == before
-    assert prepare(capsys, *command, output, "--overwrite")[0] == 0
-    assert len(load_rows(output)) == 20
+    code, _, error = prepare(capsys, *command, tmp_path / "." / "a.jsonl")
+    assert code == 2 and "a.jsonl is the data itself" in error
+    assert data.read_bytes() == before
 
 
 def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, capsys):
@@ -219,7 +215,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("null.json", (), "row 1 is None, not a JSON object; remove it"),
         ("open.json", (), "open.json' cannot be read: Expecting"),
         ("absent.jsonl", (), "there is no such file"),
-        ("folder", (), "without dataset_info.json"),
+        ("folder", (), "folder' is a folder; name its files"),
         (
             "text.jsonl",
             (),
@@ -235,15 +231,15 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
         ("good.jsonl", ("--mask-token-id", "2"), "None of 1 rows can be trained on: 1 because it holds the"),
     ):
-        code, out, error = prepare(capsys, tmp_path / name, "--tokenizer", tokenizer_folder, *options)
+        code, out, error = prepare(capsys, tmp_path / name, "--target", tokenizer_folder, *options)
         wrong_option = options[:1] in (("--output",), ("--template-args",)) and "may not set" not in message
         assert code == 1 + wrong_option and error.startswith("dflash prepare: error: ") and message in error, (
             name,
             error,
         )
         assert not out
-    code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
-    assert code == 1 and error == f"dflash prepare: error: {tmp_path / 'absent'}: there is no such folder."
+    code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--target", str(tmp_path / "absent"))
+    assert code == 1 and error == f"dflash prepare: error: --target {tmp_path / 'absent'}: there is no such folder."
 
 
 def test_prepare_knows_the_ids_of_its_target(tmp_path, capsys):

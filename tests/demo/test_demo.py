@@ -42,9 +42,9 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path):
     text = "\n".join(lines)
     for part in ("compare   3 requests", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
         assert part in text, part
-    assert json.loads((tmp_path / "new" / "demo.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
+    assert json.loads((tmp_path / "new" / "eval_report.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "new" / "demo.png").stat().st_size > 10_000
+    assert (tmp_path / "new" / "eval_report.png").stat().st_size > 10_000
 
 
 def test_answers_of_one_token(pair):

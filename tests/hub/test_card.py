@@ -167,4 +167,4 @@ def test_training_arguments_that_make_a_run(tmp_path):
     options = {"use_cpu": True, "report_to": [], "head_only": True}
     facts = training_facts(DFlashTrainingArguments(output_dir=str(tmp_path), max_minutes=5.0, **options))
     assert facts["max_minutes"] == 5.0 and facts["head_only"] is True
-    assert not {"num_train_epochs", "lr_scheduler_type", "dpace_alpha", "loss_chunk_size"} & set(facts)
+    assert not {"num_train_epochs", "lr_scheduler_type", "loss_chunk_size"} & set(facts)

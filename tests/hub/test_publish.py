@@ -163,8 +163,9 @@ REFUSALS = {
 def test_a_refusal_of_the_hub_is_explained(case, folder, hub, monkeypatch):
     before, (change, message) = contents(folder), REFUSALS[case]
     change(hub, monkeypatch)
-    with pytest.raises(PublishError, match=message):
-        publish(folder, REPO, facts=FACTS)
+    for dry_run in (False, case == "card"):  # without the Hub, a dry run says what it could not compare
+        with pytest.raises(PublishError, match=message):
+            publish(folder, REPO, dry_run=dry_run, facts=FACTS)
     assert hub.commits == [] and hub.files == {} and contents(folder) == before
 
 
@@ -209,7 +210,7 @@ def test_a_dry_run_needs_no_network(folder, hub, monkeypatch, capsys):
     assert result.url is None and result.changes is None and result.unseen
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size
     assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
-    assert "not compared with what is there: " in capsys.readouterr().out
+    assert "not compared with what is there, and the card is not checked: " in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- the folder, and its card
@@ -270,7 +271,6 @@ CARDS = {
     "---\nbase_model: [a\n---\n": "is not valid",
     "---\nbase_model: a b\n---\n": "is not valid",
     "# no metadata\n": "names no base_model",
-    "---\nbase_model: a/b\nlicense: xyz\n---\n": "license='xyz' is not an identifier",
 }
 
 
@@ -280,24 +280,6 @@ def test_wrong_metadata_is_refused(card, folder):
     with pytest.raises(PublishError, match=CARDS[card]):
         publish(folder, REPO, dry_run=True)
     assert "# my-DFlash" in str(publish(folder, REPO, dry_run=True, facts=FACTS).card)
-
-
-LICENSES = {
-    "--license Apache_2.0": "license='Apache 2.0' is not an identifier of the Hub; the nearest are apache-2.0,",
-    "--license xyz": "license='xyz' is not an identifier of the Hub. For any other license: --license other",
-    "--license other": "license=other needs a name: --license-name NAME",
-    "--license-name mine": "license_name='mine' with license_link=None needs a license: --license other",
-    "--license other --license-name mine --license-link LICENSE": "license_link='LICENSE' must be a URL",
-}
-
-
-@pytest.mark.parametrize("options", LICENSES)
-def test_a_license_the_hub_rejects_is_refused(options, folder, capsys):
-    """A dry run passed, and the Hub rejected the card."""
-    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]
-    assert main([*words, *(word.replace("_", " ") for word in options.split())]) == 1
-    error = capsys.readouterr().err
-    assert LICENSES[options] in error and len(error.strip().splitlines()) == 1
 
 
 def test_a_card_written_by_hand_is_kept(folder, capsys):
@@ -441,8 +423,7 @@ def test_code_only_takes_no_other_option(capsys):
     for words in (["--private"], ["folder"], ["--license", "mit"]):
         assert main(["publish", "--code-only", REPO, *words]) == 2
         assert f"leave out {words[0]}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["publish", "folder"])
+    assert main(["publish", "folder"]) == 2 and "name a folder and a repository" in capsys.readouterr().err
 
 
 def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ from support.layouts import write
 from support.pairs import make_draft, make_target
 from transformers import AutoConfig, AutoModel, Qwen3Config, Qwen3Model
 
-import dflash_hf.auto
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.hook_dflash import drafter_of
 
@@ -52,33 +50,6 @@ def test_a_target_is_still_a_target(tmp_path):
     make_target().save_pretrained(tmp_path / "target")
     assert type(AutoConfig.from_pretrained(tmp_path / "target")) is Qwen3Config
     assert type(AutoModel.from_pretrained(tmp_path / "target")) is Qwen3Model
-
-
-def test_opting_out(tmp_path):
-    write(tmp_path / "draft", "z-lab v1")
-    dflash_hf.auto.unregister()
-    try:
-        assert type(AutoConfig.from_pretrained(tmp_path / "draft")) is Qwen3Config
-        dflash_hf.auto.unregister()  # twice does no harm
-    finally:
-        dflash_hf.auto.register()
-    assert type(AutoModel.from_pretrained(tmp_path / "draft")) is DFlashDraftModel
-    # The variable is read when the package is imported: at first, and again in the same process.
-    look = f"print(type(AutoConfig.from_pretrained({str(tmp_path / 'draft')!r})).__name__)"
-    code = f"""
-import os, sys
-import dflash_hf
-from transformers import AutoConfig
-{look}
-os.environ["DFLASH_HF_AUTO"] = "1"
-for name in [name for name in sys.modules if name.partition(".")[0] == "dflash_hf"]:
-    del sys.modules[name]
-import dflash_hf
-{look}
-"""
-    env = {"DFLASH_HF_AUTO": "0", "PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout.split()[-2:] == ["Qwen3Config", "DFlashDraftConfig"], done.stderr
 
 
 def test_drafter_loaded_before_the_package_drafts(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.heads import opened
 from support.layouts import (
     FIXTURES,
@@ -341,13 +340,6 @@ def test_other_drafters_are_refused(tmp_path, row):
         load(tmp_path / "draft")
     named = [row["tensor"], "model.safetensors"] if "tensor" in row else [str(tmp_path / "draft")]
     assert all(name in str(error.value) for name in named)
-
-
-def test_jetspec_plus_plus_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(zlab(nested={"causal_head": True})))
-    save_file({"weight": torch.zeros(1)}, tmp_path / "converter.safetensors")
-    with pytest.raises(ValueError, match=r"is a JetSpec\+\+ drafter, which is not supported"):
-        load(tmp_path)
 
 
 DAMAGE = {  # changes of the tensors of a drafter over a reduced vocabulary, and what the error says

@@ -62,22 +62,6 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
         assert torch.equal(again(block, context).last_hidden_state, hidden)
 
 
-@pytest.mark.parametrize("more", [{"own_mask_embedding": True}, {"draft_vocab_size": 48}], ids=str)
-def test_checkpoint_torchao_cannot_read_is_refused(more, tmp_path):
-    """It was, and the error came later, in forty lines."""
-    draft = make_draft(make_target(), **more)
-    if draft.config.has_own_head:
-        draft.d2t.copy_(torch.arange(48))
-    draft.save_pretrained(tmp_path / "draft")
-    quantised = DFlashDraftModel.from_pretrained(
-        tmp_path / "draft", quantization_config=torchao_int8(), dtype=torch.float32
-    )
-    name = "d2t" if draft.config.has_own_head else "mask_embedding"
-    with pytest.raises(ValueError, match=f"torchao can save a checkpoint with {name}, but not load it again"):
-        quantised.save_pretrained(tmp_path / "quantised")
-    assert not (tmp_path / "quantised").exists()
-
-
 def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
     """Where it lies in `mask_embedding.pt` alone, as engines read it, the tensor was called missing."""
     target, own = make_target(), torch.randn(32)

@@ -7,8 +7,6 @@ import torch
 from accelerate import DistributedType, PartialState
 from torch.distributed.fsdp import fully_shard
 
-from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
-from dflash_hf.target import target_features, target_forward, target_logits
 from dflash_hf.training.adapters import add_adapter
 from dflash_hf.training.train import leave_group, save
 from support.pairs import make_draft, make_target
@@ -83,22 +81,6 @@ def whole(parameter):
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
-def read_target(shard=None):
-    """Features, final states, embeddings and logits of a target, whose layers alone or which as a whole is sharded."""
-    target = make_target(dtype=torch.float64)
-    for layer in decoder_layers(target) if shard else ():
-        fully_shard(layer)
-    if shard == "whole":
-        fully_shard(target)
-    ids = uneven_rows()[0]["input_ids"]
-    ids = torch.tensor([ids, ids[::-1]])
-    features = [target_features(target, [0, 2], ids) for _ in range(2)]  # the second must not notice the first
-    output = target_forward(target, [1, 3], ids)
-    logits = target_logits(target, output.last_hidden_state)
-    embedded = raw_embedding(target, ids)
-    return [whole(t) for t in (*features, output.features, output.last_hidden_state, logits, embedded)]
-
-
 def generate_in_step(rank, shard=False):
     """Texts of different lengths, without and with a drafter, of a target sharded or whole; how often it was run."""
     target = make_target(dtype=torch.float64)
@@ -136,7 +118,6 @@ def main(scenario, folder):
     results["selector alone"] = train_selector_alone(folder, 2)
     save_adapter(folder, 2)
     if scenario == "ddp":
-        results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
         results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)
     torch.save(results, Path(folder, f"rank{torch.distributed.get_rank()}.pt"))
     leave_group()

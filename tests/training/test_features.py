@@ -275,20 +275,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         return code, printed.out, printed.err.strip().splitlines()[-1]
 
     output = str(tmp_path / "features")
-    assert "8 examples in 1 shard are in" in run("--output", f"{output}-1", "--target-layer-ids", "0", "2")[1]
-    code, out, error = run("--output", output, "--target-layer-ids", "0", "2", "--shard-size", "1e-5")
+    code, out, error = run("--output", output, "--target-layer-ids", "0", "2")
     assert code == 0, error
-    assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out
+    assert "8 examples, " in out and " are free in " in out and "8 examples in 1 shard are in" in out
     dataset = StoredFeatures(output)
     assert dataset.manifest.dtype == "bfloat16" and dataset[3]["stored"].read("features").dtype == torch.bfloat16
-    draft = make_draft(AutoModelForCausalLM.from_pretrained(folder), target_layer_ids=[0, 2])
-    draft.save_pretrained(tmp_path / "draft")
-    code, out, _ = run("--output", output, "--draft-config", str(tmp_path / "draft"))
-    assert code == 0 and "8 examples in 2 shards" in out  # nothing is left to do
-    draft.config.target_layer_ids = [-1]
-    draft.config.save_pretrained(tmp_path / "reads embedding")
-    options = ("--draft-config", str(tmp_path / "reads embedding"))
-    assert run("--output", str(tmp_path / "embedding"), *options)[0] == 0
+    assert run("--output", str(tmp_path / "embedding"), "--target-layer-ids", "-1")[0] == 0
     of_embedding = StoredFeatures(tmp_path / "embedding")[0]
     embedded = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings()(of_embedding["input_ids"])
     assert torch.equal(of_embedding["stored"].read("features"), embedded.bfloat16())
@@ -301,6 +293,3 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     ):
         code, _, error = run("--output", output, *options)
         assert code == 1 and message in error and error.startswith("dflash features: ")
-    with pytest.raises(SystemExit) as stopped:
-        run("--output", output, "--shard-size", "0")
-    assert stopped.value.code == 2 and "--shard-size: 0 must be a positive number" in capsys.readouterr().err

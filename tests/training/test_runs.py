@@ -211,7 +211,7 @@ WRONG = {
     "max_minutes=0 max_steps=-1": "max_minutes=0.0 must be positive",
     "report_to=nobody": "report_to=nobody is not installed, or unknown",
     "peft_config={rank: 4}": "peft_config={'rank': 4} is not a PEFT configuration",
-    "push_to_hub=true hub_model_id=me/a": "publish the finished drafter with `dflash publish",
+    "push_to_hub=true": "`dflash publish` uploads the finished drafter",
     "draft=.": "config.json",
 }
 

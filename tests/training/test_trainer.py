@@ -361,7 +361,7 @@ def test_defaults_are_the_papers(tmp_path):
 WRONG: list[dict] = [
     *({"num_anchors": 0}, {"loss_chunk_size": 0}, {"gradient_accumulation_steps": 0}, {"max_steps": 0}),
     *({"num_train_epochs": -1}, {"loss_decay_gamma": -1.0}, {"loss_decay_gamma": math.nan}, {"loss_type": "l2"}),
-    *({"dpace_alpha": 1.5}, {"block_attention": "flash"}, {"remove_unused_columns": True}, {"bf16_full_eval": True}),
+    *({"block_attention": "flash"}, {"remove_unused_columns": True}, {"bf16_full_eval": True}),
     *({"fp16_full_eval": True}, {"label_smoothing_factor": 0.1}, {"logging_nan_inf_filter": True}, {"max_minutes": 0}),
     *({"max_minutes": 1, "max_steps": 5}, {"max_minutes": 1, "warmup_steps": 20}, {"neftune_noise_alpha": 5.0}),
 ]

@@ -96,34 +96,3 @@ def test_a_target_from_a_folder_names_no_repository(tmp_path):
     trainer = make_trainer(tmp_path / "draft", target, counting_rows(4))
     trainer.save_model()
     assert "base_model" not in json.loads((tmp_path / "draft" / "card_facts.json").read_text())
-    with pytest.raises(ValueError, match="write base_model into"):
-        trainer.create_model_card()
-    trainer.create_model_card(finetuned_from="someone/target", license="mit", tags="walks", dataset="someone/data")
-    card = ModelCard((tmp_path / "draft" / "README.md").read_text())
-    assert (card.data.base_model, card.data.datasets) == ("someone/target", ["someone/data"])
-    assert {"dflash", "walks"} <= set(card.data.tags) and "# draft" in card.text
-
-
-@pytest.mark.parametrize("strategy", ["end", "checkpoint"])
-def test_push_to_hub_of_the_trainer(strategy, hub_target, hub, tmp_path):
-    """Trainer's own way up, with our card, and with the code that config.json names."""
-    trainer = make_trainer(
-        tmp_path / "out",
-        hub_target,
-        counting_rows(4),
-        push_to_hub=True,
-        hub_model_id=REPO,
-        hub_strategy=strategy,
-        save_strategy="steps",
-        save_steps=1,
-    )
-    trainer.train()
-    if strategy == "checkpoint":
-        assert {"modeling_dflash.py", "custom_generate/generate.py", "config.json"} <= set(hub.files[REPO])
-    trainer.push_to_hub(license="mit")
-    files = hub.files[REPO]
-    assert {"modeling_dflash.py", "custom_generate/generate.py", "model.safetensors", "README.md"} <= set(files)
-    card = ModelCard(files["README.md"].decode())
-    assert card.data.base_model == "someone/target" and card.data.license == "mit"
-    assert "# my-DFlash" in card.text and f'from_pretrained("{REPO}"' in card.text
-    assert "generated_from_trainer" not in card.data.tags

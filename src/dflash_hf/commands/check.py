@@ -1,7 +1,7 @@
 """
 `dflash check`.
 
-    dflash check my-drafter --target Qwen/Qwen3-0.6B --weights
+    dflash check my-drafter --target Qwen/Qwen3-0.6B
     dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
     dflash check my-drafter --engine llama.cpp --target target.gguf
 """
@@ -17,9 +17,7 @@ def add_arguments(parser) -> None:
     known = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
     parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=known)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
-    parser.add_argument("--weights", action="store_true", help="also check that all weights are finite")
     add_revision(parser, of="the drafter's repository")
-    parser.add_argument("--subfolder", default="", help="subfolder of the drafter")
 
 
 def run(arguments, echo) -> Outcome:
@@ -34,14 +32,8 @@ def run(arguments, echo) -> Outcome:
         raise ValueError(f"{arguments.draft} is a file; name a drafter's folder, .gguf file or Hub name.")
     if looks_local(arguments.draft) and not file and not Path(arguments.draft).is_dir():
         raise FileNotFoundError(f"{arguments.draft}: there is no such folder.")
-    findings = check(
-        arguments.draft,
-        arguments.engine or ([LLAMA_CPP] if file else ENGINES),
-        arguments.target,
-        arguments.revision,
-        arguments.subfolder,
-        arguments.weights,
-    )
+    engines = arguments.engine or ([LLAMA_CPP] if file else ENGINES)
+    findings = check(arguments.draft, engines, arguments.target, arguments.revision)
     echo(render(findings))
     code = int(any(finding.severity == "error" for finding in findings))
     return Outcome(code, {"findings": [vars(finding) for finding in findings]})

@@ -8,7 +8,7 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.names import DTYPES
-from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive
+from dflash_hf.terminal import Outcome, note, output_folder, positive
 
 
 AGAIN = "the same command continues after the last complete shard"
@@ -18,15 +18,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: a folder or Hub name")
     shared.add_data(parser)
     shared.add_output(parser, "continued if it exists", output_folder, required=True)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--draft-config", metavar="CONFIG", help="their drafter: config.json, folder or Hub name")
-    ids = "layers of the target, from 0 (default: five by the paper's rule)"
-    which.add_argument("--target-layer-ids", type=count, nargs="+", metavar="N", help=ids)
+    ids = "layers of the target, from 0; -1 is its embedding (default: five by the paper's rule)"
+    parser.add_argument("--target-layer-ids", type=int, nargs="+", metavar="N", help=ids)
     states = "also store final hidden states: for losses against the target's distribution"
     parser.add_argument("--states", action="store_true", help=states)
     shared.add_encoding(parser)
     shared.add_dtype(parser, DTYPES, "bfloat16", "--store-dtype", "of the features: ")
-    parser.add_argument("--shard-size", type=amount, default=1.0, help="size of a file in GB (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
     shared.add_loading(parser, draft=False)
 
@@ -36,7 +33,6 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
-    from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.layouts.read import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
@@ -44,19 +40,17 @@ def run(arguments, echo) -> Outcome:
 
     pair = NamedPair(arguments, note)
     check_token_id(arguments.mask_token_id, pair.config)
-    config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
-    layer_ids = arguments.target_layer_ids if config is None else config.target_layer_ids
-    encoder, rows = shared.encoder_of(arguments, pair.tokenizer, config), shared.rows_of(arguments)
+    encoder, rows = shared.encoder_of(arguments, pair.tokenizer), shared.rows_of(arguments)
     encoder.reader, target = pair.image_reader, freeze(pair.target())
-    layer_ids = layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
+    layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)
-    size, output, collator = int(arguments.shard_size * 1e9), arguments.output, DFlashCollator(0, encoder.reader)
-    options = {"batch_size": arguments.batch_size, "shard_bytes": size, "say": echo, "collator": collator}
-    manifest = store_features(target, dataset, output, made_with, **options)
+    output, options = arguments.output, {"batch_size": arguments.batch_size, "say": echo}
+    collator = DFlashCollator(0, encoder.reader)
+    manifest = store_features(target, dataset, output, made_with, **options, collator=collator)
     files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
     echo(f"{manifest.examples} examples in {files} are in {output}")
     facts = {"examples": manifest.examples, "tokens": report.tokens, "shards": len(manifest.shards)}

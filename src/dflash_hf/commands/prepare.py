@@ -10,12 +10,9 @@ from dflash_hf.terminal import Outcome, UsageError, count, wants_color
 
 
 def add_arguments(parser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--target", help="the target, whose tokenizer is used: a folder or Hub name")
-    which.add_argument("--tokenizer", help="a tokenizer, instead: a folder or Hub name")
+    parser.add_argument("--target", required=True, help="the target, whose tokenizer is used: a folder or Hub name")
     shared.add_data(parser)
     shared.add_output(parser, "write the examples to this .jsonl or .parquet file")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--examples", type=count, default=3, help="examples to print (default: %(default)s)")
     shared.add_encoding(parser)
     shared.add_color(parser, "supervised tokens")
@@ -36,10 +33,10 @@ def run(arguments, echo) -> Outcome:
 
     output = arguments.output
     if output is not None:
-        _check_output(output, arguments.data, arguments.overwrite)
-    config = check_names(arguments.target, None, Loading.of(arguments)) if arguments.target else {}
+        _check_output(output, arguments.data)
+    name, loading = arguments.target, Loading.of(arguments)
+    config = check_names(name, None, loading)
     check_token_id(arguments.mask_token_id, config)
-    name, loading = arguments.tokenizer or arguments.target, Loading.of(arguments)
     tokenizer = load_tokenizer(name, arguments.chat_template, loading.revision, loading.trust_remote_code)
     encoder = shared.encoder_of(arguments, tokenizer)
     encoder.vocab_size = vocab_size_of(config)
@@ -61,9 +58,9 @@ def run(arguments, echo) -> Outcome:
     return Outcome(facts=asdict(report))
 
 
-def _check_output(output, data: str, overwrite: bool) -> None:
+def _check_output(output, data: str) -> None:
     if output.suffix not in (".jsonl", ".parquet"):
         raise UsageError(f"--output {output} must end in .jsonl or .parquet.")
     shared.check_not_data(output, data)
-    if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")
+    if output.exists():
+        raise ValueError(f"--output {output} exists; choose another file, or remove it.")

@@ -28,7 +28,6 @@ def add_arguments(parser) -> None:
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
-    parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=probability, default=0.95, help="nucleus sampling (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest request (default: %(default)s)")

@@ -6,7 +6,6 @@
     dflash publish --code-only me/my-drafter
 """
 
-import argparse
 from functools import partial
 
 from dflash_hf.commands.shared import given
@@ -21,19 +20,10 @@ _FACTS = (
 
 
 def add_arguments(parser) -> None:
-    places = [
-        parser.add_argument("folder", help="local folder of a drafter"),
-        parser.add_argument("repo", help="user/name on the Hub"),
-    ]
-
-    class InPlaceOfBoth(argparse.Action):
-        def __call__(self, parser, namespace, value, option_string=None):
-            namespace.code_only = value
-            for place in places:
-                place.required = False
-
-    only = "instead: open a pull request there with this version's code, and nothing else"
-    parser.add_argument("--code-only", action=InPlaceOfBoth, metavar="REPO", help=only)
+    parser.add_argument("folder", help="local folder of a drafter")
+    parser.add_argument("repo", nargs="?", help="user/name on the Hub")
+    only = "open a pull request in the repository, named alone, with this version's code, and nothing else"
+    parser.add_argument("--code-only", action="store_true", help=only)
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="list what would change, print the card, send nothing")
     parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
@@ -66,6 +56,8 @@ def run(arguments, echo) -> Outcome:
 
     if arguments.code_only:
         return _code_only(arguments, echo)
+    if arguments.repo is None:
+        raise UsageError(f"{arguments.folder}: name a folder and a repository, or with --code-only a repository.")
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     facts, stated = None, {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
@@ -116,7 +108,7 @@ def _announce(folder, echo, result) -> None:
         more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
         echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
     if result.unseen:
-        echo(one_line(f"not compared with what is there: {result.unseen}"))
+        echo(one_line(f"not compared with what is there, and the card is not checked: {result.unseen}"))
     if REPORT_FILE in result.files:
         report = EvalReport.load(folder / REPORT_FILE)
         if (gain := report.methods[report.fastest].gain) < 1:
@@ -127,10 +119,10 @@ def _code_only(arguments, echo) -> Outcome:
     from dflash_hf.hub.code_only import publish_code
 
     ignored = given(arguments, ("private", "gguf", "replace_card", *_FACTS))
-    if ignored or arguments.folder is not None:
-        others = ", ".join(ignored or [arguments.folder])
-        raise UsageError(f"--code-only {arguments.code_only} changes the code there alone: leave out {others}.")
-    change = publish_code(arguments.code_only, arguments.dry_run)
+    if ignored or arguments.repo is not None:
+        others = ", ".join(ignored or [arguments.repo])
+        raise UsageError(f"--code-only changes the code of a repository alone: leave out {others}.")
+    change = publish_code(arguments.folder, arguments.dry_run)
     echo(f"code beside the weights: {change.before} -> {change.after}")
     for sign, names in (("+", change.files), ("-", change.removed)):
         for name in names:

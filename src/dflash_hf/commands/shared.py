@@ -55,9 +55,9 @@ def add_threads(parser) -> None:
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
-def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks", group=None) -> None:
+def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") -> None:
     """Options for faster decoding with a drafter."""
-    group = group or parser.add_argument_group("speed")
+    group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     add_packed(group)
@@ -163,16 +163,13 @@ def add_output(parser, what: str, kind=output_path, **options) -> None:
     parser.add_argument("--output", type=kind, help=what, **options)
 
 
-def encoder_of(arguments, tokenizer, draft_config=None):
-    """The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments; a drafter's configuration has defaults."""
+def encoder_of(arguments, tokenizer):
+    """The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments."""
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
 
-    given, mask_token_id = terminal.template_arguments(arguments.template_args), arguments.mask_token_id
-    kwargs = template_kwargs(given, arguments.data, draft_config=draft_config, say=note)
-    if mask_token_id is None and draft_config is not None:
-        mask_token_id = draft_config.mask_token_id
-    return RowEncoder(tokenizer, kwargs, None, arguments.max_length, mask_token_id)
+    kwargs = template_kwargs(terminal.template_arguments(arguments.template_args), arguments.data, say=note)
+    return RowEncoder(tokenizer, kwargs, None, arguments.max_length, arguments.mask_token_id)
 
 
 def rows_of(arguments):

@@ -5,11 +5,10 @@
     dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"
 """
 
-from dflash_hf.terminal import Outcome, output_folder
+from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--cache-dir", type=output_folder, help="parent of the folder (default: ~/.cache/dflash_hf)")
     parser.add_argument("--gguf", action="store_true", help="print the path of its GGUF file instead, for llama.cpp")
 
 
@@ -24,6 +23,6 @@ def run(arguments, echo) -> Outcome:
             raise FileNotFoundError(f"The GGUF file of SmolLM2-135M-Instruct is not installed: {PIP_LINE}")
         echo(os.fspath(file))
         return Outcome(facts={"file": os.fspath(file)})
-    folder = os.fspath(smollm2_folder(arguments.cache_dir))
+    folder = os.fspath(smollm2_folder())
     echo(folder)
     return Outcome(facts={"folder": folder})

@@ -70,11 +70,6 @@ def run(arguments, echo) -> Outcome:
     recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
-    if training.get("push_to_hub"):
-        again = ["dflash", "publish", training["output_dir"], training.get("hub_model_id") or "me/my-drafter"]
-        raise ValueError(
-            f"push_to_hub=True: leave it out, and publish the finished drafter with `{shlex.join(again)}`."
-        )
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
     unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]

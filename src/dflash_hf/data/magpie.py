@@ -38,7 +38,6 @@ class PromptSettings:
         kinds (`Sequence[str]`): Kinds of [`KINDS`], in turn; a kind given twice is sampled twice as often.
             Default: `chat`, or none if `begin` is given.
         begin (`Sequence[str]`): First words of further requests, of the kind `begin`.
-        system (`str`, *optional*): A system prompt, also kept in the rows. Default: the template's own.
         temperature, top_p (`float`): Sampling parameters.
         max_new_tokens (`int`): Maximum number of tokens; unfinished requests are left out.
         seed (`int`): Seed of all samples, from which each gets its own.
@@ -50,7 +49,6 @@ class PromptSettings:
 
     kinds: Sequence[str] = ()
     begin: Sequence[str] = ()
-    system: str | None = None
     temperature: float = 1.0
     top_p: float = 0.95
     max_new_tokens: int = 128
@@ -99,14 +97,12 @@ def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
             "The tokenizer has no chat template, which marks where a user's text begins; choose a target that was "
             "trained to chat."
         )
-    messages = [*_system(settings), {"role": "user", "content": _PROBE}]
+    messages = [{"role": "user", "content": _PROBE}]
     options = {"tokenize": False, "add_generation_prompt": True, **settings.chat_template_kwargs}
     try:
         rendered = tokenizer.apply_chat_template(messages, **options)
     except TemplateError as error:
-        raise ValueError(
-            f"The chat template rejects {messages} ({error}); leave out `system`, or give another chat template."
-        ) from error
+        raise ValueError(f"The chat template rejects {messages} ({error}); give another chat template.") from error
     before, found, behind = rendered.partition(_PROBE)
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     stop = next((id for id in ids if id in tokenizer.added_tokens_decoder), None)
@@ -131,8 +127,7 @@ def generate_prompts(
         batch_size (`int`, *optional*): Samples that are generated together; affects speed only.
 
     Returns:
-        `list[dict]`: Rows with `kind` and `prompt` (`messages` if there is a system prompt), `row`, and `sample`, the
-        number of the sample.
+        `list[dict]`: Rows with `kind`, `prompt`, `row`, and `sample`, the number of the sample.
 
     Raises:
         `ValueError`: the chat template has no recognisable user turn, or too few samples are new requests.
@@ -152,7 +147,7 @@ def judged_samples(
         return
     turn, seen, left_out = user_turn(tokenizer, settings), DistinctTexts(), Counter()
     for row in before:
-        seen.add(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
+        seen.add(row["prompt"])
     have, first = (before[-1]["row"] + 1, before[-1]["sample"] + 1) if before else (0, 0)
     for number, response in _sampled(target, tokenizer, turn, settings, first, batch_size):
         kind, begin = settings.of_sample(number)
@@ -162,9 +157,7 @@ def judged_samples(
             left_out[reason] += 1
             yield None, reason
         else:
-            messages = [*_system(settings), {"role": "user", "content": text}]
-            content = {"prompt": text} if settings.system is None else {"messages": messages}
-            yield {"row": have, "kind": kind, **content, "sample": number}, None
+            yield {"row": have, "kind": kind, "prompt": text, "sample": number}, None
             have += 1
             left_out.clear()
         if have == count:
@@ -175,10 +168,6 @@ def judged_samples(
                 f"count={count}: after {have} requests the last {_PATIENCE} samples gave no new one ({reasons}). "
                 "Ask for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
             )
-
-
-def _system(settings: PromptSettings) -> list[dict]:
-    return [] if settings.system is None else [{"role": "system", "content": settings.system}]
 
 
 def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first: int, batch_size: int | None):
@@ -229,6 +218,6 @@ def request_of(row: dict) -> dict:
     Raises:
         `ValueError`: it is another one.
     """
-    if "sample" not in row or not {"prompt", "messages"} & row.keys():
+    if not {"sample", "prompt"} <= row.keys():
         raise ValueError(f"not a request of `dflash prompts`: it has {sorted(row)}")
     return row

@@ -24,7 +24,8 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
-from dflash_hf.evaluation.plots import headline, plot_report
+from dflash_hf.evaluation.plots import headline
+from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.pairs import Loading, load_draft, load_target
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
@@ -129,14 +130,9 @@ def run_demo(
     for line in summary_lines(report):
         say(line)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         say("")
-        say(f"figures   {report.save(output / 'demo.json')}")
-        try:
-            title = f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"
-            say(f"picture   {plot_report(report, output / 'demo.png', title)}")
-        except ImportError as error:
-            say(f"picture   none: {error}")
+        for path in save_report(report, output, f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"):
+            say(f"written   {path}")
     return report
 
 

@@ -22,7 +22,6 @@ from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.licenses import check_license
 from dflash_hf.hub.limits import OLDEST
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
@@ -36,7 +35,7 @@ TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
 # The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
 _SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
 # Of facts that are not text.
-_KINDS: dict[str, type] = {"datasets": list, "tags": list, "training": dict, "report": dict}
+_KINDS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}
 _TAGS = ("dflash", "speculative-decoding", "block-diffusion", "draft-model")
 
 
@@ -58,7 +57,6 @@ class CardFacts:
         plot (`str`, *optional*): File name of its plot in the folder.
         license_name (`str`, *optional*): Of another license, e.g. `"my-license-1.0"`.
         license_link (`str`, *optional*): To its text: a URL, or a file in the folder.
-        tags (`list[str]`): Beside the card's own.
 
     Raises:
         `ValueError`: names field, value and remedy.
@@ -76,7 +74,6 @@ class CardFacts:
     plot: str | None = None
     license_name: str | None = None
     license_link: str | None = None
-    tags: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         for repo in (self.base_model, *self.datasets):
@@ -133,12 +130,11 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
     Raises:
         `ImportError`: jinja2 is not installed.
-        `ValueError`: the folder is not a drafter's, the license is unknown, or the facts contradict each other.
+        `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
     with needs("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
     folder = Path(folder)
-    check_license(vars(facts), folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
     variables = {
@@ -192,7 +188,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         model_name=repo.split("/")[-1] if results else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys((*_TAGS, *facts.tags))),
+        tags=list(_TAGS),
         **{name: getattr(facts, name) or None for name in own},
     )
 

@@ -2,8 +2,8 @@
 The preflight of a drafter's folder: will vLLM, SGLang and transformers load it, and all in the same way? And could
 llama.cpp run it after conversion?
 
-Only `config.json` and the headers of the weights are read, unless the weights are requested. Whether this package can
-read a drafter, the model's own reader decides; what engines read is in `limits`.
+Only `config.json` and the headers of the weights are read. Whether this package can read a drafter, the model's own
+reader decides; what engines read is in `limits`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,6 @@ from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
 from dflash_hf.repositories import check_revision, is_gguf, is_repository_id
 from dflash_hf.terminal import one_line, without_bars
-from dflash_hf.weights import check_finite_weights
 
 
 _EVERYBODY = (*ENGINES, LLAMA_CPP)
@@ -38,8 +37,6 @@ def check(
     engines: Sequence[str] = ENGINES,
     target=None,
     revision: str | None = None,
-    subfolder: str = "",
-    weights: bool = False,
 ) -> list[Finding]:
     """
     Check a drafter's folder, or its repository on the Hub, against what engines read.
@@ -52,8 +49,6 @@ def check(
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
-        subfolder (`str`): The drafter's subfolder in the folder or repository.
-        weights (`bool`): Also read every tensor, to check that all values are finite.
 
     Returns:
         `list[Finding]`, errors first; empty if there are none.
@@ -70,7 +65,7 @@ def check(
     config = {} if target is None else _target_config(target)
     if is_gguf(folder):
         return list(_findings_of_gguf(Path(folder), config))
-    return _merged(_findings(_local(str(folder), revision, subfolder), config, weights), engines)
+    return _merged(_findings(_local(str(folder), revision), config), engines)
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -84,17 +79,15 @@ def render(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _local(name: str, revision: str | None, subfolder: str) -> Path:
+def _local(name: str, revision: str | None) -> Path:
     """A drafter's folder; of a repository, its copy in the cache."""
     if Path(name).is_dir() or not is_repository_id(name):
-        return Path(name) / subfolder
-    place = f"{subfolder}/" if subfolder else ""
-    wanted = [f"{place}{pattern}" for pattern in ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)]
-    others = [f"{place}*/*.safetensors"]  # of checkpoints, for example
+        return Path(name)
+    wanted = ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
     try:
-        config = Path(hf_hub_download(name, f"{place}config.json", revision=revision))
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
         if is_drafter_config(read_json(config)):  # another model may be large
-            snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=others)
+            snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*.safetensors")
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         message = f"{name} is neither a local folder nor a repository that can be read: {one_line(error)}"
         raise ValueError(message) from error
@@ -113,7 +106,7 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
     return sorted(merged.values(), key=lambda finding: finding.severity)
 
 
-def _findings(folder: Path, target: dict, weights: bool) -> Iterator[Finding]:
+def _findings(folder: Path, target: dict) -> Iterator[Finding]:
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
@@ -133,8 +126,6 @@ def _findings(folder: Path, target: dict, weights: bool) -> Iterator[Finding]:
         yield Finding("error", _EVERYBODY, "model.safetensors", message)
     try:
         shapes = read_shapes(folder)
-        if weights:
-            check_finite_weights(folder)
     except (ValueError, OSError) as error:
         yield Finding("error", _EVERYBODY, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
         return

@@ -19,7 +19,6 @@ from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_g
 from dflash_hf.hub.card import CardFacts, has_own_card, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Finding
-from dflash_hf.hub.licenses import check_license
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files
@@ -134,7 +133,8 @@ def publish(
         folder (`str` or `Path`): The drafter.
         repo (`str`): `"user/name"`; created if it does not exist.
         private (`bool`): Create it as a private repository; an existing public one is rejected.
-        dry_run (`bool`): Compare with the repository, if the Hub can be reached, and send nothing.
+        dry_run (`bool`): Have the Hub check the card and compare with the repository, if it can be reached, and send
+            nothing.
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md if it was written by hand,
             else its `card_facts.json`.
         token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
@@ -152,9 +152,10 @@ def publish(
     api = HfApi(token=token)
     try:
         with explained(repo, "Nothing was sent; run the same command again."):
+            result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
             result.changes = changes = _changes(api, result, private, replace_card)
     except HubError as error:
-        if not dry_run:
+        if not dry_run or isinstance(error.__cause__, ValueError):  # the card was rejected
             raise
         result.unseen = one_line(error.__cause__)
     announce(result)
@@ -239,7 +240,6 @@ def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | N
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
-        check_license(metadata, folder)
         named = {name: metadata.get(name) or [] for name in ("base_model", "datasets")}
         named = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
         for name, values in named.items():
@@ -379,7 +379,6 @@ def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) ->
     if not changes.operations:
         return None
     with explained(result.repo, "Nothing was committed; run the same command again to upload the rest."):
-        result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
         if changes.parent is None:
             api.create_repo(result.repo, private=private or None)
             changes.parent = api.repo_info(result.repo).sha

@@ -15,7 +15,7 @@ class Spelling(NamedTuple):
     What others call a head, and how they write it.
 
     Attributes:
-        family (`str`): What drafters with this head are called; such families are no longer refused.
+        family (`str`): What drafters with this head are called; other families are refused.
         speculators_model_type (`str`, *optional*): The type under which speculators writes it.
         tensor_names (`dict[str, str]`): Other names of its tensors (regular expressions), and those in our files.
         read (`Callable`): A `config.json` with this head's fields, from any published spelling. Keys of
@@ -80,12 +80,6 @@ def _is_dspark(config: dict) -> bool:
     Raises:
         `ValueError`: the file has a Markov head, but cannot be read.
     """
-    bundled = [key for key in config if key.startswith("dspark_")]
-    if bundled:
-        raise UnknownHeadError(
-            f"{bundled[0]}={config[bundled[0]]!r} belongs to a DSpark drafter inside its target's checkpoint, which "
-            "cannot be loaded here; load a drafter that was published separately."
-        )
     names = [config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or [])]
     if any("dspark" in str(name).lower() for name in names):
         return True

@@ -2,7 +2,7 @@
 Other projects' drafter layouts: their `config.json` keys and tensor names, turned into the published z-lab layout.
 
 The rest of the code knows one layout only. Anything that is not a DFlash drafter, or has an unknown head, is rejected
-here, with the reason.
+here.
 """
 
 import re
@@ -19,23 +19,7 @@ from dflash_hf.modeling.heads_dflash import Head
 
 
 logger = logging.get_logger(__name__)
-# In `architectures` or `speculators_model_type`: drafters without a head in `HEADS`, rejected ones included.
-_FAMILIES = "dflash|dfly|dflare|lilicorr|xpress|treeflash|adaflash|dels.?spec|MuseGlimmerAssistantModel"
-_MUSE = {
-    "hidden_size": 6656,
-    "intermediate_size": 19968,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500_000.0,
-    "sliding_window": 2048,
-    "mask_token_id": 201818,
-    "target_layer_ids": [1, 13, 25, 37, 49],
-}
-# TorchSpec's and Qwen3's own defaults: a file may leave out keys that equal them.
+# Its own defaults, and Qwen3's: a file may leave out keys that equal them.
 _TORCHSPEC = {
     "num_target_layers": 5,
     "intermediate_size": 14336,
@@ -57,43 +41,9 @@ _LAYER_KEYS = (
     "attention_bias",
 )
 
-# Families with other heads, which are rejected; those of `HEADS` are loaded. A key that is set, or the start of a
-# tensor's name, identifies them.
-_OTHER_HEADS = {
-    "LiLiCorr": "it chooses among candidates with attention over their lattice, which is not supported",
-    "XPress": "its drafts are rewritten by a refiner",
-    "Laguna": "its attention is gated (`g_proj`) and its features have separate norms (`aux_hidden_norms`)",
-    "DFly": "its features are fused layer by layer, and its drafted tokens correct its hidden states",
-    "DFlare": "its features are fused layer by layer",
-    "Beam": "it keeps several paths of a block while it drafts",
-    "Gemma4": "its layers are those of Gemma 4; serve it with vLLM or mlx-vlm, or train a drafter for this target",
-    "TreeFlash": "an MLP corrects its hidden states for each previous token; decode with its own `spec_generate`",
-    "AdaFlash": "a head chooses the length of its blocks; without the head's keys and tensors it is a plain drafter",
-    "DeLS-Spec": "its layout is unknown here; decode with its own code",
-    "JetSpec smoke test": "its adapter to the target's width is random; train a drafter for this target",
-}
-# Keys that belong to no head.
-_OTHER_KEYS = {
-    "xpress_rank": "XPress",
-    "treeflash_config": "TreeFlash",
-    **dict.fromkeys(("thresh_head_direct_len", "use_thresh_head_two_model"), "AdaFlash"),
-    **dict.fromkeys(("use_thresh_head_subsequent", "use_prob_head"), "AdaFlash"),
-}
-_OTHER_TENSORS = {
-    "lilicorr.": "LiLiCorr",
-    "aux_hidden_norms.": "Laguna",
-    "refiner_head.": "XPress",
-    "hidden_correction.": "DFly",
-    "layer_fusion": "DFly",
-    "ar_approximation.": "TreeFlash",
-    "thresh_head_": "AdaFlash",
-    "prob_head.": "AdaFlash",
-    "hidden_dim_adapter.": "JetSpec smoke test",
-}
-
 # Further keys with several places, and spellings: the first that is set is read.
 _READ_HERE = {
-    **{key: key for key in ("projector_type", "model_arch", "use_gemma_norm", *_OTHER_KEYS)},
+    **{key: key for key in ("projector_type", "model_arch", "use_gemma_norm")},
     **{key: key for key in ("use_confidence_head", "confidence_head_alpha")},
     # Slot k of a block predicts the token at anchor + 1 + k.
     **dict.fromkeys(("sample_from_anchor", "shift_label", "query_zero_predicts_next"), "sample_from_anchor"),
@@ -169,7 +119,7 @@ def is_drafter_config(config: dict) -> bool:
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
     names = [*names, config.get("speculators_model_type")]
-    families = re.compile("|".join((_FAMILIES, *(spelling.family for spelling in spellings()))), re.IGNORECASE)
+    families = re.compile("|".join(("MuseGlimmerAssistant", *_families())), re.IGNORECASE)
     return "dflash_config" in config or any(isinstance(name, str) and families.search(name) for name in names)
 
 
@@ -178,11 +128,11 @@ def canonical_config(config: dict) -> dict:
     The published layout of a `config.json` of any layout; `source_layout` names the original one if tensors differ.
 
     Raises:
-        `UnknownHeadError`: not a DFlash drafter of the same-position layout; names the head and why it is rejected.
+        `UnknownHeadError`: a drafter of another method, or with another head.
     """
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
     config = _lifted(config)
-    _refuse_other_heads(config)
+    _refuse_others(config)
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
     for spelling in spellings():
@@ -230,48 +180,42 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
     return re.search(DIALECTS[source_layout].copies, name) is not None
 
 
-def refuse_other_tensors(names) -> None:
+def _families() -> list[str]:
+    return [spelling.family for spelling in (SPELLINGS[Head], *spellings())]
+
+
+def _refuse_others(config: dict) -> None:
     """
-    Raises:
-        `UnknownHeadError`: a tensor belongs to an unsupported head.
+    Other methods of drafting by the names that they give themselves: some have a plain drafter's tensors. Layers of
+    another kind have tensors without a place, which are refused when the weights are read.
     """
-    refused = _refused_heads()
-    for name in names:
-        for start, head in _OTHER_TENSORS.items():
-            if name.startswith(start) and head in refused:
-                reason = refused[head]
-                raise UnknownHeadError(f"tensor {name} belongs to a {head} drafter, which is refused: {reason}.")
-
-
-def _refused_heads() -> dict[str, str]:
-    """Families that no head of `HEADS` belongs to, and why they are refused."""
-    read = {spelling.family for spelling in spellings()}
-    return {head: reason for head, reason in _OTHER_HEADS.items() if head not in read}
-
-
-def _refuse_other_heads(config: dict) -> None:
-    names = [str(name) for name in config.get("architectures") or () if isinstance(name, str)]
-    names += [str(config.get("projector_type", "")), str(config.get("model_arch", ""))]
-    kind = str(config.get("speculators_model_type", ""))
-    for head, reason in _refused_heads().items():
-        named = [name for name in (*names, kind) if _letters(head) in _letters(name)]
-        named += [f"{k}={config[k]!r}" for k, family in _OTHER_KEYS.items() if family == head and config.get(k)]
-        if named:
-            raise UnknownHeadError(
-                f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here."
-            )
-    types = [one.speculators_model_type for one in (SPELLINGS[Head], *spellings())]
-    kinds = [one for one in types if one is not None]
-    if kind and kind not in kinds:
-        raise UnknownHeadError(
-            f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
-        )
+    families = "|".join(_families())
+    kinds = [spelling.speculators_model_type for spelling in (SPELLINGS[Head], *spellings())]
+    # Any target's name may come first, but that of Gemma 4, whose drafters have its own layers.
+    named = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
+    read = {
+        "architectures": f"{named}|MuseGlimmerAssistantModel",
+        "projector_type": f"{families}|causal_v5",
+        "model_arch": families,
+        "speculators_model_type": "|".join(filter(None, kinds)),
+    }
+    for key, names in read.items():
+        said = config.get(key) or []
+        for name in said if isinstance(said, list) else [said]:
+            if not re.fullmatch(names, str(name), re.IGNORECASE):
+                raise UnknownHeadError(
+                    f"{key}={name!r} cannot be loaded here: the drafters that are read are {', '.join(_families())}. "
+                    "Decode with the code that it was published with, or train a drafter for its target."
+                )
     if config.get("use_gemma_norm", False):
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
 
 
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))
+def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
+    """What transformers' configuration of a type says where a file says nothing."""
+    theirs = CONFIG_MAPPING[model_type]()
+    result = {key: getattr(theirs, key) for key in keys if getattr(theirs, key, None) is not None}
+    return {**result, "rope_theta": theirs.rope_parameters["rope_theta"]}
 
 
 def _from_speculators(config: dict) -> dict:
@@ -282,9 +226,7 @@ def _from_speculators(config: dict) -> dict:
     model_type = layers.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama", "qwen2", "mistral", "gpt_oss"):
         raise ValueError(f"transformer_layer_config has model_type={model_type!r}; it must name Qwen3-style layers.")
-    defaults = CONFIG_MAPPING[model_type]()
-    result = {key: getattr(defaults, key) for key in _LAYER_KEYS if getattr(defaults, key, None) is not None}
-    result["rope_theta"] = defaults.rope_parameters["rope_theta"]
+    result = _defaults(model_type, _LAYER_KEYS)
     result |= {key: value for key, value in layers.items() if key not in ("architectures", "transformers_version")}
     kind = config.pop("speculators_model_type", "dflash")
     if kind == "dflash2":
@@ -307,8 +249,10 @@ def _from_speculators(config: dict) -> dict:
 
 
 def _from_muse(config: dict) -> dict:
-    """Flat keys with their own defaults. There is no causality key: attention in the block is bidirectional."""
-    result = {**_MUSE, **{key: value for key, value in config.items() if value is not None}}
+    """Flat keys with transformers' defaults. There is no causality key: attention in the block is bidirectional."""
+    keys = (*_LAYER_KEYS, "sliding_window", "mask_token_id", "target_layer_ids")
+    result = _defaults("muse_glimmer_assistant", keys)
+    result |= {key: value for key, value in config.items() if value is not None}
     if "rope_parameters" in result and config.get("rope_theta") is None:
         del result["rope_theta"]
     layers = result["num_hidden_layers"]

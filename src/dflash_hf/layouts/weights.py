@@ -10,8 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from dflash_hf.layouts.heads import UnknownHeadError
-from dflash_hf.layouts.read import canonical_name, is_left_out, refuse_other_tensors
+from dflash_hf.layouts.read import canonical_name, is_left_out
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
@@ -44,10 +43,6 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
         return [single]
     index = find(with_variant(SAFE_WEIGHTS_INDEX_NAME))
     if index is None:
-        if find("converter.safetensors") is not None:
-            raise UnknownHeadError(
-                f"{name_or_path} is a JetSpec++ drafter, which is not supported: it consists of adapters for a target."
-            )
         raise OSError(
             f"{name_or_path} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
             "read; write other tensors with `safetensors.torch.save_file`."
@@ -134,12 +129,8 @@ def check_checkpoint(
     found, sources = {}, {}
     for path in files:
         tensors = read_header(path)
-        named = {name: canonical_name(name, names) for name in tensors}
-        try:
-            refuse_other_tensors(named.values())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        for name, canonical in named.items():
+        for name in tensors:
+            canonical = canonical_name(name, names)
             if is_left_out(canonical, config.source_layout, config.has_own_head):
                 continue
             if canonical in found:

@@ -15,7 +15,6 @@ from dflash_hf.modeling.accept_dflash import likeliest
 DIVERGENCES = {
     "ce": (1.0, 0.0, 0.0),
     "kl": (0.0, 0.0, 1.0),
-    "tv": (0.0, 1.0, 0.0),
     "dspark": (0.1, 1.8, 0.0),  # the paper's distance, 0.9 of it, is twice the total variation
 }
 
@@ -226,7 +225,6 @@ def block_loss(
     losses: TokenLosses,
     counted: torch.BoolTensor,
     slot_weights: torch.Tensor | None,
-    alpha: float = 0.5,
     weighting: str = "dpace",
 ) -> torch.Tensor:
     """
@@ -236,7 +234,6 @@ def block_loss(
         losses (`TokenLosses`): `[N, A, B]`.
         counted (`torch.BoolTensor`): `[N, A, B]`.
         slot_weights (`torch.Tensor`): `[B]`. `None`: weights that depend on what is drafted.
-        alpha (`float`): Smoothing of D-PACE.
         weighting (`str`): Which these are: `"dpace"`: [`dpace_weights`]; `"auf"`: [`first_failure_weights`].
 
     Returns:
@@ -248,7 +245,7 @@ def block_loss(
         weights = first_failure_weights(losses.correct, counted)
     else:
         nll = losses.nll.masked_fill(counted & ~losses.known, math.inf)  # never drafted
-        weights = dpace_weights(nll, counted, alpha)
+        weights = dpace_weights(nll, counted)
     return (losses.values * weights).sum((1, 2))
 
 

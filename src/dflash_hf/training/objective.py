@@ -121,7 +121,7 @@ class Objective:
         losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
 
         # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
-        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha, args.weighting)  # [N]
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.pairs import loaded
-from dflash_hf.repositories import origin
 from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
@@ -28,7 +26,7 @@ from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import lengths_of, survey
-from dflash_hf.training.trainer_card import PushesCode, save_facts, without_stale_report
+from dflash_hf.training.trainer_card import save_facts, without_stale_report
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
 
@@ -129,7 +127,6 @@ class DFlashTrainer(AtomicTrainer):
         self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.add_callback(PushesCode())
         self.add_callback(StepCount())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEnded())
@@ -313,36 +310,12 @@ class DFlashTrainer(AtomicTrainer):
         finally:
             restore(self.draft.config)
 
-    def create_model_card(
-        self, model_name=None, license=None, tags=None, finetuned_from=None, dataset=None, dataset_tags=None, **unused
-    ) -> None:
-        """
-        Write the drafter's card, rendered from facts, as README.md of the output folder; `push_to_hub` calls this.
-
-        Args:
-            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
-            license (`str`): The Hub's short name, e.g. `"mit"`.
-            tags (`str` or `list[str]`): Added to the card's own tags.
-            finetuned_from (`str`): Repository of the target. Default: the repository it was loaded from.
-            dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
-            unused: Upstream's other arguments, which are not part of a drafter's card.
-
-        Raises:
-            `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
-        """
-        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes an adapter's card
-            return
-        folder = Path(self.args.output_dir)
-        datasets = _listed(dataset_tags if dataset is None else dataset)
-        given = {"base_model": finetuned_from, "license": license, "datasets": datasets, "tags": _listed(tags)}
-        facts = CardFacts.from_folder(folder, **given)
-        facts.save(folder)  # `dflash publish` renders the card anew
-        repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
-        (folder / "README.md").write_text(str(render_card(folder, facts, repo)), encoding="utf-8")
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else value or []
+    def push_to_hub(self, *args, **kwargs):
+        """Refused: upstream's card knows nothing of a drafter."""
+        raise ValueError(
+            "A drafter is published by `dflash publish FOLDER REPO --base-model TARGET`, with its card and report, or "
+            "by `draft.push_to_hub(REPO)`, without them."
+        )
 
 
 def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> TargetOutput:
@@ -396,12 +369,6 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
             f"{limit} cannot be used with a stream, whose passes have no length: set max_steps instead, or pass a "
             "dataset with a length."
         )
-    if args.push_to_hub and not origin(target):
-        raise ValueError(
-            "push_to_hub=True publishes a card, which names the target's repository, but the target was loaded from "
-            f"'{target.name_or_path or 'no folder'}': set `target.name_or_path` to it, or leave push_to_hub out and "
-            "publish the saved drafter with `dflash publish FOLDER REPO --base-model TARGET`."
-        )
 
 
 def prepare_draft(draft, args, adapted: bool) -> None:
@@ -419,7 +386,7 @@ def prepare_draft(draft, args, adapted: bool) -> None:
     if needs_teacher(config) and not args.has_teacher:
         logger.warning(
             f"Part of the {head.name} learns from the target's distribution only and is not trained "
-            f"with loss_type={args.loss_type}; use dspark, kl or tv."
+            f"with loss_type={args.loss_type}; use dspark or kl."
         )
     with torch.device("meta"):
         modules = head.modules(config)

@@ -1,12 +1,8 @@
-"""What `DFlashTrainer` writes next to a drafter's weights: the facts of its model card, and its code."""
+"""What `DFlashTrainer` writes next to a drafter's weights: the facts of its model card."""
 
-import shutil
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
-
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import digest_of_file, read_json, write_json
@@ -19,19 +15,6 @@ _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
     *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
 )
-
-
-class PushesCode(TrainerCallback):
-    """Adds the code that config.json names to what upstream pushes of a checkpoint: its config and weights."""
-
-    def on_push_begin(self, args, state, control, **kwargs):
-        folder = Path(args.output_dir)
-        source = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if state.is_world_process_zero and source.is_dir():
-            (folder / "custom_generate").mkdir(exist_ok=True)
-            for path in (*source.glob("*_dflash.py"), source / "custom_generate/generate.py", source / FACTS_FILE):
-                if path.is_file():  # an adapter has no code
-                    shutil.copyfile(path, folder / path.relative_to(source))
 
 
 @contextmanager

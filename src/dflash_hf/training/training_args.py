@@ -8,7 +8,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "tv", "dpace_tv", "dspark"),
+    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"),
     "block_attention": ("auto", "flex", "dense"),
 }
 # Arguments of transformers that must stay off, and what they would do.
@@ -18,6 +18,7 @@ _OFF = {
     "label_smoothing_factor": "is not part of this loss",
     "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
     "bf16_full_eval": "rounds the drafter's weights for good; bf16=True evaluates with autocast",
+    "push_to_hub": "uploads a card that knows nothing of a drafter; `dflash publish` uploads the finished drafter",
     "fp16_full_eval": "rounds the drafter's weights for good; fp16=True evaluates with autocast",
 }
 
@@ -39,11 +40,10 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
             2607.01893). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
-            of either; `"tv"`, `"dpace_tv"`: total variation, the rejection rate of sampling (arXiv 2602.23881).
+            of either.
             `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
-        dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
             [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
@@ -74,7 +74,6 @@ class DFlashTrainingArguments(TrainingArguments):
     max_minutes: float | None = key("Minutes to train; the learning rate decays over time.")
     num_anchors: int = key("Blocks sampled from each sequence at each step.", 512)
     loss_type: str = key(f"The loss: {', '.join(_CHOICES['loss_type'])}.", "ce")
-    dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5)
     loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
     muon: bool = key("Train the layers' matrices with Muon, the rest with AdamW.", False)
     head_only: bool = key("Train the drafter's head alone.", False)
@@ -129,8 +128,6 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
             )
-        if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha={self.dpace_alpha} must be between 0 and 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
