@@ -54,8 +54,10 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.to_csv(tmp_path / "a.csv")
+    dataset.save_to_disk(tmp_path / "folder")
+    datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv"):
+    for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv", "folder", "splits"):
         assert list(load_rows(tmp_path / name)) == rows, name
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
@@ -215,7 +217,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("null.json", (), "row 1 is None, not a JSON object; remove it"),
         ("open.json", (), "open.json' cannot be read: Expecting"),
         ("absent.jsonl", (), "there is no such file"),
-        ("folder", (), "folder' is a folder; name its files"),
+        ("folder", (), "without dataset_info.json"),
         (
             "text.jsonl",
             (),

@@ -1,4 +1,4 @@
-"""Rows of a dataset: local files and Hub names, through `datasets`."""
+"""Rows of a dataset: local files, folders and Hub names, through `datasets`."""
 
 import csv
 import glob
@@ -51,8 +51,8 @@ def load_rows(
     The rows of a dataset.
 
     Args:
-        data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, or the name of a
-            dataset on the Hub.
+        data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder written by
+            `save_to_disk`, or the name of a dataset on the Hub.
         split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
 
@@ -73,7 +73,14 @@ def load_rows(
     first = str(data if isinstance(data, str | Path) else data[0])
     kinds = {_LOADERS.get(_suffix(path)) for path in paths}
     if len(paths) == 1 and paths[0].is_dir():
-        raise ValueError(f"data='{first}' is a folder; name its files.")
+        try:
+            rows = datasets.load_from_disk(str(paths[0]))
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
+            ) from error
+        rows = _choose_split(rows, split, first) if isinstance(rows, datasets.DatasetDict) else rows
+        return as_written(rows)
     local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
         return _of_hub(datasets, first, split, name, revision)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from dflash_hf.layouts.check import check_nested
@@ -193,8 +194,9 @@ def _refuse_others(config: dict) -> None:
     kinds = [spelling.speculators_model_type for spelling in (SPELLINGS[Head], *spellings())]
     # Any target's name may come first, but that of Gemma 4, whose drafters have its own layers.
     named = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
+    plain = "|".join(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # says nothing of the method
     read = {
-        "architectures": f"{named}|MuseGlimmerAssistantModel",
+        "architectures": f"{named}|MuseGlimmerAssistantModel|{plain}",
         "projector_type": f"{families}|causal_v5",
         "model_arch": families,
         "speculators_model_type": "|".join(filter(None, kinds)),
