@@ -32,6 +32,7 @@ from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 
 MANIFEST = "manifest.json"
+_TOKENS = 4096  # of a shard of a run's own features: after each, a run with little time asks whether it has enough
 
 
 @dataclass
@@ -377,7 +378,8 @@ def store_rows(
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
         collator = DFlashCollator(0, encoder.reader)
-        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough, collator=collator)
+        size = _TOKENS * made_with.token_bytes
+        store_features(target, rows, folder, made_with, shard_bytes=size, enough=enough, collator=collator)
     return StoredFeatures(folder)
 
 
