@@ -174,7 +174,7 @@ def store_features(
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
             there, the disk is too small, or states are requested from a target whose logits are not its head's output.
     """
-    folder = Path(folder)
+    folder, collator = Path(folder), collator or DFlashCollator()
     if manifest.states:
         check_logits(target)
     with locked(folder):
@@ -272,9 +272,9 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> di
         chosen = order[start : start + batch_size]
         names = ("input_ids", "loss_mask", "images")
         examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
-        batch = (collator or DFlashCollator())(examples)
+        batch = collator(examples)
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        more = {"states": manifest.states, "images": batch["images"]() if "images" in batch else None}
+        more = {"states": manifest.states, "images": collator.read_images(batch)}
         output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
         found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
