@@ -107,7 +107,7 @@ def _whole(name: str | Path, what: str, **options):
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
         known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
-        seeing = reads_images(AutoConfig.from_pretrained(name, **known).model_type)
+        seeing = reads_images(AutoConfig.from_pretrained(name, **known).to_dict())
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         target, info = kind.from_pretrained(name, **options)
     except StrictDataclassError as error:
@@ -130,14 +130,17 @@ def _whole(name: str | Path, what: str, **options):
     return target
 
 
-def reads_images(model_type: str | None) -> bool:
-    """Whether a model of a type is loaded with the part that reads images, not as its language model alone."""
+def reads_images(config: dict) -> bool:
+    """
+    Whether a model with this configuration is loaded with the part that reads images: if it was saved with it, or if
+    transformers has no other class for it.
+    """
     from transformers.models.auto import modeling_auto
 
-    texts, images = (
-        getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
-    )
-    return model_type in images and texts.get(model_type) in (None, images[model_type])
+    kind = config.get("model_type")
+    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    alone = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, seeing)
+    return seeing is not None and seeing in (alone, *(config.get("architectures") or ()))
 
 
 def damaged(what: str, error: Exception) -> str:

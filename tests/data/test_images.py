@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 
 import pytest
 import torch
@@ -56,10 +57,11 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
         chat({"type": "image"}, image={"bytes": png(image), "path": None}),
     ]
     examples = [example for row in rows for example in encode(row)]
-    expected = DFlashCollator(0, encode.reader)(examples[:1])["images"]()
+    collator = DFlashCollator(0, encode.reader)
+    expected = collator.read_images(collator(examples[:1]))
     assert {tuple(one["input_ids"]) for one in examples} == {tuple(examples[0]["input_ids"])}
     for example in examples:
-        found = DFlashCollator(0, encode.reader)([example])["images"]()
+        found = collator.read_images(collator([example]))
         assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
@@ -126,8 +128,9 @@ def test_training_reads_what_decoding_reads(kind):
     target, reader = target_of(kind, processor), ImageReader(processor)
     encode = RowEncoder(processor.tokenizer, reader=reader)
     examples = encode(chat({"type": "image", "image": picture(3, 20)})) + encode(TEXT)
-    batch = DFlashCollator(0, reader)(examples)
-    masks = {"attention_mask": batch["attention_mask"], "images": batch["images"]()}
+    collator = DFlashCollator(0, reader)
+    batch = pickle.loads(pickle.dumps(collator(examples)))  # as of a worker, which sent the processor with each
+    masks = {"attention_mask": batch["attention_mask"], "images": collator.read_images(batch)}
     found = target_forward(target, [0, 2], batch["input_ids"], **masks, states=False).features
     user = [{"type": "image", "image": picture(3, 20)}, {"type": "text", "text": "Hi"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}

@@ -94,6 +94,17 @@ def test_missing_code_is_added(folder):
     assert [finding.key for finding in result.findings] == ["configuration_dflash.py"]
 
 
+def test_code_is_what_the_model_imports(folder):
+    """Any `*_dflash.py` was published, and a module of another name was not."""
+    (folder / "plots_dflash.py").write_text("import matplotlib\n", encoding="utf-8")
+    (folder / "layers.py").write_text("EPSILON = 1e-6\n", encoding="utf-8")
+    with (folder / "modeling_dflash.py").open("a", encoding="utf-8") as code:
+        code.write("\n\nfrom .layers import EPSILON\n")
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert {"modeling_dflash.py", "text_dflash.py", "layers.py"} <= set(result.files)
+    assert "plots_dflash.py" in result.left_out
+
+
 def test_a_second_commit_has_only_what_changed(folder, hub, draft, target, capsys):
     """Engines would read a file of before together with the new weights, and the card its picture."""
     old = ("eval_report.png", "mask_embedding.pt")

@@ -1,15 +1,16 @@
-"""Tiny targets that read images, with their processors: of the kinds of Qwen2.5-VL, Gemma 3 and Idefics3."""
+"""Tiny targets that read images, with their processors: of the kinds of Qwen2.5-VL, Qwen3.5, Gemma 3 and Idefics3."""
 
 import torch
 from PIL import Image
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
 
-from support.pairs import COMMON, SLIDING
+from support.pairs import COMMON, DELTA, SLIDING
 from support.tiny_chat import END, PAD, make_tokenizer
 
 
 ROWS = 280  # of the embedding
-PLACE = {"qwen2_5_vl": "<|image_pad|>", "gemma3": "<start_of_image>", "idefics3": "<image>"}
+PLACE = {"gemma3": "<start_of_image>", "idefics3": "<image>"}
+PLACE |= dict.fromkeys(("qwen2_5_vl", "qwen3_5"), "<|image_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
@@ -42,8 +43,9 @@ def processor_of(kind: str):
         )
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    class WithoutVideos(Qwen2_5_VLProcessor):
+    class WithoutVideos(Qwen3VLProcessor if kind == "qwen3_5" else Qwen2_5_VLProcessor):
         @classmethod
         def get_attributes(cls):
             return ["image_processor", "tokenizer"]
@@ -53,7 +55,7 @@ def processor_of(kind: str):
             self.image_token_id, self.video_token_id = map(
                 tokenizer.convert_tokens_to_ids, (PLACE[kind], "<|video_pad|>")
             )
-            super(Qwen2_5_VLProcessor, self).__init__(image_processor, tokenizer, chat_template=chat_template)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     tokenizer.add_special_tokens({"additional_special_tokens": [PLACE[kind], "<|video_pad|>"]})
     patches = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 256, "max_pixels": 256}
@@ -63,12 +65,17 @@ def processor_of(kind: str):
 def target_of(kind: str, processor):
     """A random target of a kind."""
     id_of = processor.tokenizer.convert_tokens_to_ids
-    if kind == "qwen2_5_vl":
+    if kind.startswith("qwen"):
         tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
-        tower |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "window_size": 8}
+        tower |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
         tokens = {"image_token_id": id_of(PLACE[kind]), "video_token_id": id_of("<|video_pad|>")}
-        config = {"text_config": {**TEXT, **ROPE}, "vision_config": {**tower, "fullatt_block_indexes": [0]}, **tokens}
+        config = {"text_config": {**TEXT, **ROPE}, "vision_config": tower, **tokens}
         config["vision_start_token_id"] = ROWS - 1
+        if kind == "qwen3_5":
+            config["text_config"] |= {**DELTA, "partial_rotary_factor": 1.0}
+            tower["num_position_embeddings"] = 16
+        else:
+            tower |= {"window_size": 8, "fullatt_block_indexes": [0]}
     elif kind == "gemma3":
         names = {"image": "<image_soft_token>", "boi": PLACE[kind], "eoi": "<end_of_image>"}
         tokens = {f"{name}_token_index": id_of(token) for name, token in names.items()}
@@ -87,6 +94,7 @@ def target_of(kind: str, processor):
         for parameter in target.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(20.0)
+        target.get_output_embeddings().weight[id_of(PLACE[kind])] = 0.0  # it writes no images
     target.generation_config.eos_token_id, target.generation_config.pad_token_id = END, PAD
     return target.requires_grad_(False)
 
@@ -104,7 +112,7 @@ def save_seeing(folder, kind: str, monkeypatch):
     target = target_of(kind, processor)
     target.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
-    if kind == "qwen2_5_vl":
+    if kind.startswith("qwen"):
         monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda name, **options: processor_of(kind))
     else:
         processor.save_pretrained(folder)

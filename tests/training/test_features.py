@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.target import digest_of_target, target_features
 from dflash_hf.training import features
 from dflash_hf.training import trainer as trainer_module
-from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored_tokens
+from dflash_hf.training.features import (
+    StoredFeatures,
+    describe,
+    drop_layers,
+    store_features,
+    store_rows,
+    stored_tokens,
+)
 from dflash_hf.training.features import stored as stored_features
 from dflash_hf.training.rows import survey
 from dflash_hf.training.trainer import DFlashTrainer
@@ -157,6 +165,15 @@ def test_set_that_was_enough_is_complete(target, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     store_features(target, rows, folder, made_with, **options)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == before and len(asked) == 2
+
+
+def test_a_run_with_little_time_stores_few_rows(target, tmp_path):
+    """It asked after 64 MB, of a small target 29,000 tokens: a slow machine read them for longer than it was given."""
+    rows, draft = counting_rows(600), make_draft(target)
+    run = SimpleNamespace(target=target, draft=draft, args=SimpleNamespace(has_teacher=False, process_index=0))
+    recipe, encoder = SimpleNamespace(target="some/target"), RowEncoder(make_tokenizer(), max_length=64)
+    stored = store_rows(rows, tmp_path / "features", run, recipe, encoder, lambda: True)
+    assert 0 < stored.lengths.sum() <= 4096 < sum(len(row["input_ids"]) for row in rows)
 
 
 def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):

@@ -81,8 +81,7 @@ class NamedPair:
         """Reads images as the target does; `None` if it does not."""
         from dflash_hf.data.images import load_image_reader
 
-        kind = self.config.get("model_type")
-        return load_image_reader(self.arguments.target, kind, self.tokenizer, self.loading)
+        return load_image_reader(self.arguments.target, self.config, self.tokenizer, self.loading)
 
     def encoder(self, template: dict):
         """Reads rows as the target does."""

@@ -40,7 +40,7 @@ def run(arguments, echo) -> Outcome:
     tokenizer = load_tokenizer(name, arguments.chat_template, loading.revision, loading.trust_remote_code)
     encoder = shared.encoder_of(arguments, tokenizer)
     encoder.vocab_size = vocab_size_of(config)
-    encoder.reader = load_image_reader(name, config.get("model_type"), tokenizer, loading)
+    encoder.reader = load_image_reader(name, config, tokenizer, loading)
     rows = shared.rows_of(arguments)
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -71,8 +70,7 @@ class DFlashCollator:
 
     Returns:
         `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For rows of stored features also `stored`, which
-        reads them when they are needed; for rows with images `images`, which then reads what the target's forward
-        takes besides ids: all batches of a step exist at once.
+        reads them when they are needed; for rows with images also `images`, see [`read_images`].
     """
 
     pad_token_id: int = 0
@@ -92,8 +90,15 @@ class DFlashCollator:
         if any(images) and "stored" not in batch:
             if self.reader is None:
                 raise ValueError("A batch has images; give `DFlashCollator` the target's `ImageReader`.")
-            batch["images"] = partial(self.reader.inputs, batch["input_ids"], images)
+            batch["images"] = images
         return batch
+
+    def read_images(self, batch: dict) -> dict[str, torch.Tensor] | None:
+        """
+        What the target's forward takes besides ids, if a batch has images. Not read before it runs, since all batches
+        of a step exist at once; and the reader is no part of a batch, which workers would pickle with all of it.
+        """
+        return self.reader.inputs(batch["input_ids"], batch["images"]) if "images" in batch else None
 
 
 def padded(rows: Sequence, value: int = 0) -> torch.LongTensor:

@@ -82,14 +82,17 @@ def load(image: str):
         raise UnusableRow(f"an image cannot be read ({type(error).__name__})") from error
 
 
-def load_image_reader(name: str, model_type: str | None, tokenizer, loading: Loading):
+def load_image_reader(name: str, config: dict, tokenizer, loading: Loading):
     """
     The [`ImageReader`] of a target, with the chat template of its tokenizer; `None` if it reads no images, or if its
     processor cannot be loaded (a library may be missing), which is logged.
+
+    Args:
+        config (`dict`): Its configuration.
     """
     from transformers import AutoProcessor
 
-    if not reads_images(model_type):
+    if not reads_images(config):
         return None
     try:
         options = {"revision": loading.revision or "main", "trust_remote_code": loading.trust_remote_code}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
+from transformers.dynamic_module_utils import get_relative_imports
 
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
@@ -33,13 +34,13 @@ from dflash_hf.weights import check_finite
 CODE = ("*_dflash.py", "custom_generate/generate.py")
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_OURS = ("model.safetensors.index.json", *CODE, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
-# The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
-# states, logs, training arguments with their paths.
+_OURS = ("model.safetensors.index.json", CODE[1], MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+# The files of a published drafter, besides its weights and code. Everything else in the folder is not uploaded:
+# optimizer states, logs, training arguments with their paths, and code that is not the drafter's.
 _PUBLISHED = ("config.json", *_OURS, "LICENSE*", "adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
 # Files of a former version of the drafter: readers would take them for the new one's.
 _MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
-_FORMER = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
+_FORMER = (*_OURS, CODE[0], "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
 
 _REFUSALS: dict[int | None, str] = {
     401: "there is no valid token: run `hf auth login`, or set HF_TOKEN",
@@ -279,13 +280,18 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _code(folder: Path, auto_map) -> set[str]:
-    """Files next to the weights that `auto_map` names and that contain the named class."""
-    found = set()
+    """Files next to the weights that `auto_map` names, with the named class, and those that they import."""
+    found, waiting = set(), []
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
         path, its_class = folder / f"{module}.py", rf"(?m)^class {re.escape(name)}\b"
         if path.is_file() and re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
+            waiting.append(path)
+    while waiting:
+        path = waiting.pop()
+        if path.name not in found and path.is_file():
             found.add(path.name)
+            waiting += [folder / f"{module}.py" for module in get_relative_imports(path)]
     return found
 
 

@@ -20,7 +20,8 @@ class Request:
     Args:
         decoder (`Decoder`): Who answers.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
-        settings (`GenerationConfig`): Changed: `max_new_tokens` is limited by the room in the context.
+        settings (`GenerationConfig`): Changed: `max_new_tokens` is limited by the room in the context, and greedy
+            decoding has no settings of sampling.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
         stops (`Sequence[str]`, *optional*): Strings that end the answer. Default: the settings', then the target's.
         seed (`int`, *optional*): Of this request's samples.
@@ -50,6 +51,8 @@ class Request:
         processors: Sequence[LogitsProcessor] = (),
         drafts: bool = True,
     ):
+        if not settings.do_sample:  # these mean nothing then, and upstream warns of other values
+            settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
         self.inputs, self.settings, self.streamer = inputs, settings, streamer
         self.seed, self.processors, self.drafts = seed, processors, drafts
         self.prompt: list[int] = inputs["input_ids"][0].tolist()

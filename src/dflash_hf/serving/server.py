@@ -21,7 +21,7 @@ from concurrent.futures import Future
 
 import torch
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
@@ -116,12 +116,14 @@ class Exchange:
         return text, len(request.prompt), request.tokens
 
     def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
-        options, own = self.options, self.decoder.target.generation_config.to_dict()
+        options, own = self.options, vars(self.decoder.target.generation_config)
         if settings.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={settings.num_return_sequences} is not supported: one answer is.")
         if settings.max_new_tokens is None and settings.max_length is not None:
             settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
-        settings.update(**own, defaults_only=True)  # what a body's `generation_config` leaves out
+        for key, value in own.items():  # what a body's `generation_config` leaves out; `update` warns, see `Request`
+            if getattr(settings, key, None) is None:
+                setattr(settings, key, value)
         if options.logit_bias:
             settings.sequence_bias = {(token,): bias for token, bias in options.logit_bias.items()}
         # Upstream ignores a temperature if the model's own settings are greedy.
@@ -248,13 +250,7 @@ class Server:
             cors (`bool`): Let web pages of any origin call it.
         """
 
-        async def check_key(request: HTTPRequest) -> None:
-            given = request.headers.get("authorization", "").encode()
-            open_to_all = api_key is None or request.url.path == "/health"
-            if not open_to_all and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
-                raise HTTPException(401, "Wrong or missing API key.")
-
-        app = FastAPI(dependencies=[Depends(check_key)], openapi_url=None)
+        app = FastAPI(openapi_url=None)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
         for path, handler in _HANDLERS.items():
             answer = functools.partial(self._answer, handler)
@@ -265,7 +261,9 @@ class Server:
         app.add_api_route("/health", lambda: {"status": "ok"})
         for kind in (StarletteHTTPException, RequestValidationError, Exception):
             app.add_exception_handler(kind, _as_openai_does)
-        if cors:
+        if api_key is not None:
+            app.add_middleware(_guarded, api_key=api_key)
+        if cors:  # last, so first to be asked: preflight requests have no key
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         return app
 
@@ -344,6 +342,18 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise ValueError(f"Cannot bind to --host {host} --port {port}: {error.strerror or error}.") from error
+
+
+def _guarded(app, api_key: str):
+    """An ASGI application that answers only who has the key, before a body is read or parsed; and `/health`."""
+
+    async def guarded(scope, receive, send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        closed = scope["type"] != "lifespan" and scope["path"] != "/health"
+        wrong = closed and not hmac.compare_digest(given, f"Bearer {api_key}".encode())
+        await (_error(401, "Wrong or missing API key.") if wrong else app)(scope, receive, send)
+
+    return guarded
 
 
 def _reads_calls(processor, settings):

@@ -32,6 +32,7 @@ from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 
 MANIFEST = "manifest.json"
+_TOKENS = 4096  # of a shard of a run's own features: after each, a run with little time asks whether it has enough
 
 
 @dataclass
@@ -173,7 +174,7 @@ def store_features(
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
             there, the disk is too small, or states are requested from a target whose logits are not its head's output.
     """
-    folder = Path(folder)
+    folder, collator = Path(folder), collator or DFlashCollator()
     if manifest.states:
         check_logits(target)
     with locked(folder):
@@ -271,9 +272,9 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> di
         chosen = order[start : start + batch_size]
         names = ("input_ids", "loss_mask", "images")
         examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
-        batch = (collator or DFlashCollator())(examples)
+        batch = collator(examples)
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        more = {"states": manifest.states, "images": batch["images"]() if "images" in batch else None}
+        more = {"states": manifest.states, "images": collator.read_images(batch)}
         output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
         found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
@@ -377,7 +378,8 @@ def store_rows(
         dtype = str(target.dtype).removeprefix("torch.")
         made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
         collator = DFlashCollator(0, encoder.reader)
-        store_features(target, rows, folder, made_with, shard_bytes=1 << 26, enough=enough, collator=collator)
+        size = _TOKENS * made_with.token_bytes
+        store_features(target, rows, folder, made_with, shard_bytes=size, enough=enough, collator=collator)
     return StoredFeatures(folder)
 
 

@@ -73,7 +73,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
     tokenizer = load_tokenizer(*source, empty=empty)
     loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
-    reader = load_image_reader(recipe.target, target_config.get("model_type"), tokenizer, loading)  # and its template
+    reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
     for features in recipe.feature_folders:
         check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
     first = args.process_index == 0

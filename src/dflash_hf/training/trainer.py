@@ -161,7 +161,7 @@ class DFlashTrainer(AtomicTrainer):
         whole = not any(parameter.is_meta for parameter in self.target.parameters())
         if self.args.has_teacher and whole:  # stored states were checked when they were stored
             check_logits(self.target)
-        return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args)
+        return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args, self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
@@ -318,11 +318,12 @@ class DFlashTrainer(AtomicTrainer):
         )
 
 
-def read_target(target, layer_ids: list[int], args, batch: dict[str, Any]) -> TargetOutput:
+def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, Any]) -> TargetOutput:
     """The target's output for a batch, as far as its features and the loss need it."""
     if "stored" in batch:
         return stored_output(batch, args.has_teacher)
-    more = {"attention_mask": batch["attention_mask"], "images": batch["images"]() if "images" in batch else None}
+    images = collator.read_images(batch) if "images" in batch else None
+    more = {"attention_mask": batch["attention_mask"], "images": images}
     return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
 
 
