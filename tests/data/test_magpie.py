@@ -238,6 +238,7 @@ def test_regenerate_answers_them(system, folder, tmp_path, capsys):
     assert all((messages[0]["role"] == "system") == (system is not None) for messages in requests.values())
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_real_target_writes_requests(real_target):
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()
