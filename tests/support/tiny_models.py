@@ -116,7 +116,8 @@ SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "d
 
 def tiny_config(model_type: str, **overrides) -> PreTrainedConfig:
     """The configuration of a tiny model of a type, from the defaults of its class."""
-    return _tiny(CONFIG_MAPPING[model_type], {**OVERRIDES.get(model_type, {}), **overrides})
+    given = {**OVERRIDES.get(model_type, {}), **overrides}
+    return _tiny(CONFIG_MAPPING[model_type], given, given.get("num_hidden_layers", LAYERS))
 
 
 def tiny_model(model_type: str, wrapper: bool = False, **overrides):
