@@ -236,12 +236,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("form", ["eager", "graph"])
-@pytest.mark.parametrize("change", CHANGES)
+IN_A_GRAPH = ("fused AdamW", "a step of a copy", "in place", "other data", "another parameter", "cast and back")
+
+
+@pytest.mark.parametrize(
+    ("change", "graph"), [*((one, False) for one in CHANGES), *((one, True) for one in IN_A_GRAPH)]
+)
 @torch.no_grad()
-def test_next_product_sees_a_changed_weight(change, form, fresh_compiler):
+def test_next_product_sees_a_changed_weight(change, graph, fresh_compiler):
     layer = nn.Linear(16, 16)
-    multiply = torch.compile(layer, backend="aot_eager", fullgraph=True) if form == "graph" else layer
+    multiply = torch.compile(layer, backend="aot_eager", fullgraph=True) if graph else layer
     x = torch.randn(3, 16)
     with packed_weights(layer):
         before = multiply(x).clone()
@@ -253,29 +257,16 @@ def test_next_product_sees_a_changed_weight(change, form, fresh_compiler):
     assert are_plain(layer)
 
 
-def swapped(weight, one: int, other: int) -> None:
-    """Exchange two blocks of 8 bytes in every row."""
-    size = 8 // weight.itemsize
-    a, b = slice(one * size, (one + 1) * size), slice(other * size, (other + 1) * size)
-    weight.data[:, a], weight.data[:, b] = weight.data[:, b].clone(), weight.data[:, a].clone()
-
-
 def bits(weight):
     return weight.detach().view(torch.int16).numpy()
 
 
 # None of these is counted by PyTorch. The weight is near an identity, whose signs hardly change a sum.
 UNCOUNTED = {
-    "all": lambda weight: weight.data.add_(0.01),
     "one value": lambda weight: weight.data[3, 5:6].mul_(1.01),
     "one sign": lambda weight: weight.data[3, 3:4].neg_(),
-    "two signs of a row": lambda weight: weight.data.__setitem__((3, [3, 7]), -weight.data[3, [3, 7]]),
     "two columns of signs": lambda weight: weight.data.__setitem__((slice(None), [3, 7]), -weight.data[:, [3, 7]]),
-    "all signs": lambda weight: weight.data.neg_(),
-    "two places of a row": lambda weight: swapped(weight, 1, 4),
     "two rows": lambda weight: weight.data.copy_(weight.data[[1, 0, *range(2, len(weight))]]),
-    "columns in another order": lambda weight: weight.data.copy_(weight.data.flip(1)),
-    "through numpy": lambda weight: bits(weight).__iadd__(1),
     "the last bit": lambda weight: bits(weight)[2, 4:5].__ixor__(1),
 }
 
@@ -427,8 +418,7 @@ def test_a_packed_model_is_saved_as_ever(pair, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
     target = make_target(dtype=dtype, tie_word_embeddings=tied)
     draft, prompts = make_draft(target), [prompt(5), torch.cat([prompt(30), prompt(30) + 1])]
@@ -461,7 +451,7 @@ def test_threads_decode_while_others_pack(pair, products):
 
     def work(which, drafter):
         try:
-            for _ in range(6):
+            for _ in range(4):
                 assert torch.equal(decode(target, ids[which], drafter), expected[which])
         finally:
             busy[which] = False
