@@ -9,13 +9,7 @@ from transformers import GenerationConfig
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.target import (
-    check_fit,
-    freeze,
-    generate_responses,
-    target_features,
-    target_forward,
-)
+from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward
 
 
 MASK = VOCAB - 1

@@ -30,14 +30,6 @@ def opened(draft):
 # ------------------------------------------------------------------------------------------------- drafts of any kind
 
 
-OPTIONS = [
-    {},
-    {"eos_token_id": [3, 8, 20, 26, 41]},
-    {"repetition_penalty": 1.2},
-    {"do_sample": True, "top_k": 9},
-]
-
-
 @pytest.mark.parametrize("fast", [0, 1])
 def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
     """Its features are collected, for many rounds without a draft, with those of the row that goes on."""
