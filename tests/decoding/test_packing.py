@@ -257,59 +257,32 @@ def test_next_product_sees_a_changed_weight(change, graph, fresh_compiler):
     assert are_plain(layer)
 
 
-def bits(weight):
-    return weight.detach().view(torch.int16).numpy()
-
-
-# None of these is counted by PyTorch. The weight is near an identity, whose signs hardly change a sum.
 UNCOUNTED = {
-    "one value": lambda weight: weight.data[3, 5:6].mul_(1.01),
-    "one sign": lambda weight: weight.data[3, 3:4].neg_(),
-    "two columns of signs": lambda weight: weight.data.__setitem__((slice(None), [3, 7]), -weight.data[:, [3, 7]]),
-    "two rows": lambda weight: weight.data.copy_(weight.data[[1, 0, *range(2, len(weight))]]),
-    "the last bit": lambda weight: bits(weight)[2, 4:5].__ixor__(1),
+    "through data": lambda weight: weight.data.add_(0.01),
+    "through numpy": lambda weight: weight.detach().view(torch.int16).numpy().__iadd__(1),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("change", UNCOUNTED)
 @torch.no_grad()
-def test_only_a_new_call_sees_uncounted_changes(change, identity, dtype, packings):
+def test_only_a_new_call_sees_uncounted_changes(change):
     """As documented: merging an adapter by `weight.data += delta` is not counted."""
-    layer, x = nn.Linear(48, 32, bias=False, dtype=dtype), torch.randn(3, 48, dtype=dtype)
-    if not packable(layer):
-        pytest.skip(f"oneDNN multiplies no {dtype} here")
-    if identity:
-        layer.weight.copy_(torch.eye(32, 48) - torch.eye(32, 48).roll(9, 1))
-    first, before = packed_weights(layer), layer.weight.detach().clone()
+    layer, x = nn.Linear(48, 32, bias=False), torch.randn(3, 48)
+    first = packed_weights(layer)
     expected = layer(x)
     UNCOUNTED[change](layer.weight)
-    changed = not torch.equal(layer.weight, before)
-    assert changed or identity  # whose signs are those of many zeros
     assert torch.equal(layer(x), expected), "if this is seen by now, say so in the docstring"
     second = packed_weights(layer)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight))
-    assert len(packings) == 1 + changed
+    assert len(packing._packs) == 1
     first.restore()
     assert type(layer) is PackedLinear
     second.restore()
     assert are_plain(layer)
 
 
-@torch.no_grad()
-def test_copies_are_kept_for_those_who_pack_again(packings):
-    layer = nn.Linear(16, 16)
-    for keep in (True, False):
-        packed = packed_weights(layer)
-        packed.restore(keep=keep)
-        assert type(layer) is nn.Linear and bool(packing._packs) == keep
-        packed_weights(layer).restore()
-    assert len(packings) == 2
-
-
 def test_weights_of_any_shape_are_packed():
-    """Rows that are no multiple of 8 bytes, whose changes cannot be found; and a row of a larger matrix."""
+    """Rows that are no multiple of 8 bytes, and a row of a larger matrix."""
     odd, part = nn.Linear(7, 8), nn.Linear(8, 1, bias=False)
     part.weight = nn.Parameter(torch.randn(3, 9)[:1, :8])  # contiguous, and rows would lie 9 apart
     for layer in (odd, part):

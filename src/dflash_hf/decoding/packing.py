@@ -4,7 +4,6 @@ instead of repeating the layout in every forward.
 """
 
 import contextlib
-import functools
 import importlib
 import itertools
 import platform
@@ -25,7 +24,6 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 TOKENS = 16  # per forward, for which the layout is optimised
-_PIECE = 1 << 19  # words of a weight that are summed at a time: they stay in a cache of the processor
 # Limit and use of a container's memory: control groups, version 2 and 1.
 _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -107,28 +105,22 @@ def _mark(weight: torch.Tensor) -> tuple:
 class _Pack:
     """A weight, and its copy laid out for the processor."""
 
-    def __init__(self, weight: nn.Parameter, tokens: int, sums: torch.Tensor | None = None):
-        self.weight, self.tokens = weight, tokens
-        self.renew(sums)
+    def __init__(self, weight: nn.Parameter):
+        self.weight = weight
 
-    def renew(self, sums: torch.Tensor | None = None) -> None:
-        """Pack the current weight; with its `_sums`, changes since this very copy can be found."""
+    def renew(self) -> None:
+        """Pack the current weight."""
         # The mark is read first: a change while the weight is read is detected by the next forward. The storage is
         # kept alive, so that nothing else can be allocated at its address.
         mark, storage = _mark(self.weight), self.weight.untyped_storage()
         copy = _reorder(self.weight.detach(), self.tokens) if _can_be_packed(self.weight) else None
-        self.made = mark, copy, storage, sums
+        self.made = mark, copy, storage
 
     def copy(self) -> torch.Tensor | None:
         """The packed copy of the current weight; `None` if it can no longer be packed."""
         if self.made[0] != _mark(self.weight):
             self.renew()
         return self.made[1]
-
-    def has(self, sums: torch.Tensor) -> bool:
-        """Whether the copy was made of a weight with these sums."""
-        known = self.made[3]
-        return known is not None and torch.equal(known, sums)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -204,38 +196,12 @@ def _free_memory() -> int:
 
 
 def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
-    """The pack of a weight as it is now: an earlier one if the weight has not changed since."""
-    sums, pack = _sums(weight) if _has_sums(weight) else None, _packs.get(id(weight))
-    if pack is None:
-        pack = _packs[id(weight)] = _Pack(weight, tokens, sums)
-    elif sums is None or pack.tokens != tokens or not pack.has(sums):
-        pack.tokens = tokens
-        pack.renew(sums)
+    """The pack of a weight, made anew: it may have been changed in a way that PyTorch does not count."""
+    pack = _packs.get(id(weight)) or _Pack(weight)
+    pack.tokens = tokens
+    pack.renew()
+    _packs[id(weight)] = pack
     return pack
-
-
-def _has_sums(weight: torch.Tensor) -> bool:
-    return weight.shape[1] * weight.itemsize % 8 == 0 and weight.storage_offset() * weight.itemsize % 8 == 0
-
-
-def _sums(weight: torch.Tensor) -> torch.LongTensor:
-    """
-    `[2, N]`, two sums of each row, of which one differs after any change of the weight, however it was made. A factor
-    for each place finds numbers that were swapped.
-    """
-    bits = weight.detach().flatten()
-    words, floats = (bits.view(dtype).view(len(weight), -1) for dtype in (torch.int64, torch.float32))
-    odd, real = _factors(words.shape[1])
-    # Modulo 2**64. There, an even number of changed signs in the highest bits is no change; among floats it is.
-    exact = [(piece * odd).sum(1) for piece in words.split(max(1, _PIECE // words.shape[1]))]
-    return torch.stack([torch.cat(exact), floats.mv(real).view(torch.int32).long()])
-
-
-@functools.cache
-def _factors(words: int) -> tuple[torch.LongTensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    odd = torch.randint(-(2**62), 2**62, (words,), generator=generator) * 2 + 1  # so that no change becomes zero
-    return odd, torch.randn(2 * words, generator=generator)
 
 
 class packed_weights:
@@ -262,7 +228,7 @@ class packed_weights:
 
     Changes that PyTorch does not count are *not* detected: values written through `weight.data`, as in `weight.data +=
     delta` (the way PEFT merges an adapter), through `weight.numpy()`, by a fused optimizer's step inside
-    `torch.compile`, or by other processes into shared memory. After such a change, call again: each call finds it.
+    `torch.compile`, or by other processes into shared memory. After such a change, call again: each call packs anew.
 
     Args:
         models (`nn.Module`): Models whose layers to pack, such as a target and its drafter, or only a target.
@@ -292,25 +258,20 @@ class packed_weights:
         if not self.layers:
             names = ", ".join(type(model).__name__ for model in models)
             logger.warning_once(f"No linear layer of {names} can be packed.")
-        self._packs: list[_Pack] = []
         try:
             with _alone():
+                weights = {id(layer.weight): layer.weight for layer in self.layers}  # layers may share one
+                packs = {identity: _pack_of(weight, tokens) for identity, weight in weights.items()}
                 for layer in self.layers:
-                    self._packs.append(_pack_of(layer.weight, tokens))
-                    _held.setdefault(layer, {})[self._key] = self._packs[-1]
+                    _held.setdefault(layer, {})[self._key] = packs[id(layer.weight)]
                 for layer in self.layers:  # in one step: a concurrent compilation must not see a mixture
                     layer.__class__ = PackedLinear
         except BaseException:
             self.restore()
             raise
 
-    def restore(self, keep: bool = False) -> None:
-        """
-        Restore the layers that no other call has packed. May be called again.
-
-        Args:
-            keep (`bool`): Keep the packed copies as long as this object, for those who pack the same layers again.
-        """
+    def restore(self) -> None:
+        """Restore the layers that no other call has packed. May be called again."""
         with _alone():
             for layer in self.layers:
                 held = _held.get(layer, {})
@@ -319,7 +280,7 @@ class packed_weights:
                     _held.pop(layer, None)
                     if type(layer) is PackedLinear:  # not if its class was changed meanwhile
                         layer.__class__ = nn.Linear
-        self.layers, self._packs = [], self._packs if keep else []
+        self.layers = []
 
     def __enter__(self) -> "packed_weights":
         return self

@@ -253,8 +253,6 @@ def evaluate(
     if ways.TARGET_PACKED in methods:
         alone = (ways.TARGET_PACKED, ways.MTP)
         packed = {**dict.fromkeys(alone, (target,)), **dict.fromkeys(drafters, (target, draft))}
-        packs = packed_weights(target, draft)  # which keeps the copies for all of them
-        packs.restore(keep=True)
     decode = _decoder(target, max_new_tokens, arguments, packed)
     compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
     target.eval()

@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dflash_hf.modeling.accept_dflash import likeliest
+
 
 # For each kind of loss, the weights of the labels' cross-entropy, total variation and divergence from the teacher.
 DIVERGENCES = {
@@ -74,7 +76,8 @@ class Rows:
     def figures(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[M]` each: the label's negative log-likelihood, whether it is drafted, and whether the slot alone does."""
         scores, labels = self.scores.to(_wide(self.scores.dtype)), self.labels
-        best, alone = scores.argmax(-1), self.logits.argmax(-1) == labels
+        best = likeliest(scores)
+        alone = (best if self.logits is self.scores else likeliest(self.logits)) == labels
         if self.ids is None:
             return functional.cross_entropy(scores, labels, reduction="none"), best == labels, alone
         is_label = self.ids == labels[:, None]

@@ -57,10 +57,16 @@ class Objective:
             tokens = draft.config.block_size + draft.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
-        self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
+        half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        self.precision = partial(torch.autocast, args.device.type, dtype=half, enabled=half is not None)
         self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
         drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_head else None  # [v]
         self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
+
+    def draft_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft logits `[M, V]` of hidden states `[M, H]`, in the precision of the run."""
+        with self.precision():
+            return self.draft.draft_logits(hidden, self.target.get_output_embeddings())
 
     def draw_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
