@@ -1,18 +1,15 @@
 """Drafters as llama.cpp's files, and what llama.cpp itself makes of them."""
 
 import copy
-import gzip
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import layouts
-from support.guides import ROOT
 from support.llama_cpp import complete, our_lengths, serve, write_target
 from support.pairs import make_draft, make_draft2, make_target
 from support.tiny_chat import save_target
@@ -24,7 +21,6 @@ from dflash_hf.convert import convert
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.gguf_format import limits, unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
-from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf
 from dflash_hf.training.start import take_vocabulary
 
 
@@ -408,100 +404,3 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         if accepted > 5:
             return
     raise AssertionError("no draft was right: this compares nothing")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters", "markov_head_type"}))
-def test_llama_cpp_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
-    """
-    Written all the same, it stops, or drafts something else; of a table that changes, past the length it had. Other
-    Markov heads cannot be written.
-    """
-    pytest.importorskip("xllamacpp")
-    draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if name.endswith(".bias"):
-                parameter.uniform_(-2, 2)
-    monkeypatch.setattr("dflash_hf.gguf_format.limits", lambda *_: ())
-    write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
-    different = False
-    for seed in range(6):
-        prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-        words = [str(tiny_file), str(tmp_path / "dflash.gguf"), json.dumps(prompt), "120"]
-        done = subprocess.run(
-            [sys.executable, "-m", "support.llama_cpp", *words], cwd=ROOT / "tests", capture_output=True, text=True
-        )
-        if done.returncode:
-            return
-        theirs = json.loads(done.stdout.splitlines()[-1])
-        options = {"max_new_tokens": 120, "do_sample": False}
-        text = tiny.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        different |= theirs[:-2] != our_lengths(tiny, draft, prompt, text)[: len(theirs) - 2]
-        if different:
-            return
-    raise AssertionError(f"llama.cpp drafts as we do: {key} is no limit")
-
-
-WHOLE = {"draft_vocab_size": None}
-PLAIN = dict.fromkeys(("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"))
-REAL = {
-    "shipped": {},
-    "v1": {**WHOLE, **PLAIN},
-    "reduced vocabulary": {**PLAIN, "draft_vocab_size": 4096},  # half of the shipped drafter's
-    "selector": {**WHOLE, "conv_kernel_size": None, "conv_group_size": None},
-    "Markov head": {**WHOLE, **PLAIN, **MARKOV, "markov_rank": 32, "sample_from_anchor": True},
-    "DFlash 2": WHOLE,
-    "sliding": {**PLAIN, "layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
-    "sliding, causal": {**PLAIN, "layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
-}
-
-
-@pytest.fixture(scope="module")
-def real(request):
-    """SmolLM2 in fp32, 40 requests that its drafter never saw, and what llama.cpp alone answers."""
-    folder = request.getfixturevalue("real_target")
-    torch.set_num_threads(1)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line)["messages"] for line in lines]
-    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in rows]
-    prompts = [one for one in prompts if len(one) < 150]
-    prompts = prompts[:: len(prompts) // 40][:40]
-    alone = serve(packaged_gguf())
-    return target, prompts, [complete(alone, prompt, 24)[0] for prompt in prompts]
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.parametrize("name", REAL)
-def test_real_pair_drafts_alike_in_llama_cpp(name, real, tmp_path):
-    """Texts are llama.cpp's own; as many drafts are accepted as here, on the same tokens (its target is in 4 bits)."""
-    target, prompts, texts = real
-    base = DFlashDraftModel.from_pretrained(drafter_folder(), dtype=torch.float32)
-    config = copy.deepcopy(base.config)
-    for key, value in REAL[name].items():
-        setattr(config, key, value)
-    torch.manual_seed(0)
-    draft = DFlashDraftModel(config).eval()
-    ours = draft.state_dict()
-    known = {key: tensor[: len(ours[key])] for key, tensor in base.state_dict().items() if key in ours}
-    draft.load_state_dict(known, strict=False)
-    for key, parameter in draft.named_parameters():  # untrained, but not without effect
-        if key not in known:
-            parameter.data += torch.randn_like(parameter) * (0.3 if "codebook" in key else 0.02)
-    draft.decoding_config.block_size = config.block_tokens  # whole blocks are verified, as there
-    write_gguf(draft, tmp_path / "dflash.gguf", packaged_gguf())
-    kind = "DSPARK" if config.markov_rank else "DFLASH"
-    server = serve(packaged_gguf(), tmp_path / "dflash.gguf", config.block_tokens - 1, kind=kind)
-    theirs = ours = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        answer, lengths = complete(server, prompt, 24)
-        assert answer == text
-        theirs += sum(lengths) - len(lengths)
-        lengths = our_lengths(target, draft, prompt, answer)
-        ours += sum(lengths) - len(lengths)
-    print(f"{name}: accepted {theirs} there, {ours} here")
-    least = 100 if config.markov_rank else 200  # a head of random weights spoils drafts
-    assert ours > least and abs(theirs - ours) <= 0.05 * ours

@@ -18,7 +18,7 @@ STOPS = [7, 11, 13, 17, 19, 23]
 SAMPLED = GenerationConfig(do_sample=True, temperature=1.3, top_p=0.9, eos_token_id=STOPS[:3])
 
 
-def make_prompts(count=23, longest=30, seed=1):
+def make_prompts(count=12, longest=30, seed=1):
     draw = random.Random(seed)
     return [[draw.randrange(2, 90) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
@@ -34,18 +34,18 @@ def target():
     return make_target()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_greedy_texts_are_those_of_generate(family):
     """Full and sliding attention; prompts longer than a window, texts that outgrow the first slots, long ones last."""
-    target, prompts = make_target(family), [*make_prompts(), *make_prompts(2, 90, seed=3)]
+    target, prompts = make_target(family), [*make_prompts(), *make_prompts(1, 90, seed=3)]
     config = copy.deepcopy(target.generation_config)
     config.eos_token_id, config.suppress_tokens = STOPS[:1], [60]
     assert decodes_in_slots(target, config)
     config.max_new_tokens = 100
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
-    for rows in (1, 5, 64):
+    for rows in (1, 5):
         assert all_of(target, prompts, 100, config, rows) == expected
-    assert len({len(text) for text in expected}) > 8 and max(map(len, expected)) > 35
+    assert len({len(text) for text in expected}) > 5 and max(map(len, expected)) > 35
 
 
 @pytest.mark.parametrize("in_slots", [True, False])
@@ -60,8 +60,8 @@ def test_a_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch
     assert torch.rand(1) == expected  # the caller's randomness is left alone
     for rows in (1, 64):
         assert all_of(target, prompts, 40, SAMPLED, rows, seed=3) == first
-    later = dict(responses(target, ((i, prompts[i]) for i in (20, 4, 9)), 40, SAMPLED, 2, seed=3))
-    assert later == {i: first[i] for i in (20, 4, 9)}
+    later = dict(responses(target, ((i, prompts[i]) for i in (10, 4, 9)), 40, SAMPLED, 2, seed=3))
+    assert later == {i: first[i] for i in (10, 4, 9)}
     assert all_of(target, prompts, 40, SAMPLED, 5, seed=4) != first
     monkeypatch.setattr(module, "decodes_in_slots", lambda *args: not in_slots)
     assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == first
@@ -109,7 +109,7 @@ def test_repeated_prompts_are_read_once(target, monkeypatch):
     assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_a_common_beginning_is_read_once(family, monkeypatch):
     """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""
     target = make_target(family, attn="eager" if family == "gpt_oss" else "sdpa")
@@ -195,9 +195,10 @@ def test_a_config_that_asks_for_several_answers_gets_one_for_each_prompt(target)
         assert all_of(target, prompts, 20, several, 3) == all_of(target, prompts, 20, asked, 3)
 
 
-@pytest.mark.parametrize("likely", [2, 16, 1024])
-@pytest.mark.parametrize("top_k", [0, 5])
-@pytest.mark.parametrize("top_p", [0.3, 0.95, 1.0])
+@pytest.mark.parametrize(
+    ("likely", "top_k", "top_p"),
+    [(2, 0, 0.95), (2, 5, 0.3), (16, 0, 0.3), (16, 5, 1.0), (16, 5, 0.95), (1024, 0, 1.0), (1024, 5, 0.95)],
+)
 def test_the_distribution_is_that_of_transformers(likely, top_k, top_p, monkeypatch):
     """Evenly spread chances find each token as often as its probability says, in narrow rows and in wide ones."""
     monkeypatch.setattr(module, "_LIKELY", likely)

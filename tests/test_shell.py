@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.hub_stand_in import stand_in
-from support.shell import dflash, make_world, signalled, start
+from support.shell import make_world, start
 from tqdm import tqdm
 from transformers import GenerationMixin
 from transformers.utils import logging as transformers_logging
@@ -262,8 +262,9 @@ def test_trying_the_target_is_not_timed(line, run, monkeypatch):
     assert run(line)[0] == 0 and order == ["tried", "generate"]
 
 
-@pytest.mark.parametrize("name", ["dflash_hf.any", "transformers.any"])
-@pytest.mark.parametrize("line", [f"{GENERATE} a", f"chat {PAIR} --max-new-tokens 4"], ids=["generate", "chat"])
+@pytest.mark.parametrize(
+    ("line", "name"), [(f"{GENERATE} a", "dflash_hf.any"), (f"chat {PAIR} --max-new-tokens 4", "transformers.any")]
+)
 def test_warnings_wait_for_the_end_of_the_text(line, name, run, monkeypatch):
     """One of the decoding was printed in the middle of it: "where playersDecoding mostly without drafts"."""
     put, logger = PieceStreamer.put, transformers_logging.get_logger(name)
@@ -301,8 +302,10 @@ def test_byte_order_marks_are_read(run):
     assert code == 0 and json.loads(out)["examples"] == 6
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python opens it under LC_ALL=C
-@pytest.mark.parametrize("line", [f"{GENERATE} -", f"chat {PAIR} --max-new-tokens 2"], ids=["generate", "chat"])
+@pytest.mark.parametrize(
+    ("line", "errors"),  # the second as Python opens it under LC_ALL=C
+    [(f"{GENERATE} -", "strict"), (f"chat {PAIR} --max-new-tokens 2", "surrogateescape")],
+)
 def test_standard_input_must_be_utf_8(line, errors, run, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO("a\nGrüße".encode("latin-1")), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
@@ -451,20 +454,6 @@ def test_a_closed_pipe_is_silent():
     error = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), error) == (141, b"")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-@pytest.mark.parametrize("line", [line for line in WORKS if line.split()[0] in ("prompts", "regenerate", "train")])
-def test_a_stopped_command_finishes_later(line, name, world, tmp_path):
-    words = words_of(line, world, tmp_path)
-    words += ["resume_from_checkpoint=auto"] if words[0] == "train" else []
-    number = getattr(signal, name)
-    ended = signalled(number, tmp_path, *words)
-    assert ended.code in (0, 130, -number) and "Traceback" not in ended.err, ended.err
-    again = dflash(*words)
-    # A random target may write no request that is kept.
-    assert again.code == 0 or (words[0] == "prompts" and again.one_line), again.err
 
 
 # ------------------------------------------------------------------------------------------------------------- help

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.tiny_chat import CHATML, make_tokenizer
 
-from dflash_hf.cli import parse
 from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
@@ -112,43 +111,6 @@ def test_collected_conversations_are_clean(scripts, tmp_path, capsys):
     (out / "conversations.jsonl.gz").write_bytes(gzip.compress(json.dumps(further).encode()))
     make_data.collect(work, tokenizer, out)
     assert rows_of(out / "conversations.jsonl.gz")[0] == further
-
-
-def test_part_is_made_by_existing_commands(scripts, tmp_path, monkeypatch):
-    """Each turn's requests are answered, and the conversations that can go on do."""
-    make_data, _ = scripts
-    tokenizer, called = make_tokenizer(CHATML), []
-
-    def run(command, check):
-        arguments = parse(command[3:])  # leaves if one does not exist
-        called.append(arguments.output.name)
-        rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
-        if arguments.raw:
-            answers = [
-                {"row": i, "completion": f"And {i} more of that?", "finish_reason": "stop"} for i in range(len(rows))
-            ]
-        else:
-            answers = [answer(tokenizer, i, row["messages"], f"Answer {i}.", "stop") for i, row in enumerate(rows)]
-        make_data.write(arguments.output, answers)
-
-    monkeypatch.setattr(make_data.subprocess, "run", run)
-    monkeypatch.setattr(make_data, "RULES", {"chat": 12, "code": 12})
-    monkeypatch.setattr(make_data, "EARLIER", 3)
-    monkeypatch.setattr(make_data, "smollm2_folder", lambda: "target")
-    asked = {}
-    for number in (0, 1):
-        make_data.Part(tmp_path, number, tokenizer, False, "auto").make()
-        for turn in (1, 2, 3, 4):
-            rows = rows_of(tmp_path / f"part-{number:03}" / f"{turn}-requests.jsonl")
-            assert rows and all(len(row["messages"]) == 2 * turn - 1 for row in rows)
-            asked[number, turn] = {row["messages"][0]["content"] for row in rows}
-    later = [name for turn in (2, 3, 4) for name in (f"{turn}-said.jsonl", f"{turn}-answers.jsonl")]
-    assert called == ["1-answers.jsonl", *later] * 2
-    for turn in (1, 2, 3, 4):
-        assert not asked[0, turn] & asked[1, turn]
-    known = {row["messages"][0]["content"] for row in rows_of(data_folder() / "conversations.jsonl.gz")}
-    known |= {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
-    assert len(asked[0, 2] & known) == 3
 
 
 def test_held_out_requests_are_not_trained_on():

@@ -26,12 +26,9 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
 @pytest.mark.parametrize(
     "first",
     [
-        "import dflash_hf",
         "import transformers.generation.utils, dflash_hf",
         "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
-        "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
         "from dflash_hf.layouts.read import is_drafter_config",
-        "from dflash_hf.auto import register",
     ],
 )
 def test_all_is_ready_whatever_comes_first(first):

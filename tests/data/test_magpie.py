@@ -233,6 +233,7 @@ def test_regenerate_answers_them(folder, tmp_path, capsys):
     assert {row["row"]: row["messages"][:-1] for row in rows_of(answered)} == requests
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_real_target_writes_requests(real_target):
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()

@@ -31,10 +31,23 @@ def folder(tmp_path_factory):
     return save_target(tmp_path_factory.mktemp("target"))
 
 
+def write(folder):
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def data(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS), encoding="utf-8")
+    return write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def begun(folder, tmp_path_factory):
+    """A folder with three of the rows."""
+    path = tmp_path_factory.mktemp("begun")
+    words = ["regenerate", "--data", write(path), "--target", folder, "--output", path / "out.jsonl", "--limit", 3]
+    assert main([*map(str, words), "--max-new-tokens", "8", *HERE]) == 0
     return path
 
 
@@ -157,12 +170,13 @@ def test_ten_kills_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsy
         (("--target", "tokenizer"), "tokenizer="),
     ],
 )
-def test_other_settings_are_not_mixed(options, named, folder, data, tmp_path, capsys, monkeypatch):
+def test_other_settings_are_not_mixed(options, named, begun, folder, data, tmp_path, capsys, monkeypatch):
     """Rows 0-3 in one format and 4-7 in another, without a word."""
     monkeypatch.chdir(tmp_path)
     output, template = tmp_path / "out.jsonl", tmp_path / "other.jinja"
     template.write_text(CHATML.replace("<|im_end|>", "<|im_end|>\n"), encoding="utf-8")
-    assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    for path in begun.glob("out.jsonl*"):
+        shutil.copy(path, tmp_path)
     before = output.read_bytes()
     if options[0] == "--target":
         save_target(tmp_path / options[1], **({"seed": 5} if options[1] == "weights" else {}))
@@ -173,7 +187,6 @@ def test_other_settings_are_not_mixed(options, named, folder, data, tmp_path, ca
     code, _, error = regenerate(capsys, data, folder, output, *HERE, *options)
     assert code == 1 and "out.jsonl was started with " in error and named in error
     assert "use the same settings, or choose another output" in error and output.read_bytes() == before
-    assert regenerate(capsys, data, folder, output, *HERE)[0] == 0
 
 
 def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):

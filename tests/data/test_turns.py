@@ -15,7 +15,7 @@ from dflash_hf.data.regenerate import Answer, Question, row_of, turns_of
 
 
 pytest.importorskip("datasets")
-LENGTH = 12
+LENGTH = 8
 
 
 def said(role, content="", **more):
@@ -67,7 +67,7 @@ ROWS = [
         ],
     },
     {"prompt": "Alone"},
-    *({"messages": [user(f"{i}"), other("no"), user(f"more {i}")]} for i in range(6)),
+    *({"messages": [user(f"{i}"), other("no"), user(f"more {i}")]} for i in range(3)),
 ]
 
 
@@ -144,7 +144,7 @@ def test_a_server_answers_every_turn(data, tmp_path, capsys):
 
     with chat_server(reply) as (url, received):
         rows = regenerate("served", data, tmp_path / "out.jsonl", "--server", url)
-    assert len(received) == 2 + 2 + 2 + 1 + 6 * 2
+    assert len(received) == 2 + 2 + 2 + 1 + 3 * 2
     assert [one["content"] for one in rows[0]["messages"]] == ["One", "answer 0", "Two", ""]
     assert rows[0]["finish_reason"] == ["stop", "tool_calls"]
     assert [one.get("content") for one in rows[1]["messages"]][-3:] == ["answer 1", "Again", "answer 2"]
@@ -165,7 +165,7 @@ def test_a_refused_turn_keeps_those_before(data, tmp_path, capsys):
 
     with chat_server(reply) as (url, _):
         rows = regenerate("served", data, tmp_path / "out.jsonl", "--server", url)
-    assert [len(row["answered"]) for row in rows] == [2] * 3 + [1] + [2] * 6
+    assert [len(row["answered"]) for row in rows] == [2] * 3 + [1] + [2] * 3
 
 
 def test_both_modes_of_thinking_in_one_file(data, tmp_path, capsys):

@@ -61,9 +61,11 @@ def test_graphs_of_other_pairs_leave_room(pair):
     assert graphs() == 4
 
 
-@pytest.mark.parametrize("nodes", [None, 9])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("rules", [{}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.3}], ids=str)
+SAMPLED, PENALTY = {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.3}
+CASES = [(None, 1, {}), (9, 3, {}), (None, 3, SAMPLED), (9, 1, SAMPLED), (None, 3, PENALTY), (9, 1, PENALTY)]
+
+
+@pytest.mark.parametrize(("nodes", "rows", "rules"), CASES, ids=str)
 def test_compiled_text_is_the_targets_own(pair, nodes, rows, rules):
     target, draft = pair
     draft.decoding_config.tree_nodes = nodes

@@ -236,12 +236,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("form", ["eager", "graph"])
-@pytest.mark.parametrize("change", CHANGES)
+IN_A_GRAPH = ("fused AdamW", "a step of a copy", "in place", "other data", "another parameter", "cast and back")
+
+
+@pytest.mark.parametrize(
+    ("change", "graph"), [*((one, False) for one in CHANGES), *((one, True) for one in IN_A_GRAPH)]
+)
 @torch.no_grad()
-def test_next_product_sees_a_changed_weight(change, form, fresh_compiler):
+def test_next_product_sees_a_changed_weight(change, graph, fresh_compiler):
     layer = nn.Linear(16, 16)
-    multiply = torch.compile(layer, backend="aot_eager", fullgraph=True) if form == "graph" else layer
+    multiply = torch.compile(layer, backend="aot_eager", fullgraph=True) if graph else layer
     x = torch.randn(3, 16)
     with packed_weights(layer):
         before = multiply(x).clone()
@@ -387,8 +391,7 @@ def test_a_packed_model_is_saved_as_ever(pair, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
     target = make_target(dtype=dtype, tie_word_embeddings=tied)
     draft, prompts = make_draft(target), [prompt(5), torch.cat([prompt(30), prompt(30) + 1])]
@@ -421,7 +424,7 @@ def test_threads_decode_while_others_pack(pair, products):
 
     def work(which, drafter):
         try:
-            for _ in range(6):
+            for _ in range(4):
                 assert torch.equal(decode(target, ids[which], drafter), expected[which])
         finally:
             busy[which] = False

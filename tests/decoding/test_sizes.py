@@ -1,9 +1,7 @@
 """How much a round verifies: chosen by what it costs and what is accepted, and never seen in the text."""
 
-import gc
 import itertools
 import random
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,14 +28,6 @@ def opened(draft):
 
 
 # ------------------------------------------------------------------------------------------------- drafts of any kind
-
-
-OPTIONS = [
-    {},
-    {"eos_token_id": [3, 8, 20, 26, 41]},
-    {"repetition_penalty": 1.2},
-    {"do_sample": True, "top_k": 9},
-]
 
 
 @pytest.mark.parametrize("fast", [0, 1])
@@ -203,15 +193,6 @@ def test_sizes_that_were_set_are_kept(setting, target):
     output = target.generate(ROW, **options, assistant_model=draft, return_dict_in_generate=True)
     assert output.draft_sizes is None and output.estimated_speedup is None
     assert set(output.acceptance_lengths[0][:-1]) == {3 if "num_assistant_tokens" in setting else 4}
-
-
-def test_nothing_is_remembered_of_a_target_that_is_gone():
-    draft, target = opened(make_draft(make_target(), block_size=6)), make_target()
-    target.generate(ROW, max_new_tokens=8, do_sample=False, assistant_model=draft)
-    gone = weakref.ref(target)
-    del target
-    gc.collect()
-    assert gone() is None
 
 
 def test_calls_in_threads_share_what_is_known(standing_clock):

@@ -47,10 +47,10 @@ def assert_is_found(one, likely, nodes: int, depth: int):
         assert paths_of(one, row) == best_first(following, nodes, depth)
 
 
-SIZES = [(1, 4), (7, 4), (14, 6), (16, 2)]
-LARGE = [(64, 3), (127, 8), (255, 6)]
-CASES = [(make, *size) for make in EVERY for size in SIZES]
-CASES += [(make, *size) for make in (*PLAIN, *SELECTORS) for size in LARGE]
+SIZES = [(1, 4), (14, 6), (16, 2)]
+LARGE = [(64, 3), (255, 6)]
+CASES = [(make, *SIZES[(i + j) % 3]) for i, make in enumerate(EVERY) for j in range(2)]
+CASES += [(make, *LARGE[i % 2]) for i, make in enumerate((*PLAIN, *SELECTORS))]
 
 
 @pytest.mark.parametrize(("make", "nodes", "block_size"), CASES)
@@ -86,8 +86,7 @@ def test_tree_over_few_tokens_holds_them_all():
     assert_is_tree(tree(drafter, anchors, [0, 0], 99), 3 + 9)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 200])
-@pytest.mark.parametrize("nodes", [11, 120])
+@pytest.mark.parametrize(("nodes", "width"), [(11, 1), (120, 2), (11, 5), (120, 5), (120, 200)])
 def test_beam_keeps_the_likeliest_of_each_depth(nodes, width):
     """Against lists of paths: at each depth the likeliest go on, and the likeliest of all that were seen are kept."""
     depth, ways, rows = 4, 3, 2
@@ -156,8 +155,10 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
     assert paths_of(first) < paths_of(one) and first.block is None and one.first(2).block is not None
 
 
-@pytest.mark.parametrize("nodes", [14, 255])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral_sliding", "llama4_text", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "nodes"),
+    [("qwen3", 255), ("gemma3", 14), ("gemma3", 255), ("llama4_text", 14), ("deepseek_v3", 14), ("gpt2", 255)],
+)
 @torch.no_grad()
 def test_logits_of_a_node_are_those_of_its_path(family, nodes):
     target = make_target(family, torch.float64, max_position_embeddings=512)
@@ -217,11 +218,11 @@ NO_NUMBERS = [
 def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
     """A drafter in half precision may overflow; the target is healthy."""
     inputs, _ = ragged_prompts(3)
-    for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-        options = {**inputs, "max_new_tokens": 14, **asked}
+    for asked, trees in (({"do_sample": False}, (None, 64)), ({"do_sample": True, "top_k": 20}, (None, 3))):
+        options = {**inputs, "max_new_tokens": 9, **asked}
         torch.manual_seed(2)
         expected = target.generate(**options)
-        for nodes in (None, 3, 64):
+        for nodes in trees:
             draft = make(target, block_size=8)
             if make is make_draft:
                 draft = scripted(draft, expected, error_rate=0.2, ranks=3)

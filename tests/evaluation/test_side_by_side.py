@@ -5,7 +5,7 @@ import json
 import pytest
 import side_by_side
 import torch
-from random_pairs import random_pair, slot_accuracy
+from random_pairs import random_pair
 from side_by_side import NATIVE, bench
 
 from dflash_hf.decoding import packing
@@ -15,14 +15,6 @@ from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
 @pytest.fixture(scope="module")
 def pair():
     return random_pair("tiny", torch.float32, "cpu", 3, prompt_length=10)
-
-
-@pytest.mark.parametrize("tau", [1.0, 2.5, 16.0])
-def test_slot_accuracy_gives_the_wanted_length(tau):
-    chance = slot_accuracy(tau, 16)
-    assert sum(chance**k for k in range(16)) == pytest.approx(tau, abs=1e-6)
-    with pytest.raises(ValueError, match="forced_acceptance=17"):
-        slot_accuracy(17.0, 16)
 
 
 def test_methods_accept_alike_and_equal_the_target(pair):
@@ -52,17 +44,3 @@ def test_the_script_writes_table_figures_and_picture(tmp_path, capsys, packs_of_
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
     assert facts["methods"]["dflash"]["speedup_over_packed"] == pytest.approx(expected)
     assert "FORCED" in (tmp_path / "bench.md").read_text() and not len(packing._held)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--shape", "tiny"], "give --forced-acceptance"),
-        (["--target", "x"], "give either --shape, or --target, --draft and --data"),
-        ([*FORCED, "--methods", "target,dflash,magic"], "--methods names magic; choose"),
-    ],
-)
-def test_bad_arguments_are_told(arguments, told, capsys):
-    with pytest.raises(SystemExit):
-        side_by_side.main(arguments)
-    assert told in capsys.readouterr().err

@@ -31,8 +31,9 @@ def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
     the other on another configuration. With trust, SGLang found an empty `dflash_config`, and vLLM lost the theta.
     `test_engine_code` runs their own code.
     """
-    config = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant]).config
-    make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant]).save_pretrained(tmp_path)
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant])
+    config = draft.config
+    draft.save_pretrained(tmp_path)
     read = as_engines_load(tmp_path, trust)
     copied = PreTrainedConfig()
     for key, value in read.to_dict().items():

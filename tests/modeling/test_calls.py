@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
-from support.pairs import VOCAB, make_draft, make_target
+from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from support.tiny_chat import make_tokenizer
@@ -14,7 +14,6 @@ from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 
 from dflash_hf.decoding import recurrent
-from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
 from dflash_hf.modeling.drafting_dflash import Drafter
@@ -58,18 +57,6 @@ def test_mask_token_may_stand_in_the_text(target):
     draft.config.mask_token_id = text[0, 15].item()
     draft = scripted(draft, text)
     assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft), text)
-
-
-def test_half_precision_differs_at_near_ties_only():
-    """bf16 is not bitwise lossless in any speculative decoder, but only rounding separates the texts."""
-    target = make_target(dtype=torch.bfloat16)
-    draft = make_draft(target)
-    prompts = torch.randint(2, VOCAB - 1, (16, 1, 9), generator=torch.Generator().manual_seed(0))
-    texts = [[text[0, 9:].tolist() for text in both(target, draft, prompt)] for prompt in prompts]
-    own, drafted = zip(*texts, strict=True)
-    assert sum(map(list.__eq__, own, drafted)) >= 8 and len({*map(tuple, own)}) == 16
-    found, _ = judge(target, prompts[:, 0].tolist(), own, {"dflash": drafted}, draft.config.block_tokens)
-    assert summary(found, "dflash") != WRONG, found
 
 
 @pytest.fixture(scope="module")
@@ -175,33 +162,38 @@ class Interruption:
         return {"stopping_criteria": [lambda ids, scores: self() or torch.zeros(len(ids), dtype=torch.bool)]}
 
 
-@pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(
+    ("family", "place"),
+    [
+        *[("qwen3", "processor"), ("gemma3", "criterion"), ("gemma3", "streamer")],
+        *[("falcon_h1", "processor"), ("falcon_h1", "streamer"), ("mamba2", "criterion")],
+    ],
+)
 def test_interrupted_cache_equals_the_plain_one(family, place):
     """It holds all tokens that were shown but the last, and recurrent states after them."""
     target = make_target(family, attn=None, dtype=torch.float32 if family in ("qwen3", "gemma3") else torch.float64)
     options = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     draft = scripted(make_draft(target, 6), target.generate(**options), error_rate=0.1)
-    for nodes in (None, 8):
-        draft.decoding_config.tree_nodes = nodes
-        output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
-        assert max(output.acceptance_lengths[0]) > 3
-        for after in (1, 2, 5, 9):
-            held = []
-            for assistant in (None, draft):
-                cache, own = DynamicCache(config=target.config), Interruption(KeyError, after).at(place)
-                own[cache_argument(target)] = cache
-                with pytest.raises(KeyError):
-                    target.generate(**options, **own, assistant_model=assistant)
-                layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
-                held.append([layer.keys for layer in layers] + [layer.values for layer in layers])
-                held[-1] += recurrent_states(cache.layers)
-            for theirs, ours in zip(*held, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4 * max(1.0, float(theirs.abs().max())))
+    for nodes, after in ((8, 1), (None, 2), (8, 5), (None, 9)):
+        draft.decoding_config.tree_nodes, held = nodes, []
+        for assistant in (None, draft):
+            cache, own = DynamicCache(config=target.config), Interruption(KeyError, after).at(place)
+            own[cache_argument(target)] = cache
+            with pytest.raises(KeyError):
+                target.generate(**options, **own, assistant_model=assistant)
+            layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
+            held.append([layer.keys for layer in layers] + [layer.values for layer in layers])
+            held[-1] += recurrent_states(cache.layers)
+        for theirs, ours in zip(*held, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4 * max(1.0, float(theirs.abs().max())))
+    output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
+    assert max(output.acceptance_lengths[0]) > 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "falcon_h1"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("family", "error"),
+    [("qwen3", KeyboardInterrupt), ("gemma3", torch.OutOfMemoryError), ("falcon_h1", torch.OutOfMemoryError)],
+)
 def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
     """Whichever buffer of whichever layer it fails at, the caller's cache holds what it held."""
     target, prompt = make_target(family, attn=None), torch.randint(5, 90, (2, 9))
@@ -226,7 +218,7 @@ def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
         assert failing.left <= 0 or 2 * place > len(expected)
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", [1, 2, 4, 7])
 def test_states_are_whole_if_rolling_back_is_interrupted(place, monkeypatch):
     """They were left after tokens that the cache did not hold, and the next turn was another text."""
     target = make_target("falcon_h1", attn=None, dtype=torch.float64)
@@ -259,9 +251,8 @@ class Interrupting(nn.Module):
         return self.layer(*args, **kwargs)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
 @pytest.mark.parametrize("place", ["prefill", "verify", "draft", "streamer", "processor", "criterion"])
-def test_interruption_leaves_nothing_behind(place, error):
+def test_interruption_leaves_nothing_behind(place):
     """Both models decode as before, no hook stays, and no cache of the call is alive."""
     target = make_target()
     target.model.norm = Interrupting(target.model.norm)
@@ -274,7 +265,7 @@ def test_interruption_leaves_nothing_behind(place, error):
         modules = [*target.modules(), *draft.modules()]
         return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
 
-    before, own = hooks(), {}
+    before, own, error = hooks(), {}, KeyboardInterrupt if place in ("verify", "streamer") else FloatingPointError
     interruption = Interruption(error, 1 if place in ("prefill", "draft") else 2)
     if place in ("prefill", "verify"):
         target.model.norm.reached = interruption

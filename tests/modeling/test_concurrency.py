@@ -84,9 +84,9 @@ def test_calls_take_turns_inside_their_forwards(family, pair_of):
 
 
 @BOTH
-def test_first_calls_of_a_target_take_turns(family):
+def test_first_calls_of_a_target_take_turns(family, pair_of):
     """How a target is rolled back is found out by its first call: not by what another call made of it."""
-    expected = alone(Pair.of(family, names=NAMES), "block", "greedy")
+    expected = alone(pair_of(family), "block", "greedy")
     fresh, turns = Pair.of(family, names=NAMES), Turns(1)
     with turns.inside():
         results = turns.run(*[lambda: said(fresh.calls["greedy"], fresh.drafts["block"])] * 4)

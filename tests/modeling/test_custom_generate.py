@@ -1,4 +1,4 @@
-"""`generate(custom_generate="<drafter>")`; without the package, see `test_remote_code.py`."""
+"""`generate(custom_generate="<drafter>")`; without the package, see `test_core_alone.py`."""
 
 import gc
 import sys

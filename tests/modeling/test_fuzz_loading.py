@@ -200,11 +200,11 @@ def fuzz_files(tmp_path, count, seed=0):
 
 
 def test_mutated_configurations(tmp_path):
-    fuzz_configs(tmp_path, 250)
+    fuzz_configs(tmp_path, 120)
 
 
-def test_two_hundred_damaged_safetensors(tmp_path):
-    fuzz_files(tmp_path, 200)
+def test_damaged_safetensors(tmp_path):
+    fuzz_files(tmp_path, 100)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """Long texts and no limits: what must neither raise nor cost memory before it is used."""
 
-import importlib.util
 import resource
 from pathlib import Path
 
 import pytest
+from prompt_memory import LiveBytes
 from support.calls import Call, EveryOther, difference
 from support.pairs import make_target
 from support.rows import ragged_prompts
@@ -48,24 +48,15 @@ def address_space():
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def live_bytes():
-    path = Path(__file__).parents[2] / "examples" / "benchmarks" / "prompt_memory.py"
-    spec = importlib.util.spec_from_file_location("prompt_memory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LiveBytes()
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("fields", [{}, {"tree_nodes": 15}], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "fields"), [(1, {"tree_nodes": 15}), (3, {})], ids=str)
 def test_no_limit_allocates_nothing(rows, fields, target, address_space):
     """10^9 new tokens and tokens that end the text is how callers say "until it stops"."""
     call, plain, draft = known(target, rows, 40)
     draft.decoding_config = DFlashDecodingConfig(**fields)
     peaks = []
     for limit in (100, 10**9):
-        with live_bytes() as counted:
+        with LiveBytes() as counted:
             drafted = call(draft, eos_token_id=plain.sequences[:, 40].tolist(), max_new_tokens=limit)
         peaks.append(counted.peak)
         assert drafted.sequences.shape[1] <= 41

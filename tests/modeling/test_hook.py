@@ -31,10 +31,10 @@ def everybody_else(target, assistant):
         {"num_beams": 3, "do_sample": False},
         {"do_sample": True},
     ]
-    return [target.generate(PROMPT, max_new_tokens=15, **call) for call in calls]
+    return [target.generate(PROMPT, max_new_tokens=12, **call) for call in calls]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
 def test_other_generation_modes_are_unchanged(unhooked, family):
     target, assistant = make_target(family), make_target(seed=1)
     before = everybody_else(target, assistant)

@@ -20,7 +20,6 @@ from support.layouts import (
     renamed,
     save,
     shapes_of,
-    tensors_of,
     write,
 )
 from support.pairs import make_target
@@ -132,8 +131,10 @@ def test_loop_equals_the_published_one(tmp_path, layout):
         assert whole == trace[: len(whole)] and last <= trace[len(whole)] and sum(whole) + last == len(text) - 8
 
 
-@pytest.mark.parametrize("ids", [[-1, 2, 3], [3, -1, 0]], ids=str)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "DSpark" in name])
+@pytest.mark.parametrize(
+    ("layout", "ids"),
+    [(name, ([-1, 2, 3], [3, -1, 0])[i % 2]) for i, name in enumerate(one for one in LAYOUTS if "DSpark" in one)],
+)
 @torch.no_grad()
 def test_dspark_reads_the_embedding(tmp_path, layout, ids):
     """-1 was looked up among the layers: DeepSpec's own drafters, which read the embedding, never drafted."""
@@ -238,12 +239,6 @@ def test_variant_is_loaded(tmp_path, shards):
     assert torch.equal(load(tmp_path, variant="fp16").fc.weight, draft.fc.weight)
     with pytest.raises(OSError, match="Only safetensors"):
         load(tmp_path)
-
-
-def test_copies_of_the_target_are_not_loaded(tmp_path):
-    write(tmp_path, "speculators, reduced vocabulary")
-    draft = load(tmp_path)
-    assert not draft.config.has_embed_tokens and "embed_tokens.weight" not in draft.state_dict()
 
 
 # ---------------------------------------------------------------------------------------------- embeddings of its own
@@ -360,13 +355,6 @@ def test_damaged_tensor_is_named(tmp_path, message):
     tensors |= DAMAGE[message](tensors)
     save(tmp_path, config, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(tmp_path)
-
-
-def test_only_safetensors_are_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(zlab()))
-    torch.save(tensors_of({**zlab(), **zlab()["dflash_config"]}), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="Only safetensors are read"):
         load(tmp_path)
 
 

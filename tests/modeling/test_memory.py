@@ -1,11 +1,10 @@
 """What a drafter may add to a call's peak, counted to the byte: see `examples/benchmarks/prompt_memory.py`."""
 
 import gc
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
+from prompt_memory import LiveBytes
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import DynamicCache
@@ -15,14 +14,6 @@ from dflash_hf.modeling.cache_dflash import SlotCache
 
 ROWS, TOKENS, WIDTH = 2, 512, 32
 HIDDEN = ROWS * TOKENS * WIDTH * 4  # bytes of one hidden state for each token of a prompt
-
-
-def live_bytes():
-    path = Path(__file__).parents[2] / "examples" / "benchmarks" / "prompt_memory.py"
-    spec = importlib.util.spec_from_file_location("prompt_memory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LiveBytes()
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
@@ -38,7 +29,7 @@ def test_prompt_adds_a_hidden_state_per_token(chunk):
     target.generate(ids[:, :9], **options, assistant_model=draft)  # probes
     peaks = []
     for assistant in (None, draft):
-        with live_bytes() as counted:
+        with LiveBytes() as counted:
             target.generate(ids, **options, assistant_model=assistant)
         peaks.append(counted.peak)
         assert counted.now < HIDDEN / 10  # all is gone afterwards but the text
@@ -49,7 +40,7 @@ def test_prompt_adds_a_hidden_state_per_token(chunk):
 def test_moving_a_cache_holds_one_tensor_twice(padding):
     """Neither a layer nor the cache: to slots when decoding starts, back when it ends."""
     config = make_target(num_hidden_layers=6).config
-    with live_bytes() as counted:
+    with LiveBytes() as counted:
         cache = DynamicCache(config=config)
         for layer in range(6):
             cache.update(*(torch.randn(len(padding), 2, 1024, 8) for _ in "kv"), layer)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.pairs import COMMON, DELTA, MOE, SLIDING, VOCAB, make_draft
+from support.pairs import COMMON, DELTA, SLIDING, VOCAB, make_draft
 from support.scripted_draft import scripted
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -22,7 +22,6 @@ TOWER = {
     "deepstack_visual_indexes": [0],
 }
 QWEN = {"vision_config": TOWER, "image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92}
-UNSCALED = {"attn_temperature_tuning": False}  # by the length of the cache, which rules drafts out
 SIGLIP = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -60,26 +59,6 @@ WRAPPERS = {
         "eoi_token_id": 94,
         "mm_tokens_per_image": 4,
     },
-    "glm4v": {
-        "text_config": {**TEXT, "rope_parameters": {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0}},
-        **QWEN,
-        "image_start_token_id": 93,
-        "image_end_token_id": 94,
-    },
-    "llama4": {
-        "text_config": {**COMMON, **MOE, "intermediate_size_mlp": 48, "attention_chunk_size": 8, **UNSCALED},
-        "vision_config": {
-            **SIGLIP,
-            "intermediate_size": 64,
-            "vision_output_dim": 16,
-            "projector_input_dim": 16,
-            "projector_output_dim": 16,
-            "pixel_shuffle_ratio": 0.5,
-        },
-        "image_token_index": IMAGE,
-        "boi_token_index": 92,
-        "eoi_token_index": 93,
-    },
     "mistral3": {
         "text_config": {"model_type": "mistral", **COMMON, "sliding_window": 8},
         "vision_config": {"model_type": "pixtral", **SIGLIP},
@@ -87,13 +66,8 @@ WRAPPERS = {
         "vision_feature_layer": -1,
         "spatial_merge_size": 2,
     },
-    "qwen2_5_vl": {
-        "text_config": TEXT,
-        **QWEN,
-        "vision_config": {**TOWER, "window_size": 8, "fullatt_block_indexes": [0]},
-    },
 }
-GRIDS = {"qwen3_vl", "qwen3_5", "qwen2_5_vl", "glm4v"}  # whose pixels come as rows of patches
+GRIDS = {"qwen3_vl", "qwen3_5"}  # whose pixels come as rows of patches
 
 
 def make_wrapper(name):

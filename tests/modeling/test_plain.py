@@ -151,8 +151,10 @@ def test_dynamic_quantisation_is_named(target):
     assert ONE_BY_ONE in support(quantised).why_plain("A target", [0], None)
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "__base__"]])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("qwen3", ["a"]), ("qwen3", ["a", "b"]), ("qwen3", ["a", "b", "__base__"]), ("qwen3_5_text", ["a", "b"])],
+)
 def test_adapters_for_each_row(family, names):
     """Named in the first call already, for another number of rows than a target is tried out on."""
     from peft import LoraConfig, get_peft_model

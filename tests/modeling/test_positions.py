@@ -57,9 +57,17 @@ def test_padded_rows_of_families_with_own_positions(name):
         assert torch.equal(target.generate(**options, assistant_model=draft), expected)
 
 
-@pytest.mark.parametrize("decoding", [{"block_size": 6}, {"tree_nodes": 12}], ids=str)
-@pytest.mark.parametrize(("rows", "options"), [(1, {}), (1, {"repetition_penalty": 1.1}), (3, {})])
-@pytest.mark.parametrize("family", ["gpt2", "opt", "qwen3"])
+BLOCK, TREE, PENALTY = {"block_size": 6}, {"tree_nodes": 12}, {"repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "options", "decoding"),
+    [
+        *(("gpt2", *one, decoding) for one in ((1, {}), (1, PENALTY), (3, {})) for decoding in (BLOCK, TREE)),
+        *[("opt", 1, {}, TREE), ("opt", 3, {}, BLOCK), ("qwen3", 1, PENALTY, TREE), ("qwen3", 3, {}, BLOCK)],
+    ],
+    ids=str,
+)
 def test_drafts_end_at_the_last_position(family, rows, options, decoding):
     """A block reached past GPT-2's table of positions: an IndexError, on a GPU worse. Rotary positions have no end."""
     size = {"n_positions": 40} if family == "gpt2" else {"max_position_embeddings": 40}

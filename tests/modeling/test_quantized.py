@@ -16,13 +16,6 @@ def torchao_int8():
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-def bitsandbytes_int8():
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_8bit=True)
-
-
 def bitsandbytes_nf4():
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from transformers import BitsAndBytesConfig
@@ -30,9 +23,7 @@ def bitsandbytes_nf4():
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-@pytest.mark.parametrize(
-    "make_config, error", [(torchao_int8, 0.01), (bitsandbytes_int8, 0.02), (bitsandbytes_nf4, 0.2)]
-)
+@pytest.mark.parametrize("make_config, error", [(torchao_int8, 0.01), (bitsandbytes_nf4, 0.2)])
 def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path):
     config = make_config()
     target = make_target(hidden_size=64)

@@ -8,12 +8,32 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
-from support.scripted_text import PROMPT, drafted, drafter, text
+from support.scripted_draft import recognising
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig
 
 from dflash_hf.decoding.recurrent import RecurrentSlots
 from dflash_hf.modeling.cache_dflash import SlotCache
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def text(target, draft=None, prompt=PROMPT, **options):
+    """Text and acceptance lengths; without a drafter, the text."""
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    return output.sequences.tolist(), getattr(output, "acceptance_lengths", None)
+
+
+def drafter(target):
+    return recognising(target, [torch.tensor(text(target)[0][0])], 6)
+
+
+def drafted(target, draft) -> None:
+    """Equal texts, of drafts that are accepted."""
+    written, lengths = text(target, draft)
+    assert written == text(target)[0] and max(lengths[0]) > 3
 
 
 def prompts(rows: int) -> dict:

@@ -21,12 +21,7 @@ LONG = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 FIXED = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -49,8 +44,9 @@ LENGTHS = {
 }
 
 
-CASES = [(rope, length) for rope in ("longrope", "dynamic") for length in LENGTHS]
-CASES += [(rope, "across") for rope in FIXED]
+CASES = [("longrope", length, turn) for length in LENGTHS for turn in (0, 1)]
+CASES += [("dynamic", length, number % 2) for number, length in enumerate(LENGTHS)] + [("dynamic", "across", 1)]
+CASES += [(rope, "across", number % 2) for number, rope in enumerate(FIXED)]
 
 
 def target_with(rope: str):
@@ -93,8 +89,7 @@ def plain_texts(rope: str, length: str) -> list[torch.Tensor]:
     return texts
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize(("rope", "length"), CASES)
+@pytest.mark.parametrize(("rope", "length", "turn"), CASES)
 def test_turns_around_the_threshold_are_lossless(rope, length, turn):
     """
     Phi-3 drops its cache in a prompt beyond the threshold, and takes other factors from there on; `dynamic` scales by

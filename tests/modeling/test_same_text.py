@@ -84,7 +84,7 @@ EAGER = {"gpt_oss", "mpt", "bloom"}  # in eager attention upstream gives NaN for
 FAMILIES |= dict.fromkeys(("llama", "gemma4", "mistral_sliding", "qwen3_moe", "opt", "mpt", "gpt_neox"), "slots")
 FAMILIES |= dict.fromkeys(("qwen3_5_text", "falcon_h1"), "replay") | {"bloom": "plain"}
 HEADS = {"none": {}, "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}}
-SOME_HEADS = ["few tokens", "selector", "recurrent over few", "gated", "rnn", "vanilla", "domino", "late"]
+SOME_HEADS = ["few tokens", "selector", "recurrent over few", "gated", "domino", "late"]
 AXES = {
     "rows": list(ROWS),
     "rules": list(RULES),
@@ -259,7 +259,7 @@ def check(case: dict) -> list[list[int]]:
     return drafted.lengths
 
 
-NUMBERED = [{**case, "seed": number, "longest": 11, "new": 40} for number, case in enumerate(pairwise(AXES))]
+NUMBERED = [{**case, "seed": number, "longest": 11, "new": 28} for number, case in enumerate(pairwise(AXES))]
 
 
 @pytest.mark.parametrize("case", NUMBERED, ids=lambda case: ", ".join(map(str, list(case.values())[:9])))
@@ -284,7 +284,7 @@ ANY = settings(
 
 
 @given(CASES)
-@settings(ANY, max_examples=40)
+@settings(ANY, max_examples=25)
 def test_text_is_the_same_in_any_case(case):
     check(case)
 

@@ -57,9 +57,12 @@ def drafted(kind: str, rows: int, size: int):
     return tree_of(torch.zeros(rows, dtype=torch.long), ids, log_probs, size - 1)
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (1, None), (None, 4)])
-@pytest.mark.parametrize("kind", ["block", "tree"])
-@pytest.mark.parametrize("padding", [[0], [0, 3, 8]])
+WINDOWS = [(None, None), (7, None), (1, None), (None, 4)]  # and chunks
+SEEN = [(*one, ("block", "tree")[i % 2], [0]) for i, one in enumerate(WINDOWS)]
+SEEN += [(*one, kind, [0, 3, 8]) for one in WINDOWS for kind in ("block", "tree")]
+
+
+@pytest.mark.parametrize(("window", "chunk", "kind", "padding"), SEEN, ids=str)
 def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch):
     """Row by row, token by token, over many rounds: rejected tokens, trees, rows that end, rings that go round."""
     monkeypatch.setattr(SlotCache, "SPARE", 5)

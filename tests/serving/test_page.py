@@ -1,9 +1,12 @@
-"""The page of `examples/space` in headless Chromium, with several visitors at once."""
+"""
+The page of `examples/space` in headless Chromium, with several visitors at once:
+
+    pip install gradio playwright && playwright install chromium-headless-shell
+"""
 
 import json
 import os
 import shutil
-import site
 import subprocess
 import sys
 from pathlib import Path
@@ -19,76 +22,21 @@ PROMPTS = [f"Say {number}" for number in range(4)]
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    return tmp_path_factory.mktemp("page")
-
-
-def attempt(*command, cwd=None, seconds: float = 600, **more: str) -> str:
-    """
-    What a command prints.
-
-    Raises:
-        `OSError`: it fails, or cannot be run.
-    """
-    env = {**os.environ, **more}
-    try:
-        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise OSError(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise OSError(f"{' '.join(map(str, command))}: {(done.stderr or done.stdout).strip()[-300:]}")
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def python(scratch) -> str:
-    """An interpreter that has this one's packages, Gradio and Playwright."""
-    try:
-        attempt(sys.executable, "-m", "venv", str(scratch / "venv"))
-        (packages,) = (scratch / "venv").glob("lib/python*/site-packages")
-        ours = "; ".join(f"site.addsitedir({place!r})" for place in site.getsitepackages())
-        (packages / "ours.pth").write_text(f"import site; {ours}\n")
-        python = str(scratch / "venv" / "bin" / "python")
-        attempt(python, "-m", "pip", "install", "-q", "gradio", "playwright")
-    except OSError as error:
-        pytest.skip(f"Gradio and Playwright cannot be had: {error}")
-    return python
-
-
-@pytest.fixture(scope="module")
-def chromium(python, scratch) -> str:
-    """The browser: this machine's, else Playwright's own (an empty name), else the one that npm has for servers."""
-    if found := next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None):
-        return found
-    reasons = []
-    try:
-        attempt(python, "-m", "playwright", "install", "chromium-headless-shell")
-        return ""
-    except OSError as error:
-        reasons.append(str(error))
-    try:
-        attempt("npm", "install", "--no-audit", "--no-fund", "--prefix", str(scratch), "@sparticuz/chromium")
-        code = "import c from '@sparticuz/chromium'; console.log(await c.executablePath())"
-        found = attempt("node", "--input-type=module", "-e", code, cwd=scratch).strip().splitlines()[-1]
-        attempt(found, "--version")
-        return found
-    except OSError as error:
-        reasons.append(str(error))
-    pytest.skip(f"no browser can be had: {'; '.join(reasons)}")
-
-
-def test_four_visitors_at_once_get_their_own_texts(python, chromium, scratch):
-    folder = save_readable_target(scratch / "target")
+def test_four_visitors_at_once_get_their_own_texts(tmp_path):
+    for package in ("gradio", "playwright"):
+        pytest.importorskip(package)
+    folder = save_readable_target(tmp_path / "target")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
     env = {"PYTHONPATH": str(ROOT / "tests"), "GRADIO_ANALYTICS_ENABLED": "False"}
-    command = [python, "-m", "support.serving", "page", str(folder), *PROMPTS]
+    command = [sys.executable, "-m", "support.serving", "page", str(folder), *PROMPTS]
     server = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
     try:
         url = next(line.split()[-1] for line in server.stderr if line.startswith("serving "))
-        picture = scratch / "page.png"
-        seen = json.loads(
-            attempt(python, "-m", "support.browse", url, chromium, str(picture), *PROMPTS, **env).splitlines()[-1]
-        )
+        picture = tmp_path / "page.png"
+        words = [sys.executable, "-m", "support.browse", url, chromium, str(picture), *PROMPTS]
+        done = subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        seen = json.loads(done.stdout.splitlines()[-1])
     finally:
         server.kill()
         server.wait()

@@ -11,9 +11,10 @@ import string
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dflash_hf import DFlashTrainer, DFlashTrainingArguments, make_example
+from dflash_hf import DFlashTrainer, make_example
 from support.pairs import make_draft, make_target
 from support.tiny_chat import END, START, make_tokenizer
+from support.trained_pair import fit_draft, fit_target
 
 
 TEMPLATE = (
@@ -61,19 +62,10 @@ def train_chat_target(tokenizer, steps: int = 300):
                 parameter.div_(3.0 if "o_proj" in name or "down_proj" in name else 8.0)
     texts = [conversations(tokenizer, 600, thinking, seed) for thinking, seed in ((False, 1), (True, 2))]
     rows = torch.tensor([prompt + reply for both in zip(*texts, strict=True) for prompt, reply in both])
-    target.requires_grad_(True).train()
-    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
-    random = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        batch = rows[torch.randint(len(rows), (24,), generator=random)]
-        target(batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    fit_target(target, rows, steps, torch.Generator().manual_seed(0))
     target.generation_config.eos_token_id = END
     target.generation_config.bos_token_id = START
-    return target.requires_grad_(False).eval()
+    return target
 
 
 def train_chat_draft(target, tokenizer, folder, trainer_class=DFlashTrainer, steps: int = 60):
@@ -81,19 +73,5 @@ def train_chat_draft(target, tokenizer, folder, trainer_class=DFlashTrainer, ste
     draft = make_draft(target, block_size=6, target_layer_ids=[1, 2, 3], intermediate_size=128)
     draft.config.mask_token_id = len(tokenizer)
     draft.config.dflash_config["chat_template_kwargs"] = OFF
-    arguments = DFlashTrainingArguments(
-        loss_type="dpace",
-        output_dir=str(folder),
-        per_device_train_batch_size=16,
-        max_steps=steps,
-        learning_rate=4e-3,
-        num_anchors=8,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
     data = [make_example(prompt, reply) for prompt, reply in conversations(tokenizer, 600, False, 1)]
-    trainer_class(model=draft, target=target, args=arguments, train_dataset=data).train()
-    return draft.eval()
+    return fit_draft(draft, target, data, folder, trainer_class, loss_type="dpace", max_steps=steps)

@@ -30,10 +30,7 @@ from support.tiny_models import DIVERSE, prompts, tiny_model
 
 NEW_TOKENS, ERROR_RATE, BLOCK_SIZE = 40, 0.15, 8
 SECONDS, BYTES = 120, 4 << 30
-ROLLBACK = {
-    "SlotSession": "slots",
-    "ReplaySession": "slots, recurrent layers replayed",
-}
+ROLLBACK = {"SlotSession": "slots", "ReplaySession": "slots, recurrent layers replayed"}
 
 
 @dataclass

@@ -69,11 +69,7 @@ def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
     target.save_pretrained(saved)
     torch.manual_seed(1)
     config = DFlashDraftConfig.for_target(
-        target.config,
-        mask_token_id=16,
-        num_hidden_layers=2,
-        block_size=8,
-        target_layer_ids=[8, 15, 22, 27],
+        target.config, mask_token_id=16, num_hidden_layers=2, block_size=8, target_layer_ids=[8, 15, 22, 27]
     )
     DFlashDraftModel(config).save_pretrained(folder / "draft")
     return saved, folder / "draft"

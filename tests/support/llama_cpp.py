@@ -1,7 +1,6 @@
 """llama.cpp's own server in this process, by the package `xllamacpp`; one thread, caches in fp32."""
 
 import json
-import sys
 import urllib.request
 
 import pytest
@@ -79,11 +78,6 @@ def complete(server, prompt: list[int], tokens: int) -> tuple[list[int], list[in
     return ids, [1 + after - before for before, after in zip(sums, sums[1:])]
 
 
-def main(target, draft, prompt, tokens):
-    """What a process of its own prints, which llama.cpp may end: the tokens that each verification committed."""
-    print(complete(serve(target, draft, drafts=3, context=256), json.loads(prompt), int(tokens))[1], flush=True)
-
-
 class Dictated(LogitsProcessor):
     """Lets a model say given tokens and no others."""
 
@@ -110,7 +104,3 @@ def our_lengths(target, draft, prompt: list[int], answer: list[int]) -> list[int
     )
     assert output.sequences[0, len(prompt) :].tolist() == answer
     return list(output.acceptance_lengths[0])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,9 +1,12 @@
 """Tiny targets of many families, and tiny drafters."""
 
+import functools
+
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from support.tiny_models import tiny_config
 
 
 VOCAB = 96
@@ -31,100 +34,24 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-# Model type, and what its configuration needs; those that need nothing are not listed.
-FAMILIES = {
-    "gemma3": ("gemma3_text", SLIDING),
-    "gemma4": (
-        "gemma4_text",
-        {
-            **SLIDING,
-            "global_head_dim": 8,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB,
-            "num_kv_shared_layers": 0,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "mistral_sliding": ("mistral", {"sliding_window": 8}),
-    "qwen3_moe": ("qwen3_moe", MOE),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "head_dim": 4,
-        },
-    ),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            **MOE,
-            **DELTA,
-            "linear_num_value_heads": 2,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
-    "gemma2": ("gemma2", SLIDING),
-    "mixtral": ("mixtral", MOE),
-    "llama4_text": ("llama4_text", {**MOE, "attention_chunk_size": 8}),
-    "qwen3_5_text": ("qwen3_5_text", DELTA),
+CHUNKS = {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "no_rope_layers": [1, 1, 1, 0]}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+# Model types, and what the rules of `tiny_config` do otherwise; a family that is not listed needs none.
+FAMILIES = {name: (name, {}) for name in ("falcon_h1", "gemma2", "mixtral", "qwen3_5_text")}
+FAMILIES |= {"gemma3": ("gemma3_text", {}), "gemma4": ("gemma4_text", {}), "mistral_sliding": ("mistral", {})}
+FAMILIES |= {
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 4, "head_dim": 4, "moe_intermediate_size": 16}),
+    "falcon_mamba": ("falcon_mamba", {"time_step_rank": 2}),
+    "gpt2": ("gpt2", {"n_inner": 48}),
+    "gpt_oss": ("gpt_oss", {"rope_parameters": YARN}),
+    "jamba": ("jamba", {"num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
-    "falcon_h1": (
-        "falcon_h1",
-        {
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 8,
-            "mamba_chunk_size": 8,
-            "mamba_d_ssm": 64,
-        },
-    ),
-    "mamba2": (
-        "mamba2",
-        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2},
-    ),
-    "falcon_mamba": ("falcon_mamba", {"state_size": 8}),
-    "jamba": (
-        "jamba",
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-        },
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "n_groups": 1,
-            "ssm_state_size": 8,
-            "chunk_size": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "moe_shared_expert_intermediate_size": 16,
-        },
-    ),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 48}),
+    "llama4_text": ("llama4_text", {**MOE, **CHUNKS, "intermediate_size_mlp": 16384}),
+    "mamba2": ("mamba2", {"head_dim": 16}),
+    "nemotron_h": ("nemotron_h", {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "qwen3_next": ("qwen3_next", {**MOE, "linear_num_value_heads": 2, "shared_expert_intermediate_size": 16}),
 }
 
 
@@ -132,11 +59,12 @@ def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "
     """A random target whose greedy text is diverse; the caller asserts that it is."""
     model_type, special = FAMILIES.get(family, (family, {}))
     fields = {**COMMON, **special, **overrides}
+    configuration = functools.partial(tiny_config, model_type) if family in FAMILIES else CONFIG_MAPPING[model_type]
     if family == "gpt2":
         for alias in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
             fields.pop(alias)
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[model_type](**fields)
+    config = configuration(**fields)
     if dtype == torch.float64:  # the grouped matrix product of experts knows no fp64
         config._experts_implementation = "eager"
     target = AutoModelForCausalLM.from_config(config, attn_implementation=attn).to(dtype).eval()

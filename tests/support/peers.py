@@ -157,10 +157,7 @@ def automodel(target, batch, folder, kind, selector=1.0, **fields):
     draft.save_pretrained(folder / "draft")
     trainer, more = {
         "dflash": (core.DFlashTrainerModule, {"loss_decay_gamma": GAMMA}),
-        "dflash2": (
-            dflash2_core.DFlash2TrainerModule,
-            {"loss_decay_gamma": GAMMA, "selector_loss_weight": selector},
-        ),
+        "dflash2": (dflash2_core.DFlash2TrainerModule, {"loss_decay_gamma": GAMMA, "selector_loss_weight": selector}),
         "domino": (domino_core.DominoTrainerModule, {"loss_decay_gamma": GAMMA}),
         "jetspec": (jetspec_core.JetSpecTrainerModule, {}),
     }[kind]

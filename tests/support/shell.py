@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,16 +43,6 @@ def dflash(*words, timeout: float = 900) -> Ended:
     """Run a command to its end."""
     process = start(*words)
     out, err = process.communicate(timeout=timeout)
-    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
-
-
-def signalled(number: int, folder: Path, *words) -> Ended:
-    """Run a command, and send it a signal once it has written something into a folder."""
-    process = start(*words)
-    while process.poll() is None and not any(folder.iterdir()):
-        time.sleep(0.01)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=900)
     return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 

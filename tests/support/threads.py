@@ -1,6 +1,7 @@
 """Pairs of many families with calls whose texts are known, and ways of running calls at the same time."""
 
 import contextlib
+import copy
 import random
 import threading
 from collections.abc import Callable
@@ -94,8 +95,9 @@ class Pair:
             expected[name] = calls[name]()
         texts = [text for name in names for text in calls[name].texts(expected[name].sequences)]
         assert len(set(torch.cat(texts).tolist())) > 30, "constant texts prove nothing"
+        known = recognising(target, texts, BLOCK_SIZE)
         for way, fields in (ways or {"block": {}, "tree": {"tree_nodes": 12}}).items():
-            drafts[way] = recognising(target, texts, BLOCK_SIZE)
+            drafts[way] = copy.deepcopy(known)
             with_windows(drafts[way])
             for key, value in fields.items():
                 setattr(drafts[way].decoding_config, key, value)

@@ -7,12 +7,7 @@ import copy
 import re
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 
 VOCAB, LAYERS = 96, 4
@@ -61,9 +56,7 @@ OTHER_PARTS = r".*(vision|audio|image|vq|speech|encoder)"  # of a wrapper, besid
 NEEDED = {"num_key_value_heads": 4, "head_dim": HEAD, "num_experts_per_tok": 2}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Models whose three axes stand in no field of the defaults.
-MROPE = {
-    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0},
-}
+MROPE = {"rope_parameters": {**PLAIN_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
 # What rules cannot know: relations between the fields of one class.
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 OVERRIDES: dict[str, dict] = {
@@ -116,7 +109,8 @@ SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "d
 
 def tiny_config(model_type: str, **overrides) -> PreTrainedConfig:
     """The configuration of a tiny model of a type, from the defaults of its class."""
-    return _tiny(CONFIG_MAPPING[model_type], {**OVERRIDES.get(model_type, {}), **overrides})
+    given = {**OVERRIDES.get(model_type, {}), **overrides}
+    return _tiny(CONFIG_MAPPING[model_type], given, given.get("num_hidden_layers", LAYERS))
 
 
 def tiny_model(model_type: str, wrapper: bool = False, **overrides):

@@ -1,4 +1,4 @@
-"""A target and a drafter that are really trained, in seconds: drafts are accepted and rejected for honest reasons."""
+"""Targets and drafters that are really trained, in seconds: drafts are accepted and rejected for honest reasons."""
 
 import torch
 
@@ -16,6 +16,29 @@ def walk(generator: torch.Generator, length: int) -> list[int]:
     return text
 
 
+def fit_target(target, texts: torch.LongTensor, steps: int, generator: torch.Generator):
+    """Train a target on texts `[N, S]`."""
+    target.requires_grad_(True).train()
+    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    for _ in range(steps):
+        batch = texts[torch.randint(0, len(texts), (24,), generator=generator)]
+        target(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return target.requires_grad_(False).eval()
+
+
+def fit_draft(draft, target, data, folder, trainer_class=DFlashTrainer, **fields):
+    """Train a drafter on examples, with these arguments among others."""
+    fields |= {"per_device_train_batch_size": 16, "learning_rate": 4e-3, "num_anchors": 8, "report_to": []}
+    fields |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    arguments = DFlashTrainingArguments(output_dir=str(folder), **fields)
+    trainer_class(model=draft, target=target, args=arguments, train_dataset=data).train()
+    return draft.eval()
+
+
 def train_pair(folder, block_size: int = 6):
     """About ten seconds on one core."""
     generator = torch.Generator().manual_seed(0)
@@ -25,31 +48,7 @@ def train_pair(folder, block_size: int = 6):
         for parameter in target.parameters():
             if parameter.dim() > 1:
                 parameter.div_(8.0)
-    target.requires_grad_(True).train()
-    steps = 220
-    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
-    for _ in range(steps):
-        batch = texts[torch.randint(0, len(texts), (24,), generator=generator)]
-        target(batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    target.eval()
+    fit_target(target, texts, 220, generator)
     draft = make_draft(target, block_size=block_size, target_layer_ids=[0, 1, 2])
-    arguments = DFlashTrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=16,
-        max_steps=150,
-        learning_rate=4e-3,
-        num_anchors=8,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
     data = [{"input_ids": text, "loss_mask": [1] * len(text)} for text in texts.tolist()]
-    trainer = DFlashTrainer(model=draft, target=target, args=arguments, train_dataset=data)
-    trainer.train()
-    return target, draft.eval()
+    return target, fit_draft(draft, target, data, folder, max_steps=150)

@@ -172,9 +172,10 @@ points = {
     "half a state": (TrainerState, "save_to_json", die_in("trainer_state.json")),
 }
 whole = sys.argv[2:]
-for name, (owner, attribute, kill) in points.items():
-    folder = Path(sys.argv[1], name)
-    if whole:
+for name, replaces in [(name, replaces) for name in points for replaces in (False, True)]:
+    owner, attribute, kill = points[name]
+    folder = Path(sys.argv[1], f"{name}, replaced" if replaces else name)
+    if replaces:
         shutil.copytree(whole[0], folder / "checkpoint-1")
         shutil.copytree(whole[1], folder / "checkpoint-2")
     if os.fork() == 0:
@@ -184,7 +185,7 @@ for name, (owner, attribute, kill) in points.items():
         def choose(*args, **kwargs):
             return (later if trainer.state.global_step == 2 else original)(*args, **kwargs)
         setattr(owner, attribute, choose)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if whole else None)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if replaces else None)
         os._exit(1)
     _, status = os.wait()
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
@@ -192,31 +193,31 @@ for name, (owner, attribute, kill) in points.items():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(replaces, whole, tmp_path):
+def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(whole, tmp_path):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
-    earlier = [str(whole[0] / f"checkpoint-{step}") for step in (1, 2)] if replaces else []
+    earlier = [str(whole[0] / f"checkpoint-{step}") for step in (1, 2)]
     command = [sys.executable, "-c", KILLED, str(tmp_path), *earlier]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 7
+    assert len(folders) == 14
     for folder in folders:
         assert {path.name for path in folder.iterdir()} <= {"checkpoint-1", "checkpoint-2"}
         assert last_checkpoint(folder) == folder / "checkpoint-1"
         first = load_file(folder / "checkpoint-1" / "model.safetensors")
         for name, tensor in load_file(whole[0] / "checkpoint-1" / "model.safetensors").items():
             assert torch.equal(first[name], tensor)
-    resumed = make_trainer(folders[-1], make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
-    resumed.train(resume_from_checkpoint=True)
-    for key in KEYS:
-        assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
-    assert {path.name for path in folders[-1].iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
-    assert is_whole(folders[-1] / "checkpoint-2")
+    for folder in folders[-2:]:
+        resumed = make_trainer(folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+        resumed.train(resume_from_checkpoint=True)
+        for key in KEYS:
+            assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
+        assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
+        assert is_whole(folder / "checkpoint-2")
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):

@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import ranks as scenarios
 from support.pairs import make_draft, make_target
-from support.ranks import (
-    LOSSES,
-    ROWS,
-    generate_in_step,
-    save_adapter,
-    save_and_resume,
-    train_and_evaluate,
-    train_selector_alone,
-)
 from support.runs import BLOCK
 
 from dflash_hf import DFlashDraftModel
@@ -60,8 +52,8 @@ def results_of(process, folder):
 def alone(tmp_path_factory):
     """What one process gets."""
     folder = tmp_path_factory.mktemp("alone")
-    results = {loss_type: train_and_evaluate(folder, 1, loss_type) for loss_type in ROWS}
-    return {**results, "resumed": save_and_resume(folder, 1)}
+    results = {loss_type: scenarios.train_and_evaluate(folder, 1, loss_type) for loss_type in scenarios.ROWS}
+    return {**results, "resumed": scenarios.save_and_resume(folder, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +68,9 @@ def launched(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("scenario, loss_type", [(name, loss) for name, losses in LOSSES.items() for loss in losses])
+@pytest.mark.parametrize(
+    "scenario, loss_type", [(name, loss) for name, losses in scenarios.LOSSES.items() for loss in losses]
+)
 def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
     """Also where one of them has no anchors: it takes part in every reduction, and its zeros are right."""
     expected_figures, expected = alone[loss_type]
@@ -89,7 +83,7 @@ def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
 
 def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp_path):
     """Sharded it got no gradient, and a whole run passed without a word."""
-    expected = train_selector_alone(tmp_path, 1)
+    expected = scenarios.train_selector_alone(tmp_path, 1)
     assert expected["successor_codebook"].abs().max() > 0
     for results in launched("ddp")[1]:
         torch.testing.assert_close(results["selector alone"], expected, rtol=0, atol=1e-7)
@@ -97,7 +91,7 @@ def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp
         assert results["selector alone"].startswith("head_only=True would train nothing under FSDP")
 
 
-@pytest.mark.parametrize("scenario", LOSSES)
+@pytest.mark.parametrize("scenario", scenarios.LOSSES)
 def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched, alone):
     folder, ranks = launched(scenario)
     for (uninterrupted, resumed), parameters, kinds in (results["resumed"] for results in ranks):
@@ -111,11 +105,11 @@ def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched,
     assert last_checkpoint(folder) == folder / "checkpoint-2"
 
 
-@pytest.mark.parametrize("scenario", LOSSES)
+@pytest.mark.parametrize("scenario", scenarios.LOSSES)
 def test_two_ranks_save_an_adapter_merged(scenario, launched, tmp_path):
     """Sharded, its matrices were copied by one rank alone."""
     pytest.importorskip("peft")
-    save_adapter(tmp_path, 1)
+    scenarios.save_adapter(tmp_path, 1)
     folder, _ = launched(scenario)
     expected, saved = (load_file(one / "adapted" / "model.safetensors") for one in (tmp_path, folder))
     assert saved.keys() == expected.keys()
@@ -133,6 +127,6 @@ def test_ranks_of_a_sharded_target_generate_in_step(launched):
     for rank, results in enumerate(launched("ddp")[1]):
         texts, forwards = results["texts"]
         for text in texts:
-            assert torch.equal(text, generate_in_step(rank)[0][0])
+            assert torch.equal(text, scenarios.generate_in_step(rank)[0][0])
         counts.append(forwards)
     assert counts == [[11, 11], [11, 11]]

@@ -16,7 +16,7 @@ from support.pairs import make_draft, make_target
 from support.tiny_chat import CHATML, THINKING, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, cli
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.files import locked
 from dflash_hf.training import features
@@ -248,7 +248,7 @@ def test_wrong_run_stores_no_features(given, message, folder, data, tmp_path, ca
     assert not list(tmp_path.glob("drafter/*.safetensors"))
 
 
-@pytest.mark.parametrize("what", ["layers", "template", "tokenizer", "states", "shard"])
+@pytest.mark.parametrize("what", ["layers", "template", "tokenizer"])
 def test_features_of_something_else_are_refused(what, folder, data, tmp_path, capsys, monkeypatch):
     """Those of a fine-tuned target passed: only embedding and head were compared."""
     target, features = tmp_path / "target", tmp_path / "features"
@@ -258,8 +258,6 @@ def test_features_of_something_else_are_refused(what, folder, data, tmp_path, ca
         "layers": "holds features of .* with weights.la.*: load that target, or store the features again",
         "template": "was stored with template=.*: train with the same chat template .chat_template=FILE.",
         "tokenizer": "was stored with tokenizer=.*: train with the same vocabulary, or store",
-        "states": "was stored without the final states",
-        "shard": "holds 0 of 1 shards; run the same `dflash features` again",
     }[what]
     if what == "layers":
         tuned = AutoModelForCausalLM.from_pretrained(target)
@@ -274,12 +272,7 @@ def test_features_of_something_else_are_refused(what, folder, data, tmp_path, ca
         other = make_tokenizer(THINKING)
         other.add_tokens(["<new>"])
         other.save_pretrained(target)
-    given = [f"features={features}", *(["loss_type=kl"] if what == "states" else [])]
-    if what == "shard":  # of those to evaluate on
-        store(folder, data, tmp_path / "right", "0", "2")
-        next(features.glob("*.safetensors")).unlink()
-        given = [f"features={tmp_path / 'right'}", f"eval_features={features}", "eval_strategy=steps"]
-    code, _, error = train(capsys, target, tmp_path / "drafter", *given, config=OFFLINE)
+    code, _, error = train(capsys, target, tmp_path / "drafter", f"features={features}", config=OFFLINE)
     assert code == 1 and re.search(message, error), error
 
 
@@ -312,20 +305,13 @@ def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
     assert f"resuming from {last}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("head", ["dspark", "domino", "dflash2"])
+@pytest.mark.parametrize("head", ["dspark", "dflash2"])
 def test_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""
-    sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "domino": "gru_hidden_dim: 8, emb_dim: 8"}
-    config = f"draft_config={{{sizes.get(head, 'selector_rank: 8, conv_group_size: 8')}, intermediate_size: 32}}"
+    sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "dflash2": "selector_rank: 8, conv_group_size: 8"}
+    config = f"draft_config={{{sizes[head]}, intermediate_size: 32}}"
     given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
-    given += [
-        *ONLINE,
-        *(one for one in TINY if "draft_config" not in one),
-        f"head={head}",
-        config,
-        "bf16=true",
-        "use_cpu=true",
-    ]
+    given += [*ONLINE, *(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true"]
     trainer = train_recipe(*read_recipe(None, given))
     assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
 
@@ -348,16 +334,7 @@ def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
 def test_accelerate_launches_two_processes(folder, data, tmp_path):
     """About half a minute: two ranks encode the data once, train, and one of them saves and speaks."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
+    launch = [sys.executable, *"-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1".split()]
     run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY, *ONLINE]
     command = [*launch, *run, f"output_dir={tmp_path / 'drafter'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -365,12 +342,6 @@ def test_accelerate_launches_two_processes(folder, data, tmp_path):
     assert done.stdout.count("rows              12") == 1
     assert done.stdout.count("The drafter is in") == 1
     DFlashDraftModel.from_pretrained(tmp_path / "drafter")
-
-
-def test_command_line_is_a_module():
-    """`accelerate launch -m dflash_hf.cli` runs it by this name."""
-    text = Path(cli.__file__).read_text(encoding="utf-8")
-    assert text.rstrip().endswith("sys.exit(main())")
 
 
 # ----------------------------------------------------------------------------------------------- folders that are used
@@ -436,23 +407,6 @@ def test_two_runs_do_not_share_a_folder(folder, data, tmp_path, capsys):
     assert (tmp_path / "o" / ".features").is_dir()
 
 
-def test_nan_keeps_the_last_good_drafter(used, folder, data, capsys, monkeypatch):
-    from dflash_hf.training import trainer
-
-    good, forward = (used / "model.safetensors").read_bytes(), trainer.target_forward
-
-    def broken(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.features *= float("inf")
-        return output
-
-    monkeypatch.setattr(trainer, "target_forward", broken)
-    code, _, error = train(capsys, folder, used, f"data={data}", RESUME, "max_steps=4")
-    assert code == 1 and error.startswith("dflash train: error: Step 3: the loss is nan.")
-    assert f"The last good checkpoint is {used / 'checkpoint-2'}" in error
-    assert (used / "model.safetensors").read_bytes() == good
-
-
 def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     """Killed by SIGKILL between two checkpoints: the features are not stored again, and other data are refused."""
     output, script = tmp_path / "o", [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
@@ -481,8 +435,7 @@ class Cut(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("steps", [3, 5])
-def test_cut_run_keeps_its_features_for_other_steps(steps, folder, data, tmp_path, capsys, monkeypatch):
+def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsys, monkeypatch):
     """As many rows are stored as the steps read; a resumed run of more refused its own features."""
     given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
     with pytest.raises(KeyboardInterrupt):
@@ -490,8 +443,8 @@ def test_cut_run_keeps_its_features_for_other_steps(steps, folder, data, tmp_pat
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
     other = f"data={write(tmp_path / 'other.jsonl', 'no')}"
-    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], other, RESUME, f"max_steps={steps}")
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], other, RESUME, "max_steps=5")
     assert code == 1 and "was stored with data='" in error
-    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, f"max_steps={steps}")
+    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, "max_steps=5")
     assert code == 0, error
     assert not (tmp_path / "o" / ".features").exists()

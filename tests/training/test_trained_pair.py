@@ -1,7 +1,5 @@
 """A trained pair: the published loop's trace, and what training measured against what decoding does."""
 
-import copy
-
 import pytest
 import torch
 from support.reference import published_loop
@@ -9,11 +7,7 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
-from dflash_hf.decoding import strategy
-from dflash_hf.decoding.trees import tree
 from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.noise_dflash import Noise
-from dflash_hf.target import target_features
 from dflash_hf.training.metrics import Statistics
 
 
@@ -104,57 +98,3 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     assert torch.equal(torch.stack([sums.counted, sums.correct, sums.reached, sums.accepted]), expected)
     counted, correct = expected[0].sum(), expected[1].sum()
     assert 0.2 * counted < correct < 0.95 * counted  # neither is empty
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "top_k": 2},
-        {"do_sample": True, "top_k": 2, "repetition_penalty": 1.1},
-    ],
-    ids=["at once", "sampled", "token by token"],
-)
-def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options, monkeypatch):
-    """
-    Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives, and the
-    noise of the next samples.
-    """
-    target, draft = (copy.deepcopy(model).double() for model in pair)
-    draft.decoding_config.tree_nodes = 12
-    drafted, ways = [], set()
-
-    def record(drafter, *args):
-        made = tree(drafter, *args)
-        assert (drafter.noise is not None) == options["do_sample"]
-        drafted.append((drafter.context.lengths[0], made.tokens[0].tolist(), made.parents[0].tolist()))
-        return made
-
-    monkeypatch.setattr(strategy, "tree", record)
-    blocks = trees = 0
-    for prompt in prompts[:4]:
-        drafted.clear()
-        torch.manual_seed(0)
-        options |= {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 50}
-        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
-        text, recorded = output.sequences, drafted[:]
-        features = target_features(target, draft.config.target_layer_ids, text)
-        for start, tokens, parents in recorded:
-            noise = Noise(torch.Generator().manual_seed(0), 1) if options["do_sample"] else None
-            if noise is not None:
-                noise.sample(torch.ones(1, target.config.vocab_size), 0, 0)
-            drafter = Drafter(draft, target, noise)
-            with torch.no_grad():
-                drafter.context.absorb(features[:, :start])
-                drafter.context.open([0], start, torch.zeros(1, 1, dtype=torch.long))
-                made = tree(drafter, text[:, start], [start - len(prompt) + 1], 12)
-            assert made.tokens[0].tolist() == tokens and made.parents[0].tolist() == parents
-        ways |= set(output.acceptance_lengths[0])
-        trees += len(output.acceptance_lengths[0])
-        draft.decoding_config.tree_nodes = None
-        torch.manual_seed(0)
-        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, text)
-        blocks += len(output.acceptance_lengths[0])
-        draft.decoding_config.tree_nodes = 12
-    assert len(ways) >= 4 and trees < blocks
