@@ -176,9 +176,9 @@ def decode(
     call = Call(target, draft, input_ids, rules, generation_config, model_kwargs)
     strategy = draft.strategy(call)
     if (reason := why_plain(call, strategy, synced_gpus)) is not None:
-        logger.warning_once(f"Decoding without the drafter: {reason}.")
         plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         output = target._sample(*plain, **model_kwargs)
+        logger.warning_once(f"Decoding without the drafter: {reason}.")  # below a text that is streamed
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])

@@ -67,6 +67,14 @@ def test_plain_decoding_says_why(reason, arguments, caplog):
         assert call_of(rows=2)(draft).lengths[0]
 
 
+def test_the_reason_stands_below_a_streamed_text(caplog):
+    order = []
+    streamer = SimpleNamespace(put=lambda tokens: order.append(len(caplog.messages)), end=order.copy)
+    call = call_of(use_cache=False, streamer=streamer)
+    call(make_draft(call.target))
+    assert {*order} == {0} and "use_cache=False" in caplog.text
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("backend", "package"), [("hqq", "hqq"), ("quanto", "optimum"), ("fp8", "torch")])
 def test_quantised_cache_decodes_plainly(backend, package, named, caplog):
