@@ -80,7 +80,9 @@ class Call:
         """Columns of the prompt, those that a cache holds included."""
         mask, embeds = map(self.model_kwargs.get, ("attention_mask", "inputs_embeds"))
         new = max(self.prompt.shape[1], 0 if embeds is None else embeds.shape[1])
-        return max(cached_columns(self.cache) + new if mask is None else mask.shape[1], new)
+        # Upstream drops a mask of ones, and notes its length: the ids may be those of the cache, too.
+        known = getattr(self.config, "_mask_length", None) if mask is None else mask.shape[1]
+        return max(known or cached_columns(self.cache) + new, new)
 
     @property
     def asked_for(self) -> int | None:

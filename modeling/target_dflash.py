@@ -300,7 +300,7 @@ def support_of(target, sessions: tuple[Any, ...], draft_tree=None) -> Support:
     forwards = {kind.forward for kind in {type(module) for module in target.modules()}}
     steps = (target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation)
     key = (
-        *(sessions, target.config._attn_implementation, target.dtype, frozenset(forwards)),
+        *(sessions, target.config.get_text_config()._attn_implementation, target.dtype, frozenset(forwards)),
         tuple(getattr(step, "__func__", step) for step in steps),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
     )

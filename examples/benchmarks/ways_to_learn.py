@@ -35,6 +35,9 @@ PROMPTS = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data" / "held_out
 SHARED = {"per_device_train_batch_size": 4, "num_anchors": 16, "loss_type": "dpace", "learning_rate": 1e-3}
 WAYS = {
     "AdamW, D-PACE": {},
+    "blocks of 6": {"block_size": 6},
+    "batches of 2": {"per_device_train_batch_size": 2},
+    "blocks of 6, batches of 2": {"block_size": 6, "per_device_train_batch_size": 2},
     "AdamW, decaying weights": {"loss_type": "ce"},
     "AdamW, first failure": {"loss_type": "auf"},
     "AdamW, D-PACE, KL": {"loss_type": "dpace_kl"},

@@ -125,6 +125,7 @@ class Number:
 _TEMPERATURE_RULE = "must be 0, for greedy decoding, or a positive number such as 0.7"
 positive = Number(int, lambda value: value >= 1, "must be at least 1")
 count = Number(int, lambda value: value >= 0, "must not be negative")
+layer_id = Number(int, lambda value: value >= -1, "is not a layer: they count from 0, and -1 is the embedding")
 seed = Number(int, lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
 token_id = Number(int, lambda value: value >= 0, "is not a token id: ids start at 0")
 port = Number(int, lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")

@@ -11,10 +11,12 @@ from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.runs import CHECKPOINTING
 from support.scripted_draft import recognising
+from support.tiny_models import tiny_model
 from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCache
 
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling import target_dflash
 from dflash_hf.modeling.generation_dflash import why_plain
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import CACHE_NAME
@@ -103,6 +105,26 @@ def test_offloaded_cache_decodes_plainly(named, caplog, monkeypatch):
     config = call.target.config
     call(make_draft(call.target), **{CACHE_NAME: None if named else DynamicCache(config=config, offloading=True)})
     assert "Layer, offloaded to the CPU, whose tokens cannot be moved into slots" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gemma3"])
+def test_cache_of_assisted_decoding_goes_on(family):
+    """It records its past from then on: shapes that LFM2's states did not have, and its keys were lost."""
+    target, ids = make_target(family), ragged_prompts(1)[0]["input_ids"]
+    options = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12}
+    read = target.generate(ids, prompt_lookup_num_tokens=3, **options)
+    text = target.generate(read.sequences, **options).sequences
+    inputs = {"input_ids": read.sequences, CACHE_NAME: read[CACHE_NAME]}
+    output = target.generate(**inputs, assistant_model=make_draft(target), **options)
+    assert torch.equal(output.sequences, text) and output[CACHE_NAME].get_seq_length() == text.shape[1] - 1
+
+
+def test_target_is_tried_again_with_another_attention():
+    target = tiny_model("qwen3_vl", True)
+    for attention in ("sdpa", {"text_config": "eager"}):
+        target.set_attn_implementation(attention)
+        support(target)
+    assert len(target_dflash._supports[target]) == 2
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])

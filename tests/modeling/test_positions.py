@@ -79,6 +79,12 @@ def test_drafts_end_at_the_last_position(family, rows, options, decoding):
     draft.decoding_config = DFlashDecodingConfig(**decoding)
     output = target.generate(ids, max_new_tokens=29, assistant_model=draft, **options)
     assert torch.equal(output.sequences, text) and max(output.acceptance_lengths[0]) > 2
+    if rows == 1 and family != "opt":  # as well after a cache that holds the beginning of the ids
+        read = target.generate(ids, max_new_tokens=9, **options)
+        output = target.generate(
+            read.sequences, past_key_values=read.past_key_values, max_new_tokens=20, assistant_model=draft, **options
+        )
+        assert torch.equal(output.sequences, text) and max(output.acceptance_lengths[0]) > 2
     # The text could go on, but ends in time.
     options |= {
         "max_new_tokens": 60,

@@ -104,7 +104,7 @@ def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
     assert losses.known.tolist() == [[[False, True, False, True]]]
     assert losses.values[0, 0, 2] == 0 and not losses.correct[0, 0, 2]
     weights = None if kind == "dpace" else slot_weights(4)
-    loss = block_loss(losses, counted, weights, alpha=0.5)
+    loss = block_loss(losses, counted, weights)
     loss.sum().backward()
     assert hidden.grad[0, 0, 2].abs().max() == 0 and hidden.grad[0, 0, [1, 3]].abs().min() > 0
     # The block is worth what one with a hopeless guess at that slot is worth.

@@ -8,7 +8,7 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.names import DTYPES
-from dflash_hf.terminal import Outcome, note, output_folder, positive
+from dflash_hf.terminal import Outcome, layer_id, note, output_folder, positive
 
 
 AGAIN = "the same command continues after the last complete shard"
@@ -19,7 +19,7 @@ def add_arguments(parser) -> None:
     shared.add_data(parser)
     shared.add_output(parser, "continued if it exists", output_folder, required=True)
     ids = "layers of the target, from 0; -1 is its embedding (default: five by the paper's rule)"
-    parser.add_argument("--target-layer-ids", type=int, nargs="+", metavar="N", help=ids)
+    parser.add_argument("--target-layer-ids", type=layer_id, nargs="+", metavar="N", help=ids)
     states = "also store final hidden states: for losses against the target's distribution"
     parser.add_argument("--states", action="store_true", help=states)
     shared.add_encoding(parser)

@@ -53,7 +53,10 @@ class RecurrentSlots(SlotCache):
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
         own = getattr(cache.update, "__func__", None) is Cache.update
-        return own and not any(isinstance(layer, _FIXED) for layer in cache.layers)
+        # A layer that records, as after upstream's assisted decoding, keeps the inputs of its state, too.
+        return own and not any(
+            isinstance(layer, _FIXED) or getattr(layer, "record_past", False) for layer in cache.layers
+        )
 
     def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
         return (
@@ -98,9 +101,12 @@ class ReplaySession(SlotSession):
         self.size = 0  # last: if this is interrupted, `close` restores the states
 
     def close(self, interrupted: Verdict | None = None) -> Cache:
-        if self.size and interrupted is None:  # the end came before the verified tokens were kept
-            self._advance([0] * len(self.lengths))
-        return super().close(interrupted)
+        try:
+            if self.size and interrupted is None:  # the end came before the verified tokens were kept
+                self._advance([0] * len(self.lengths))
+        finally:
+            cache = super().close(interrupted)
+        return cache
 
     def clear(self) -> None:
         detach(self.hooks)
