@@ -43,6 +43,7 @@ REFERENCE = {
     "Decoding": (
         "DFlashDecodingConfig",
         "DFlashGenerateOutput",
+        "DFlashCandidateGenerator",
         "packed_weights",
         "install_hook",
         "remove_hook",

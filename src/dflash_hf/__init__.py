@@ -18,6 +18,7 @@ _LAZY = {
     "DFlashDraftConfig": ".drafter",
     "DFlashDraftModel": ".drafter",
     "DFlashDecodingConfig": ".decoding.settings",
+    "DFlashCandidateGenerator": ".decoding.candidates",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",

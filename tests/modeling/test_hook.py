@@ -5,9 +5,10 @@ import inspect
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
+from support.scripted_draft import scripted
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
 
 
 @pytest.fixture
@@ -53,6 +54,27 @@ def test_hook_installs_once_and_comes_off(unhooked):
     assert inspect.signature(hooked) == inspect.signature(upstream[0])
     remove_hook()
     assert (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode) == upstream
+
+
+def test_candidate_generator_runs_in_upstreams_loop(monkeypatch, unhooked):
+    """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
+    target, forwards = make_target(), []
+    target.register_forward_hook(lambda *args: forwards.append(1))
+    monkeypatch.setattr(
+        type(target),
+        "_get_candidate_generator",
+        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(draft, self, generation_config.max_length),
+    )
+    monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", lambda *args: None)
+    for mask in (None, torch.tensor([[0, 0, 0] + [1] * 7])):
+        options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+        wanted = target.generate(PROMPT, **options)
+        draft = scripted(make_draft(target, block_size=5), wanted, error_rate=0.2)
+        draft.begin(PROMPT)
+        remove_hook()  # which making a drafter has installed
+        forwards.clear()
+        output = target.generate(PROMPT, **options, assistant_model=draft)
+        assert torch.equal(output, wanted) and len(forwards) < 20  # 30 tokens in fewer forwards
 
 
 def test_native_speculation_type_runs_the_drafter(target, draft):
