@@ -4,7 +4,7 @@ instead of repeating the layout in every forward.
 """
 
 import contextlib
-import importlib
+import functools
 import itertools
 import platform
 import sys
@@ -91,8 +91,10 @@ def _count_step(optimizer, args, kwargs) -> None:
         _steps += 1
 
 
-# A fused step writes to weights without being counted, and so does copying its result to them.
-register_optimizer_step_post_hook(_count_step)
+@functools.cache
+def _count_steps() -> None:
+    """From now on: a fused step writes to weights without being counted, and so does copying its result to them."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 def _mark(weight: torch.Tensor) -> tuple:
@@ -138,7 +140,7 @@ def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 # `_multiply` as an operator, for graphs: no compiler can read the layout, and packs may change after compilation. Each
-# copy of this file that is loaded, as remote code may be, has its own.
+# copy of this file that is loaded has its own.
 _library = torch.library.Library("dflash_hf", "FRAGMENT")
 _name = next(name for i in itertools.count() if not hasattr(torch.ops.dflash_hf, name := f"packed_linear_{i}"))
 _library.define(f"{_name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -185,10 +187,10 @@ def fit_memory(layers: list[nn.Linear]) -> bool:
 def _free_memory() -> int:
     """Bytes that this machine and its container have left; 0 without `psutil`."""
     try:
-        # No import statement: it would make `psutil` a requirement of the remote code.
-        free = importlib.import_module("psutil").virtual_memory().available
+        import psutil
     except ImportError:
         return 0
+    free = psutil.virtual_memory().available
     for limit, used in _CONTAINERS:
         with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
@@ -250,6 +252,7 @@ class packed_weights:
             )
         if tokens < 1:
             raise ValueError(f"tokens={tokens} must be the number of tokens of a typical forward, at least 1.")
+        _count_steps()
         self._key = object()
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self.layers = [module for module in modules if packable(module)]
