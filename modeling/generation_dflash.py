@@ -44,7 +44,7 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone with
     the same weights, packed or not: from acceptance, the costs that sizes were chosen by, and the time for the prompt.
 
-    As long as a returned cache of one row lives, so does what the drafter has read of it, for a call that continues it.
+    As long as a returned cache of one row lives, so does what the drafter has read of it, for the call that goes on.
     """
 
     acceptance_lengths: list[list[int]] | None = None
