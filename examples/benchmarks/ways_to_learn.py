@@ -36,6 +36,7 @@ SHARED = {"per_device_train_batch_size": 4, "num_anchors": 16, "loss_type": "dpa
 WAYS = {
     "AdamW, D-PACE": {},
     "blocks of 6": {"block_size": 6},
+    "blocks of 4": {"block_size": 4},
     "batches of 2": {"per_device_train_batch_size": 2},
     "blocks of 6, batches of 2": {"block_size": 6, "per_device_train_batch_size": 2},
     "AdamW, decaying weights": {"loss_type": "ce"},

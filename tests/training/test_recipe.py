@@ -131,7 +131,7 @@ def test_cpu_takes_many_small_steps(monkeypatch):
     """These values reached tau 1.52 after ten minutes with 500 answers of SmolLM2-135M, and 1.65 after thirty."""
     machine(monkeypatch, "cpu")
     chosen = values("mask_token_id=16", "num_draft_layers=2", "max_minutes=10")
-    assert (chosen["block_size"], chosen["num_anchors"], chosen["per_device_train_batch_size"]) == (8, 16, 4)
+    assert (chosen["block_size"], chosen["num_anchors"], chosen["per_device_train_batch_size"]) == (4, 16, 4)
     assert chosen["gradient_accumulation_steps"] == 1 and chosen["init_layers"] == [-2, -1]
     assert (chosen["loss_type"], chosen["learning_rate"]) == ("dpace", 1e-3)
     assert chosen["use_cpu"] and chosen["bf16"] and chosen["target_dtype"] == "bfloat16"
@@ -167,7 +167,7 @@ def test_gpu_takes_the_papers_settings(monkeypatch):
     assert (chosen["loss_type"], chosen["learning_rate"], chosen["bf16"]) == ("ce", 6e-4, True)
     assert not {"init_layers", "use_cpu", "target_dtype"} & chosen.keys()
     assert chosen["draft_vocab_size"] is None and chosen["store_rows"] == 0
-    assert values("use_cpu=true")["block_size"] == 8
+    assert values("use_cpu=true")["block_size"] == 4
     machine(monkeypatch, "mps")
     assert not {"use_cpu", "bf16"} & values().keys() and values()["num_anchors"] == 16
 
