@@ -299,7 +299,7 @@ def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
     said = re.search(r"trained           (\d+) steps, (\d+) s in all", printed.out)
     assert int(said[1]) > 5 and int(said[2]) <= 11
     draft = DFlashDraftModel.from_pretrained(output)
-    assert draft.config.block_size == 8 and not (output / ".features").exists()
+    assert draft.config.block_size == 4 and not (output / ".features").exists()
     last = max(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))
     assert main([*command, f"resume_from_checkpoint={last}"]) == 0
     assert f"resuming from {last}" in capsys.readouterr().out
