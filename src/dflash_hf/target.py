@@ -174,9 +174,9 @@ def check_logits(target: PreTrainedModel) -> None:
     ours = target_logits(target, states).to(expected)
     if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
-            "Stored states, and loss_type='kl', 'dspark' and 'dpace_kl' need the target's "
-            f"distribution, but the logits of {type(target).__name__} are not its head's output, scaled and capped by "
-            "its configuration; leave out --states, or use loss_type='ce' or 'dpace'."
+            "Stored states, and loss_type='kl', 'dspark', 'auf_kl' and 'dpace_kl' need the target's distribution, but "
+            f"the logits of {type(target).__name__} are not its head's output, scaled and capped by its "
+            "configuration; leave out --states, or use loss_type='ce', 'dpace' or 'auf'."
         )
 
 

@@ -31,16 +31,16 @@ from dflash_hf.terminal import one_line, without_bars
 from dflash_hf.weights import check_finite
 
 
-CODE = ("*_dflash.py", "custom_generate/generate.py")
+_MODULES, _ENTRY = CODE = ("*_dflash.py", "custom_generate/generate.py")
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_OURS = ("model.safetensors.index.json", CODE[1], MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+_OURS = ("model.safetensors.index.json", _ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights and code. Everything else in the folder is not uploaded:
 # optimizer states, logs, training arguments with their paths, and code that is not the drafter's.
 _PUBLISHED = ("config.json", *_OURS, "LICENSE*", "adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
 # Files of a former version of the drafter: readers would take them for the new one's.
 _MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
-_FORMER = (*_OURS, CODE[0], "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
+_FORMER = (*_OURS, _MODULES, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
 
 _REFUSALS: dict[int | None, str] = {
     401: "there is no valid token: run `hf auth login`, or set HF_TOKEN",

@@ -2,7 +2,8 @@
 What a training run sets where neither the recipe nor the command line does: one column for CPUs, one for GPUs.
 
 The GPU's column is the paper's (DFlash, arXiv 2602.06036). On a CPU a drafter learns best from many small steps: its
-column is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`).
+column is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`), with still shorter blocks
+(`ways_to_learn.md` there).
 """
 
 import os

@@ -322,7 +322,7 @@ def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, A
     """The target's output for a batch, as far as its features and the loss need it."""
     if "stored" in batch:
         return stored_output(batch, args.has_teacher)
-    images = collator.read_images(batch) if "images" in batch else None
+    images = collator.read_images(batch) if "images" in batch else None  # a caller's own collator may have none
     more = {"attention_mask": batch["attention_mask"], "images": images}
     return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
 

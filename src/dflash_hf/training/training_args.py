@@ -39,9 +39,8 @@ class DFlashTrainingArguments(TrainingArguments):
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
-            2607.01893). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
-            of either.
-            `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
+            2607.01893). `"kl"`, `"dpace_kl"`, `"auf_kl"`: divergence from the target's own distribution, with the
+            weights of each. `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
             block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
         muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
