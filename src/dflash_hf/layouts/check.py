@@ -6,6 +6,7 @@ from itertools import chain
 from types import NoneType
 from typing import get_args
 
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -34,9 +35,11 @@ def check_nested(nested):
 def check_fields(config):
     """
     Sizes, numbers and switches, by the types that the fields are declared with, `None` only where they allow it; then
-    the fields with rules of their own.
+    the fields with rules of their own. Fields that every configuration has are upstream's, in other versions others.
     """
-    kinds_of = {field.name: get_args(field.type) or (field.type,) for field in fields(config)}
+    upstream = {field.name for field in fields(PreTrainedConfig)}
+    own = [field for field in fields(config) if field.name not in upstream]
+    kinds_of = {field.name: get_args(field.type) or (field.type,) for field in own}
     kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
