@@ -1,0 +1,158 @@
+"""
+Greedy or sampled answers of a small Llama to thousands of prompts, on one GPU: rows in fixed slots, each at its own
+length, and one CUDA graph for each cache length. On an H100 SmolLM2-135M writes 45,000 to 117,000 tokens a second.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+class FastLlama:
+    """
+    Args:
+        model (`LlamaForCausalLM`): In half precision, on its device; without a GPU no graph is captured.
+        rows (`int`): Prompts that are answered together.
+        longest (`int`): Tokens of the longest prompt with its answer.
+        eos (`int`), banned (`int`): The token that ends an answer, and a token that is never written.
+    """
+
+    def __init__(self, model, rows: int, longest: int, eos: int, banned: int):
+        config, self.body = model.config, model.model
+        self.embedding, self.device = self.body.embed_tokens.weight, model.device
+        self.rows, self.longest, self.eos, self.banned = rows, longest, eos, banned
+        self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.layers = [_Layer(layer) for layer in self.body.layers]
+        self.pool = self.embedding.new_empty(len(self.layers) * 2 * rows * self.kv_heads * longest * self.width)
+        place = torch.arange(longest, device=self.device)
+        cos, sin = self.body.rotary_emb(self.embedding, place[None])
+        self.cos, self.sin = cos[0], sin[0]  # [longest, width]
+        self.token, self.place, self.step = (place.new_zeros(count) for count in (rows, rows, 1))
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        self.row, self.written = torch.arange(rows, device=self.device), place.new_zeros(rows, longest)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def answers(self, prompts: list[list[int]], max_new_tokens: int, top_p: float | None = None) -> list[list[int]]:
+        """The ids of the answers, with the token that ends them if they end; greedy, or sampled with `top_p`."""
+        self.top_p, found = top_p, {}
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), self.rows):
+            places = order[start : start + self.rows]
+            batch = [prompts[i] for i in places]
+            batch += batch[:1] * (self.rows - len(batch))
+            length = 64 * -(-(max(map(len, batch)) + max_new_tokens) // 64)
+            caches = self._caches(length)
+            step = self._stepper(caches, length)
+            self._read(batch, caches)
+            for number in range(1, max_new_tokens):
+                step()
+                if number % 16 == 0 and bool((self.ended | (self.token == self.eos)).all()):
+                    break
+            for i, ids in zip(places, self.written[:, : int(self.step)].tolist(), strict=False):
+                found[i] = ids[: ids.index(self.eos) + 1] if self.eos in ids else ids
+        return [found[i] for i in range(len(prompts))]
+
+    def _caches(self, length: int) -> list[torch.Tensor]:
+        """Keys and values `[2, rows, kv_heads, length, width]` of each layer, in memory that all lengths share."""
+        size = 2 * self.rows * self.kv_heads * length * self.width
+        shape = (2, self.rows, self.kv_heads, length, self.width)
+        return [self.pool[i * size : (i + 1) * size].view(shape) for i in range(len(self.layers))]
+
+    def _stepper(self, caches, length: int):
+        """What decodes one token of each row."""
+        if self.device.type != "cuda":
+            return lambda: self._decode(caches, length)
+        key = (length, self.top_p)
+        if key not in self.graphs:
+            self.place.zero_(), self.step.zero_()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # kernels choose their algorithms outside of the capture
+                self._decode(caches, length), self._decode(caches, length)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[key]):
+                self._decode(caches, length)
+        return self.graphs[key].replay
+
+    def _read(self, batch: list[list[int]], caches) -> None:
+        """Read the prompts, some rows at a time, and write the first token of each answer."""
+        lengths = torch.tensor([len(ids) for ids in batch])
+        longest, first = int(lengths.max()), []
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in batch], batch_first=True).to(self.device)
+        at_once = max(65536 // longest, 1)
+        for start in range(0, self.rows, at_once):
+            rows = slice(start, min(start + at_once, self.rows))
+
+            def attend(cache, query, key, value, rows=rows):
+                query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+                cache[0, rows, :, :longest], cache[1, rows, :, :longest] = key, value
+                key, value = (one.repeat_interleave(self.heads // self.kv_heads, 1) for one in (key, value))
+                return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+            states = self._layers(ids[rows], self.cos[:longest, None], self.sin[:longest, None], caches, attend)
+            last = torch.arange(len(states), device=self.device), lengths[rows].to(self.device) - 1
+            first.append(self._chosen(states[last]))
+        self.token.copy_(torch.cat(first))
+        self.place.copy_(lengths)
+        self.ended.zero_(), self.step.fill_(1)
+        self.written[:, 0] = self.token
+
+    def _decode(self, caches, length: int) -> None:
+        """One token of each row; all that changes lies in tensors of the object, as a graph needs it."""
+        cos, sin = (one[self.place][:, None, None] for one in (self.cos, self.sin))
+        seen = torch.arange(length, device=self.device) <= self.place[:, None]  # padding is overwritten before
+        mask = seen[:, None, None].expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
+
+        def attend(cache, query, key, value):
+            cache[0][self.row, :, self.place], cache[1][self.row, :, self.place] = key[:, 0], value[:, 0]
+            query = query.view(self.rows, self.kv_heads, -1, self.width)  # heads of a group instead of queries
+            return F.scaled_dot_product_attention(query, cache[0], cache[1], attn_mask=mask)
+
+        states = self._layers(self.token[:, None], cos, sin, caches, attend)
+        self.ended |= self.token == self.eos
+        self.token.copy_(self._chosen(states[:, 0]).where(~self.ended, self.eos))
+        self.written.index_copy_(1, self.step, self.token[:, None])
+        self.place.add_(1).clamp_(max=length - 1), self.step.add_(1)
+
+    def _layers(self, ids, cos, sin, caches, attend) -> torch.Tensor:
+        states = F.embedding(ids, self.embedding)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            shape = (*ids.shape, -1, self.width)
+            parts = [one.view(shape) for one in layer.query_key_value(states).split(layer.sizes, -1)]
+            query, key = (one * cos + _turned(one) * sin for one in parts[:2])
+            states = states + layer.output(attend(cache, query, key, parts[2]).reshape(*ids.shape, -1))
+            states = states + layer.mlp(states)
+        return states
+
+    def _chosen(self, states: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(self.body.norm(states), self.embedding)
+        logits[:, self.banned] = -torch.inf
+        if self.top_p is None:
+            return logits.argmax(-1)
+        logits, ids = logits.float().topk(256)
+        chances = logits.softmax(-1)
+        chances = chances * (chances.cumsum(-1) - chances < self.top_p)
+        race = chances / -torch.rand_like(chances).clamp_(1e-20).log()
+        return ids.gather(1, race.argmax(-1, keepdim=True))[:, 0]
+
+
+class _Layer:
+    """A layer of the model, with its projections joined."""
+
+    def __init__(self, layer):
+        self.layer, attention = layer, layer.self_attn
+        parts = [one.weight for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.weight, self.sizes = torch.cat(parts), [len(part) for part in parts]
+        self.output = attention.o_proj
+
+    def query_key_value(self, states):
+        return F.linear(self.layer.input_layernorm(states), self.weight)
+
+    def mlp(self, states):
+        return self.layer.mlp(self.layer.post_attention_layernorm(states))
+
+
+def _turned(states: torch.Tensor) -> torch.Tensor:
+    one, other = states.chunk(2, -1)
+    return torch.cat([-other, one], -1)
