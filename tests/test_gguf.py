@@ -339,7 +339,7 @@ def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
     assert written[:length] == texts and len(written) == draft.config.vocab_size
     file.unlink()
     config, short = (folder / "config.json").read_text(), copy.deepcopy(draft)
-    short.config.vocab_size = length - 1
+    short.config.vocab_size, short.config.mask_token_id = length - 1, 5
     (folder / "config.json").write_text(json.dumps({**json.loads(config), "vocab_size": length - 1}))
     with pytest.raises(ValueError, match=f"a tokenizer of {length} tokens, but .* belongs to another target"):
         write_gguf(short, file, folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.configs import read_config
+from dflash_hf.configs import misfits, read_config
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import atomic, digest_of
 from dflash_hf.layouts.configuration import DFlashDraftConfig
@@ -97,11 +97,7 @@ def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple
         yield "model_type", f"llama.cpp (b11549) exposes no features of a {kind} target, and exits."
     elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _LLAMA_CPP["last_layer"]:
         yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
-    pairs = (("target_hidden_size", "hidden_size"), ("num_target_layers", "num_hidden_layers"))
-    for ours, theirs in (*pairs, ("vocab_size", "vocab_size")):
-        one, other = getattr(config, ours), target.get(theirs)
-        if None not in (one, other) and one != other:
-            yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
+    yield from misfits(config, target)
 
 
 def target_config(target: str | Path) -> dict:
