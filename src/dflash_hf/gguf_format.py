@@ -225,12 +225,14 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     tensors = {named[name]: tensor for name, tensor in state.items()}
     if config.has_own_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
-    if mask is not None:  # stored in the drafter's own embedding
-        embedding, _ = _embedding_and_head(target)
-        tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
-        tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
-    if "token_embd.weight" in tensors:  # otherwise llama.cpp would use it as the head as well
-        tensors.setdefault("output.weight", _embedding_and_head(target)[1])
+    # A drafter has both tables or none: llama.cpp would use an own embedding as the head as well.
+    own = mask is not None or "token_embd.weight" in tensors
+    if own and not {"token_embd.weight", "output.weight"} <= tensors.keys():
+        embedding, head = _embedding_and_head(target)
+        tensors = {"token_embd.weight": embedding, "output.weight": head, **tensors}
+    if mask is not None:
+        tensors["token_embd.weight"] = tensors["token_embd.weight"].clone()
+        tensors["token_embd.weight"][config.mask_token_id] = mask
     # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
     if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
