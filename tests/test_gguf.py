@@ -121,6 +121,20 @@ def test_drafter_survives_the_round_trip(name, tiny, tiny_file, tmp_path):
     assert before == after
 
 
+@pytest.mark.parametrize(
+    ("parts", "times"),
+    [({}, 0), ({"own_mask_embedding": True}, 1), ({"has_embed_tokens": True}, 1)]
+    + [({"has_embed_tokens": True, "own_mask_embedding": True, "draft_vocab_size": 9}, 0)],
+    ids=str,
+)
+def test_target_is_loaded_once_if_it_is_needed(parts, times, tiny, tiny_file, tmp_path, monkeypatch):
+    """For a table that the drafter lacks; it was loaded twice for one, and for a drafter that has both."""
+    loaded, weights = [], (tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight)
+    monkeypatch.setattr("dflash_hf.gguf_format._embedding_and_head", lambda *_: loaded.append(1) or weights)
+    write_gguf(make_draft(tiny, target_layer_ids=[0, 1, 2], **parts), tmp_path / "dflash.gguf", tiny_file)
+    assert len(loaded) == times
+
+
 def limits_of_head(meaning):
     """llama.cpp has vanilla Markov heads, whose confidence reads the token before, and no GRU."""
     if "gru_hidden_dim" in meaning:
@@ -339,7 +353,7 @@ def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
     assert written[:length] == texts and len(written) == draft.config.vocab_size
     file.unlink()
     config, short = (folder / "config.json").read_text(), copy.deepcopy(draft)
-    short.config.vocab_size = length - 1
+    short.config.vocab_size, short.config.mask_token_id = length - 1, 5
     (folder / "config.json").write_text(json.dumps({**json.loads(config), "vocab_size": length - 1}))
     with pytest.raises(ValueError, match=f"a tokenizer of {length} tokens, but .* belongs to another target"):
         write_gguf(short, file, folder)

@@ -16,7 +16,7 @@ from dflash_hf import modeling, smollm2
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.demo import run as demo
+from dflash_hf.demo.run import requests
 from dflash_hf.files import default_cache_dir
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
@@ -169,9 +169,9 @@ def test_bundled_drafter_is_published_as_it_is(tmp_path):
 @pytest.mark.real
 def test_real_pair_writes_the_target_s_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
-    pair, lengths = demo.load_pair("float32"), []
+    pair, lengths = smollm2.load_pair("float32"), []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size
-    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo.requests(7)]
+    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(7)]
     options = {"max_new_tokens": 20, "do_sample": False}
     padded = pair.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     texts = pair.target.generate(**padded, **options)[:, padded["input_ids"].shape[1] :]

@@ -27,9 +27,9 @@ from transformers.utils import logging
 from dflash_hf.decoding import copies, costs, reliability, sizes, strategy
 from dflash_hf.decoding.strategy import TOP_K, Fastest, Fixed
 from dflash_hf.decoding.trees import Tree, tree
-from dflash_hf.demo.run import load_pair
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 from dflash_hf.modeling.text_dflash import Text
+from dflash_hf.smollm2 import load_pair
 
 
 WIDTH = 16  # nodes that are recorded at each token

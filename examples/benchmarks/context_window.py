@@ -28,14 +28,13 @@ import torch
 from transformers import DynamicCache
 
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import DemoPair, load_pair
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling import drafting_dflash
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, Drafter
 from dflash_hf.modeling.target_dflash import CACHE_NAME
-from dflash_hf.smollm2 import data_folder
+from dflash_hf.smollm2 import Pair, data_folder, load_pair
 
 
 RESULTS = Path(__file__).parent / "results" / "context_window.jsonl"
@@ -65,7 +64,7 @@ class Windowed(Context):
         return masks
 
 
-def answered(pair: DemoPair) -> list[list[dict]]:
+def answered(pair: Pair) -> list[list[dict]]:
     """Held-out conversations, each as messages that end with an answer."""
     found = []
     for name in ("held_out", "held_out_conversations"):
@@ -82,7 +81,7 @@ def answered(pair: DemoPair) -> list[list[dict]]:
 class Conversation:
     """A long conversation, and the target's answers at several depths of it."""
 
-    def __init__(self, pair: DemoPair, number: int):
+    def __init__(self, pair: Pair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
         self.pair, self.messages = pair, []
@@ -144,7 +143,7 @@ class Conversation:
 class Copy(Conversation):
     """A request that needs a long context: to repeat a text of 600 tokens."""
 
-    def __init__(self, pair: DemoPair, number: int):
+    def __init__(self, pair: Pair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
         self.pair, self.messages, self.ends = pair, [], [(0, 0)]
@@ -170,7 +169,7 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     return lengths
 
 
-def times(pair: DemoPair, repeats: int = 30) -> None:
+def times(pair: Pair, repeats: int = 30) -> None:
     """Prints milliseconds of CPU time, quartiles, of a draft and of a verification, by depth and window."""
     size, zero = pair.draft.config.block_size, torch.zeros(1, 1, dtype=torch.long)
     drafters = {}

@@ -17,8 +17,8 @@ import lookup
 import torch
 
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import load_pair
 from dflash_hf.modeling.generation_dflash import Strategy
+from dflash_hf.smollm2 import load_pair
 
 
 def main():

@@ -25,9 +25,10 @@ from dflash_hf.convert import convert
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import load_pair, requests
+from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.responses import generate_one
+from dflash_hf.smollm2 import load_pair
 
 
 WARM_UP = 8  # passes over the requests: a size is compiled after 48 rounds of its own

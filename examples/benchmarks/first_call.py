@@ -22,7 +22,7 @@ def calls(drafted: bool, max_new_tokens: int) -> list[float]:
     import torch
 
     from dflash_hf.decoding.packing import packed_weights
-    from dflash_hf.demo.run import load_pair
+    from dflash_hf.smollm2 import load_pair
 
     torch.set_num_threads(1)
     pair, seconds = load_pair("bfloat16"), []

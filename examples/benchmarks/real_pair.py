@@ -22,20 +22,21 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.smollm2 import Pair, load_pair
 
 
 STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")
 
 
-def ids_of(pair: DemoPair, text: str) -> list[int]:
+def ids_of(pair: Pair, text: str) -> list[int]:
     return prompt_ids(RowEncoder(pair.tokenizer), {"messages": [{"role": "user", "content": text}]})
 
 
-def decode(pair: DemoPair, rows: list[list[int]], new: int, drafted: bool = True, **options):
+def decode(pair: Pair, rows: list[list[int]], new: int, drafted: bool = True, **options):
     """Decode left-padded rows; returns the output and the seconds."""
     width = max(map(len, rows))
     ids = torch.tensor([[pair.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
@@ -56,7 +57,7 @@ def mean(lengths) -> float:
     return statistics.fmean(lengths) if lengths else float("nan")
 
 
-def position(pair: DemoPair) -> list[str]:
+def position(pair: Pair) -> list[str]:
     """tau by distance into answers of up to 2,000 tokens."""
     buckets: dict[int, list[int]] = {}
     for text in STORIES:
@@ -68,7 +69,7 @@ def position(pair: DemoPair) -> list[str]:
     return [f"tau by position: {', '.join(f'{at}+ {mean(found):.2f}' for at, found in sorted(buckets.items()))}"]
 
 
-def long_prompt(pair: DemoPair) -> list[str]:
+def long_prompt(pair: Pair) -> list[str]:
     """A request after 4,000 tokens of other requests, against the target alone, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     text = "\n\n".join(row["messages"][0]["content"] for row in requests(120))
@@ -80,7 +81,7 @@ def long_prompt(pair: DemoPair) -> list[str]:
     return [f"a prompt of {len(row):,} tokens: tau {mean(drafted.acceptance_lengths[0]):.2f}, {same}"]
 
 
-def turns(pair: DemoPair) -> list[str]:
+def turns(pair: Pair) -> list[str]:
     """Three turns, each on the previous turn's cache, against the same without a drafter, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     texts, taus = [], []
@@ -105,7 +106,7 @@ def turns(pair: DemoPair) -> list[str]:
     return [f"three turns on one cache: tau {', '.join(f'{tau:.2f}' for tau in taus)}, {same}"]
 
 
-def sampling(pair: DemoPair) -> list[str]:
+def sampling(pair: Pair) -> list[str]:
     """T = 0 and T = 1, blocks and trees: tau, and speed over the target alone, all packed."""
     free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     ways = {
@@ -117,7 +118,7 @@ def sampling(pair: DemoPair) -> list[str]:
     lengths, ratios = {name: [] for name in ways}, {name: [] for name in ways}
 
     def pace(changes: dict, ids: list[int], options: dict, drafted: bool = True):
-        changed = DemoPair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
+        changed = Pair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
         torch.manual_seed(len(ids))
         output, seconds = decode(changed, [ids], 48, drafted, **options)
         return output, seconds / (output.sequences.shape[1] - len(ids))
@@ -138,7 +139,7 @@ def sampling(pair: DemoPair) -> list[str]:
     return lines
 
 
-def batches(pair: DemoPair) -> list[str]:
+def batches(pair: Pair) -> list[str]:
     """Rows decoded together, against the target alone with the same number of rows."""
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(8)]
     lines = []
@@ -152,7 +153,7 @@ def batches(pair: DemoPair) -> list[str]:
     return lines
 
 
-def threads(pair: DemoPair) -> list[str]:
+def threads(pair: Pair) -> list[str]:
     """One thread and two."""
     rows, lines = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)], []
     for count in (1, 2):
@@ -163,7 +164,7 @@ def threads(pair: DemoPair) -> list[str]:
     return lines
 
 
-def samples(pair: DemoPair) -> list[str]:
+def samples(pair: Pair) -> list[str]:
     """The distribution of three sampled tokens with and without a drafter, by chi-square, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     row = ids_of(pair, "Name a color.")
@@ -183,7 +184,7 @@ def samples(pair: DemoPair) -> list[str]:
     return [f"2,000 samples of three tokens each way, {len(table)} kinds: p = {p:.3f} (chi-square, fp32)"]
 
 
-def equal(pair: DemoPair) -> list[str]:
+def equal(pair: Pair) -> list[str]:
     """300 answers, six at a time, against the target alone with the same number of rows, in fp32, both packed."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     asked = [row["messages"] for row in requests(150)]
@@ -202,7 +203,7 @@ def equal(pair: DemoPair) -> list[str]:
     return [f"{same} of {len(rows)} answers of 48 tokens equal, tau {mean(lengths):.2f} (fp32, six rows at a time)"]
 
 
-def at_once(pair: DemoPair) -> list[str]:
+def at_once(pair: Pair) -> list[str]:
     """Four threads that share both models, every other call plain, against the same calls in turn, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(16)]
@@ -221,7 +222,7 @@ def at_once(pair: DemoPair) -> list[str]:
 class Asking(LogitsProcessor):
     """Changes nothing, and at every eighth call runs another request on the same pair."""
 
-    def __init__(self, pair: DemoPair, row: list[int], drafted: bool):
+    def __init__(self, pair: Pair, row: list[int], drafted: bool):
         self.pair, self.row, self.drafted = pair, row, drafted
         self.calls, self.answers = 0, []
 
@@ -233,7 +234,7 @@ class Asking(LogitsProcessor):
         return scores
 
 
-def nested(pair: DemoPair) -> list[str]:
+def nested(pair: Pair) -> list[str]:
     """Drafted calls inside the processors of drafted and plain calls, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]

@@ -26,8 +26,9 @@ import torch
 
 from dflash_hf.decoding import costs, strategy
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import load_pair, requests
+from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.sets import conversations
+from dflash_hf.smollm2 import load_pair
 
 
 RESULTS = Path(__file__).parent / "results"

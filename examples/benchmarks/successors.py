@@ -19,8 +19,8 @@ import torch
 
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.strategy import Fastest
-from dflash_hf.demo.run import load_pair
 from dflash_hf.modeling.text_dflash import Text
+from dflash_hf.smollm2 import load_pair
 
 
 class Successors:

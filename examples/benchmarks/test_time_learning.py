@@ -30,14 +30,13 @@ from transformers import DynamicCache
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import load_pair
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.modeling_dflash import apply_rotary
 from dflash_hf.modeling.target_dflash import CACHE_NAME
-from dflash_hf.smollm2 import data_folder
+from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.training.losses import slot_weights
 
 

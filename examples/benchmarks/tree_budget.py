@@ -16,9 +16,10 @@ import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.demo.run import load_pair, requests
+from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.measure import evaluate, variant
 from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.smollm2 import load_pair
 
 
 def main():

@@ -23,11 +23,10 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
 from dflash_hf.decoding.packing import emulated
-from dflash_hf.demo.run import load_pair
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
-from dflash_hf.smollm2 import folder_of
+from dflash_hf.smollm2 import folder_of, load_pair
 from dflash_hf.training.pace import Pace
 
 

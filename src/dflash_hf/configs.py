@@ -1,5 +1,6 @@
 """Checks of a pair's configurations, before any weights are read."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,26 @@ def positions_of(config: dict) -> int | None:
     # Some give the length before scaling (Qwen's YaRN), some after it (Llama 3.1), which then name the original.
     trained = rope.get("original_max_position_embeddings") or length
     return int(max(length, trained * (rope.get("factor") or 1.0)))
+
+
+def misfits(config, target: dict) -> Iterator[tuple[str, str]]:
+    """
+    Where a drafter shows that it belongs to another target: field, and reason.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's configuration.
+        target (`dict`): The target's, without that of other parts than its text; what it lacks is not compared.
+    """
+    sizes = {"target_hidden_size": "hidden_size", "num_target_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
+    for ours, theirs in sizes.items():
+        one, other = getattr(config, ours), target.get(theirs)
+        if None not in (one, other) and one != other:
+            yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
+    ids = config.target_layer_ids
+    if max(ids) >= (target.get("num_hidden_layers") or math.inf):
+        yield "target_layer_ids", f"{ids} reach past the target's {target['num_hidden_layers']} layers."
+    if config.mask_token_id >= (target.get("vocab_size") or math.inf):
+        yield "mask_token_id", f"{config.mask_token_id} is not one of the target's {target['vocab_size']} ids."
 
 
 def departures(config) -> Iterator[tuple[str, object, object]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.configs import read_config
+from dflash_hf.configs import misfits, read_config
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import atomic, digest_of
 from dflash_hf.layouts.configuration import DFlashDraftConfig
@@ -97,11 +97,7 @@ def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple
         yield "model_type", f"llama.cpp (b11549) exposes no features of a {kind} target, and exits."
     elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _LLAMA_CPP["last_layer"]:
         yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
-    pairs = (("target_hidden_size", "hidden_size"), ("num_target_layers", "num_hidden_layers"))
-    for ours, theirs in (*pairs, ("vocab_size", "vocab_size")):
-        one, other = getattr(config, ours), target.get(theirs)
-        if None not in (one, other) and one != other:
-            yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
+    yield from misfits(config, target)
 
 
 def target_config(target: str | Path) -> dict:
@@ -229,12 +225,14 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     tensors = {named[name]: tensor for name, tensor in state.items()}
     if config.has_own_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
-    if mask is not None:  # stored in the drafter's own embedding
-        embedding, _ = _embedding_and_head(target)
-        tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
-        tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
-    if "token_embd.weight" in tensors:  # otherwise llama.cpp would use it as the head as well
-        tensors.setdefault("output.weight", _embedding_and_head(target)[1])
+    # A drafter has both tables or none: llama.cpp would use an own embedding as the head as well.
+    own = mask is not None or "token_embd.weight" in tensors
+    if own and not {"token_embd.weight", "output.weight"} <= tensors.keys():
+        embedding, head = _embedding_and_head(target)
+        tensors = {"token_embd.weight": embedding, "output.weight": head, **tensors}
+    if mask is not None:
+        tensors["token_embd.weight"] = tensors["token_embd.weight"].clone()
+        tensors["token_embd.weight"][config.mask_token_id] = mask
     # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
     if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:

@@ -8,6 +8,7 @@ unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is 
 import importlib.util
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
@@ -72,6 +73,34 @@ def folder_of(name: str | None, drafter: bool = False) -> str | None:
     if name != NAME or Path(name).exists():
         return name
     return str(drafter_folder() if drafter else smollm2_folder())
+
+
+class Pair(NamedTuple):
+    """A target with its drafter, and its tokenizer."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+
+
+def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
+    """
+    The pair that needs no Hub, on the CPU.
+
+    Args:
+        dtype (`str`): Dtype of both models, as in [`~dflash_hf.pairs.Loading`].
+        draft (`str` or `Path`, *optional*): Another drafter's folder.
+
+    Raises:
+        `FileNotFoundError`: one of the models is missing; says how to get it.
+    """
+    from transformers import AutoTokenizer
+
+    from dflash_hf.pairs import Loading, load_draft, load_target
+
+    folder, loading = str(smollm2_folder()), Loading(dtype, device="cpu")
+    draft = load_draft(str(draft or drafter_folder()), loading)
+    return Pair(load_target(folder, loading), draft, AutoTokenizer.from_pretrained(folder))
 
 
 def packaged_gguf() -> Path | None:

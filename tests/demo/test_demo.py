@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
-from dflash_hf.smollm2 import data_folder, drafter_folder
+from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
+from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.smollm2 import Pair, data_folder, drafter_folder
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = save_target(tmp_path_factory.mktemp("target"))
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return demo.DemoPair(target, make_draft(target), AutoTokenizer.from_pretrained(folder))
+    return Pair(target, make_draft(target), AutoTokenizer.from_pretrained(folder))
 
 
 def test_requests_were_not_trained_on():
@@ -36,7 +38,7 @@ def test_requests_were_not_trained_on():
 
 def test_every_way_of_decoding_in_turn(pair, tmp_path):
     lines = []
-    report = demo.run_demo(pair, 3, max_new_tokens=12, output=tmp_path / "new", say=lines.append)
+    report = demo.run_demo(pair, demo.requests(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
     alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_auto"}
     assert report.lossless and set(report.methods) == alone | ours
     text = "\n".join(lines)
@@ -49,7 +51,26 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path):
 
 def test_answers_of_one_token(pair):
     """Without verifications; the average was over none."""
-    assert demo.run_demo(pair, 2, max_new_tokens=1, say=lambda line: None).lossless
+    assert demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lambda line: None).lossless
+
+
+@pytest.mark.parametrize("apart", [(0, 1), (0, 1, 2)])
+def test_the_sample_is_what_was_drafted(apart, pair, tmp_path, monkeypatch):
+    """After a near-tie the marks were another text's; after one that ended the answer, nothing was saved."""
+    rows, lines, evaluate = demo.requests(3), [], demo.evaluate
+
+    def parting(*args, **options):
+        report = evaluate(*args, **options)
+        for i in apart:
+            report.acceptance_lengths[i] = [1]
+            report.divergences.append(Divergence(DFLASH, i, 2, own=5, other=-1, verdict=NEAR_TIE))
+        return report
+
+    monkeypatch.setattr(demo, "evaluate", parting)
+    demo.run_demo(pair, rows, max_new_tokens=12, output=tmp_path, say=lines.append)
+    shown = [i for i, row in enumerate(rows) if row["messages"][-1]["content"].splitlines()[0] in lines]
+    assert shown == [i for i in range(3) if i not in apart]
+    assert json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))["acceptance_lengths"][0] == [1]
 
 
 @pytest.mark.real

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
+from transformers.utils import logging
 
 from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.evaluation import measure
@@ -146,9 +147,12 @@ def test_a_wrong_token_is_noticed(pair, monkeypatch):
 
 
 def test_the_user_is_left_alone(pair):
-    target, draft = pair
+    """Progress bars of transformers were switched off in the whole process, for one method that loads weights."""
+    (target, draft), bars = pair, []
     before = torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()]
-    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH))
+    others = {"watching": lambda prompt: bars.append(logging.is_progress_bar_enabled()) or [5]}
+    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH), others=others)
+    assert bars and all(bars)
     assert before == (torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()])
 
 

@@ -270,7 +270,7 @@ GEMMA = {"model_type": "gemma3_text"}
 TARGETS = {
     # what is changed in the target: the findings, and whom they concern
     "same": ({}, set(), ()),
-    "wide": ({"hidden_size": 64}, {"hidden_size"}, ENGINES),
+    "wide": ({"hidden_size": 64}, {"target_hidden_size"}, ENGINES),
     "shallow": ({"num_hidden_layers": 2}, {"num_target_layers", "target_layer_ids"}, ENGINES),
     "few words": ({"vocab_size": 90}, {"vocab_size", "mask_token_id"}, ENGINES),
     "long": ({"max_position_embeddings": 4096}, {"max_position_embeddings"}, V),
@@ -284,6 +284,9 @@ def test_the_target_is_compared(name, folder, target, tmp_path):
     config = {**target.config.to_dict(), **changes}
     findings = check(folder, target=config)
     assert {one.key for one in findings} == keys and all(one.engines == engines for one in findings)
+    layouts.write(tmp_path / "theirs", "speculators")  # sizes are nested there, which hid other targets; no depth
+    found = errors(check(tmp_path / "theirs", ["vllm"], config))
+    assert found.keys() == (keys - {"num_target_layers"} if engines == ENGINES else set())
     # A file, a folder, and the text part of a multimodal configuration.
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     for place in (tmp_path, tmp_path / "config.json", str(tmp_path)):

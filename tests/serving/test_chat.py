@@ -172,6 +172,13 @@ def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
         chatted(folder, "1" * 300 + "\n", monkeypatch)
 
 
+def test_an_answer_that_ends_at_a_stop_string(folder, pair, monkeypatch, capsys):
+    """It was said to be cut off at the target's context limit."""
+    text = pieces_of(pair, PROMPTS[0], None)[0].text
+    (turn,) = chatted(folder, f"{PROMPTS[0]}\n", monkeypatch, stop_strings=[text[20:24]])
+    assert turn["tokens"] < 40 and "cut off" not in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\nSay 2\n"))
     command = ["chat", "--target", str(folder), "--max-new-tokens", "8", "--device", "cpu"]

@@ -80,13 +80,14 @@ def test_unfinished_checkpoints_are_skipped(files, two, whole, monkeypatch):
         (two / f"checkpoint-{step}").mkdir()
         for name, text in files.items():
             (two / f"checkpoint-{step}" / name).write_text(text)
+    shutil.copytree(two / "checkpoint-2", two / "checkpoint-best")  # the user's
     resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
     with pytest.raises(ValueError, match="checkpoint-9 was not saved to its end .*=auto finds the last whole one"):
         resumed.train(resume_from_checkpoint=str(two / "checkpoint-9"))
     said = []
     monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
     assert last_checkpoint(two) == two / "checkpoint-2"
-    assert said == [f"{two / 'checkpoint-9'} was not saved to its end, and is skipped."]
+    assert said == [f"{two / f'checkpoint-{step}'} was not saved to its end, and is skipped." for step in (9, 8)]
     resumed.train(resume_from_checkpoint=True)
     assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
 

@@ -372,11 +372,12 @@ def test_used_folder_is_not_overwritten(used, folder, data, capsys):
 
 
 def test_overwriting_leaves_no_other_checkpoint(used, folder, data, capsys):
-    """`auto` later took the last checkpoint of the other run."""
+    """`auto` later took the last checkpoint of the other run. A folder of the user's was taken for one."""
+    (used / "checkpoint-best").mkdir()
     options = (f"data={data}", "overwrite_output_dir=true", "max_steps=1", "block_size=8")
     code, _, error = train(capsys, folder, used, *options)
     assert code == 0, error
-    assert [path.name for path in used.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert {path.name for path in used.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-best"}
     assert DFlashDraftConfig.from_pretrained(used).block_size == 8 and not (used / ".lock").exists()
 
 

@@ -29,15 +29,16 @@ def run(arguments, echo) -> Outcome:
     import torch
 
     from dflash_hf.configs import read_config
-    from dflash_hf.demo.run import load_pair, requests, run_demo
+    from dflash_hf.demo.run import requests, run_demo
     from dflash_hf.files import default_cache_dir
+    from dflash_hf.smollm2 import load_pair
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded
-    requests(arguments.prompts)  # likewise
+    rows = requests(arguments.prompts)  # likewise
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     pair = load_pair(arguments.dtype, arguments.draft)
     color = wants_color(arguments.color, echo.stream)
-    report = run_demo(pair, arguments.prompts, arguments.max_new_tokens, arguments.runs, output, color, say=echo)
+    report = run_demo(pair, rows, arguments.max_new_tokens, arguments.runs, output, color, say=echo)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

@@ -318,7 +318,7 @@ def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Call
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
-            without_bars(),  # of heads that are loaded
+            without_bars() if method == ways.MTP else contextlib.nullcontext(),  # its heads are loaded in each call
             _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
             packed_weights(*packed[method]) if method in packed else contextlib.nullcontext(),
         ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download, snapshot_download
 
 from dflash_hf import gguf_format
-from dflash_hf.configs import departures, read_config
+from dflash_hf.configs import departures, misfits, read_config
 from dflash_hf.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import read_json
@@ -132,6 +132,8 @@ def _findings(folder: Path, target: dict) -> Iterator[Finding]:
     refused = _load_without_weights(folder)
     if refused is not None:
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(refused))
+    for key, reason in misfits(parsed, target):
+        yield Finding("error", ENGINES, key, one_line(reason))
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
     remedy = f"this package cannot read it either: {refused}"

@@ -141,16 +141,6 @@ def _differing_layer(d: Drafter) -> tuple | None:
     return next(((i, vllm, sglang) for i, (vllm, sglang) in both if vllm != sglang), None)
 
 
-def _unlike(theirs: str, *ours: str) -> Callable[[Drafter], Any]:
-    """The drafter's value, of the first key that it has, and the target's, if they are known and differ."""
-
-    def sizes(d: Drafter):
-        both = next((d.get(key) for key in ours if d.get(key) is not None), None), d.target.get(theirs)
-        return None not in both and both[0] != both[1] and both
-
-    return sizes
-
-
 def _bidirectional_jetspec(d: Drafter) -> bool:
     causal = [one for read in d.layers_as_read().values() for _, one in read]
     return bool(d.nested.get("causal_head")) and not all(causal)
@@ -313,16 +303,7 @@ LIMITS: tuple[Limit, ...] = (
            "{found} is not a file beside the weights and its class: others may change their code. Save it again."),
     _error(_ALL, "any", "quantization_config", _unknown_quantisation, "quant_method {found} is unknown."),
 
-    # The target.
-    *(_error(_ALL, "any", ours[-1], _unlike(theirs, *ours), f"{{found[0]}} is not the target's {theirs}={{found[1]}}.")
-      for theirs, ours in (("hidden_size", ("target_hidden_size", "hidden_size")), ("vocab_size", ("vocab_size",)),
-                           ("num_hidden_layers", ("num_target_layers",)))),
-    _error(_ALL, "any", "target_layer_ids",
-           lambda d: max(d.ids, default=0) >= (d.target.get("num_hidden_layers") or 1e9),
-           "{value} is past the last of the target's {d.target[num_hidden_layers]} layers."),
-    _error(_ALL, "any", "mask_token_id",
-           lambda d: d.get("mask_token_id", 0) >= (d.target.get("vocab_size") or 1e9),
-           "{value} is not one of the target's {d.target[vocab_size]} ids."),
+    # The target, with which `misfits` compares the rest.
     _warning(_V, "any", "max_position_embeddings",
              lambda d: d.get("max_position_embeddings", 1e9) < (d.target.get("max_position_embeddings") or 0),
              "{value} is below the target's {d.target[max_position_embeddings]}; vLLM before 0.33 reads past its "

@@ -83,7 +83,8 @@ class Chat:
                 return
             self.write(("\x1b[0m" if self.color else "") + "\n")
         self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
-        where = cut_at(request.tokens, self.options["max_new_tokens"], target.generation_config)
+        limit = self.options["max_new_tokens"]
+        where = "" if request.ended else cut_at(request.tokens, limit, target.generation_config)
         stopped = "; stopped" if request.gone.is_set() else f"; cut off at {where}" if where else ""
         who = "with the drafter" if streamer.rounds else "target alone"
         self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")

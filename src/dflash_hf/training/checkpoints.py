@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from dflash_hf.files import read_json
@@ -30,15 +30,20 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, in order: folders named by their step, and no others, such as `checkpoint-best`."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    steps = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*")}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
+
+
 def last_checkpoint(folder: str | Path) -> Path | None:
     """The last whole checkpoint of a run, if there is one; warns about unfinished ones after it."""
-    folder = Path(folder)
-    found = get_last_checkpoint(folder) if folder.is_dir() else None
-    if found is None or is_whole(Path(found)):
-        return None if found is None else Path(found)
-    logger.warning(f"{found} was not saved to its end, and is skipped.")
-    earlier = [one for one in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if is_whole(one)]
-    return max(earlier, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
+    for checkpoint in reversed(checkpoints_in(Path(folder))):
+        if is_whole(checkpoint):
+            return checkpoint
+        logger.warning(f"{checkpoint} was not saved to its end, and is skipped.")
+    return None
 
 
 def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | None:

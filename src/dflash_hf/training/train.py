@@ -25,7 +25,7 @@ from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
 from dflash_hf.terminal import check_writable, note
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
-from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
 from dflash_hf.training.features import (
     MANIFEST,
     FeatureManifest,
@@ -218,7 +218,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
     """Lock a run's folder; a new run removes what another left, so that none of it is ever taken for its own."""
     stack.enter_context(locked(folder))
-    for one in [*folder.glob("checkpoint-*"), folder / STORED] if anew else []:
+    for one in [*checkpoints_in(folder), folder / STORED] if anew else []:
         shutil.rmtree(one, ignore_errors=True)
     if anew:
         (folder / FACTS_FILE).unlink(missing_ok=True)
