@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support.pairs import make_target
 from support.tiny_chat import CHATML, make_tokenizer
 
 from dflash_hf.data.distinct import DistinctTexts
@@ -111,6 +113,24 @@ def test_collected_conversations_are_clean(scripts, tmp_path, capsys):
     (out / "conversations.jsonl.gz").write_bytes(gzip.compress(json.dumps(further).encode()))
     make_data.collect(work, tokenizer, out)
     assert rows_of(out / "conversations.jsonl.gz")[0] == further
+
+
+def test_fast_llama_writes_what_generate_writes(monkeypatch):
+    """Rows of other lengths, more than fit at once; with a narrow top-p a sample is the likeliest token."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from fast_llama import FastLlama
+
+    target, end, banned = make_target("llama", tie_word_embeddings=True), 3, 9
+    prompts = [[5, 8, 13], [7], list(range(10, 24)), [60, 2], [4] * 9]
+    expected = []
+    for prompt in prompts:
+        options = {"eos_token_id": end, "suppress_tokens": [banned], "pad_token_id": 0, "do_sample": False}
+        output = target.generate(torch.tensor([prompt]), max_new_tokens=40, **options)
+        expected.append(output[0, len(prompt) :].tolist())
+    assert len({len(one) for one in expected}) > 1
+    fast = FastLlama(target, rows=2, longest=64, eos=end, banned=banned)
+    assert fast.answers(prompts, 40) == expected
+    assert fast.answers(prompts, 40, top_p=1e-9) == expected
 
 
 def test_held_out_requests_are_not_trained_on():

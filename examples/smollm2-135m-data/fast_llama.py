@@ -22,7 +22,8 @@ class FastLlama:
         self.rows, self.longest, self.eos, self.banned = rows, longest, eos, banned
         self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.layers = [_Layer(layer) for layer in self.body.layers]
-        self.pool = self.embedding.new_empty(len(self.layers) * 2 * rows * self.kv_heads * longest * self.width)
+        size = len(self.layers) * 2 * rows * self.kv_heads * longest * self.width
+        self.pool = self.embedding.new_zeros(size)  # a masked NaN would still be multiplied by 0
         place = torch.arange(longest, device=self.device)
         cos, sin = self.body.rotary_emb(self.embedding, place[None])
         self.cos, self.sin = cos[0], sin[0]  # [longest, width]
@@ -130,7 +131,7 @@ class FastLlama:
         logits[:, self.banned] = -torch.inf
         if self.top_p is None:
             return logits.argmax(-1)
-        logits, ids = logits.float().topk(256)
+        logits, ids = logits.float().topk(min(256, logits.shape[-1]))
         chances = logits.softmax(-1)
         chances = chances * (chances.cumsum(-1) - chances < self.top_p)
         race = chances / -torch.rand_like(chances).clamp_(1e-20).log()

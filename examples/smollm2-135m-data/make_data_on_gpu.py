@@ -153,6 +153,7 @@ def main() -> None:
     rows = maker.answered(maker.first(arguments.requests, arguments.asked))
     for turn in range(2, arguments.turns + 1):
         rows = maker.answered(maker.go_on(rows, turn))
+    maker.pool.terminate()
     sets: dict[str, list[dict]] = {"conversations": [], "held_out_conversations": []}
     for request, row in maker.finished.items():
         sets["held_out_conversations" if make_data.is_held_out(request) else "conversations"].append(row)
