@@ -49,7 +49,7 @@ _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n
 _IGNORED_LABEL = -100  # of transformers' losses
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowEncoder(ChatTemplate):
     """
     Turns a row into examples.
