@@ -16,7 +16,7 @@ from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
 from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.pairs import Loading, load_target, load_tokenizer, loaded
-from dflash_hf.serving.request import room_for_answer
+from dflash_hf.responses import room_for_answer
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -186,6 +186,21 @@ def test_what_else_is_decoded_batch_by_batch(target):
     assert all_of(target, prompts, 20, penalty, 1) == expected
 
 
+@pytest.mark.parametrize("in_slots", [True, False])
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("qwen3", "max_position_embeddings")])
+def test_a_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch):
+    """Learned positions ended in an `IndexError`, rotary ones went on beyond those that the target was trained on."""
+    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
+    target, prompts = make_target(family, **{name: 48}), [*make_prompts(6), [5] * 47]
+    found = all_of(target, prompts, 100, target.generation_config, 3)
+    for ids, text in zip(prompts, found, strict=True):
+        alone = target.generate(torch.tensor([ids]), max_new_tokens=48 - len(ids))
+        assert text == alone[0, len(ids) :].tolist()
+    assert rows_that_fit(target, target.generation_config, 1152, 8) == (4 if in_slots else 16)
+    with pytest.raises(ValueError, match="The prompt has 48 tokens; prompt and answer together may have at most 48"):
+        all_of(target, [[5] * 48], 8, target.generation_config, 3)
+
+
 def test_a_config_that_asks_for_several_answers_gets_one_for_each_prompt(target):
     """`num_return_sequences` gave prompts the answers to others, `return_dict_in_generate` was a `TypeError`."""
     prompts = make_prompts(5)

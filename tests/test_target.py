@@ -135,6 +135,8 @@ def test_unusable_prompts_are_named(target):
         generate_responses(target, [[1], []], 4, mask_token_id=MASK)
     with pytest.raises(ValueError, match="text 'Hello'; pass its ids"):  # was "too many dimensions 'str'"
         generate_responses(target, [[1], "Hello"], 4, mask_token_id=MASK)
+    with pytest.raises(ValueError, match="The prompt has 256 tokens"):
+        generate_responses(target, [[1], [1] * 256], 4, mask_token_id=MASK)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit

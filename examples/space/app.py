@@ -27,9 +27,8 @@ from dflash_hf.configs import check_names  # noqa: E402
 from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
 from dflash_hf.pairs import Loading, load_draft, load_target, load_tokenizer, pack  # noqa: E402
-from dflash_hf.responses import generate_one  # noqa: E402
+from dflash_hf.responses import generate_one, room_for_answer  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
-from dflash_hf.serving.request import room_for_answer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from dflash_hf.configs import positions_of
 from dflash_hf.decoding.strategy import support
 from dflash_hf.modeling.accept_dflash import Block, likeliest
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
@@ -58,6 +59,31 @@ def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
     return target.generate(
         input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
     )
+
+
+def context_of(target: PreTrainedModel) -> int | None:
+    """The most tokens of a prompt and its answer together; `None` if the target's configuration does not say."""
+    return positions_of(target.config.get_text_config(decoder=True).to_dict())
+
+
+def room_for_answer(target: PreTrainedModel, prompt: int, wanted: int | None) -> int | None:
+    """
+    Maximum number of tokens of an answer.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        prompt (`int`): Tokens of the prompt.
+        wanted (`int`, *optional*): Maximum number of new tokens.
+
+    Raises:
+        `ValueError`: there is no room for an answer, or `wanted` is less than 1.
+    """
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"max_new_tokens={wanted} must be at least 1.")
+    limit = context_of(target)
+    if limit is not None and prompt >= limit:
+        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have at most {limit}.")
+    return wanted if limit is None else min(wanted or limit, limit - prompt)
 
 
 def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
@@ -159,7 +185,7 @@ def responses(
     Args:
         target (`PreTrainedModel`): The target.
         prompts: A number (or another key) and the ids of each prompt.
-        max_new_tokens (`int`): Longest response.
+        max_new_tokens (`int`): Longest response; shorter where the target's context is full.
         config (`GenerationConfig`): Sampling, end-of-sequence ids.
         rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`rows_that_fit`].
         seed (`int`): Seed for sampling. A row's samples depend on it and the prompt's number; with settings that only
@@ -167,6 +193,9 @@ def responses(
 
     Yields:
         The number of a prompt, and its response.
+
+    Raises:
+        `ValueError`: a prompt fills the target's context.
     """
     if decodes_in_slots(target, config):
         choice = Choice(config, seed)
@@ -181,6 +210,7 @@ class _Row:
 
     number: object
     ids: Sequence[int]
+    limit: int | None
     generator: random.Random
     text: list[int] = field(default_factory=list)
 
@@ -276,18 +306,19 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
         # 1. Put the next prompts into the free places, each where the text that it continues has just ended.
         free = set(range(slots.rows)) - running.keys()
         for number, ids in islice(prompts, len(free)):
+            limit = room_for_answer(target, len(ids), max_new_tokens)
             place = max(free, key=lambda one: (_common(left.get(one, ()), ids), one not in left, -one))
             free.remove(place)
             logits = slots.read(place, ids, {**{one: row.ids for one, row in running.items()}, **left})
             left.pop(place, None)
-            running[place] = row = _Row(number, ids, choice.generator(number))
+            running[place] = row = _Row(number, ids, limit, choice.generator(number))
             row.text.append(int(choice(logits, [row.generator])))
         left.clear()
         if not running:
             return
         # 2. Finished rows leave their places, which are filled first.
         for place, row in list(running.items()):
-            if row.text[-1] in stops or len(row.text) >= max_new_tokens:
+            if row.text[-1] in stops or len(row.text) == row.limit:
                 left[place] = (*running.pop(place).ids, *row.text[:-1])
                 yield row.number, row.text
         if left:
@@ -303,18 +334,28 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
             row.text.append(token)
 
 
+def _of_equal_room(target, prompts, max_new_tokens: int, rows: int):
+    """Batches, and the room for each answer of one: rows that have ended go on to the end of the longest."""
+    while batch := list(islice(prompts, rows)):
+        by_room: dict[int | None, list] = {}
+        for number, ids in batch:
+            by_room.setdefault(room_for_answer(target, len(ids), max_new_tokens), []).append((number, ids))
+        yield from by_room.items()
+
+
 @torch.no_grad()
 def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, seed: int):
     stops, config = eos_ids(config), copy.deepcopy(config)
     if config.pad_token_id is None:
         config.pad_token_id = min(stops, default=0)
-    config.max_new_tokens, config.max_length = max_new_tokens, None
-    config.num_return_sequences, config.return_dict_in_generate = None, False  # one row of tokens for each prompt
+    config.max_length = config.num_return_sequences = None
+    config.return_dict_in_generate = False  # one row of tokens for each prompt
     pad, choice = config.pad_token_id, None
     if config.do_sample and _is_plain(config):
         choice, config.do_sample = Choice(config, seed), False
         config.temperature = config.top_p = config.top_k = None
-    while batch := list(islice(prompts, rows)):
+    for room, batch in _of_equal_room(target, prompts, max_new_tokens, rows):
+        config.max_new_tokens = room
         width = max(len(ids) for _, ids in batch)
         # Left padding: new tokens must follow the prompt directly.
         input_ids = torch.tensor([[pad] * (width - len(ids)) + list(ids) for _, ids in batch])
@@ -336,8 +377,9 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
 def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:
     """As [`responses`], of `ImagePrompt`s, one at a time."""
     config = copy.deepcopy(config)
-    config.max_new_tokens, config.max_length, config.num_return_sequences = max_new_tokens, None, None
+    config.max_length = config.num_return_sequences = None
     for number, prompt in prompts:
+        config.max_new_tokens = room_for_answer(target, len(prompt), max_new_tokens)
         with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{seed} {number}").getrandbits(63))
             output = generate_one(target, prompt, generation_config=config)
@@ -369,7 +411,7 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
     if not decodes_in_slots(target, config):
         return _ROWS
     slots, device = _Slots(target, 1), input_device(target)
-    slots.step({0: (0, length)})  # allocates its buffers
+    slots.step({0: (0, room_for_answer(target, 1, length))})  # allocates its buffers
     fit = int(free_memory(device) / 2 / slots.memory)
     return max(1, min(128 if device.type == "cpu" else 256, texts // 2, fit))
 

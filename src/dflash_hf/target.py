@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from dflash_hf.layouts.pair import check_pair
 from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
 from dflash_hf.private import private
-from dflash_hf.responses import eos_ids, responses
+from dflash_hf.responses import eos_ids, responses, room_for_answer
 
 
 @dataclass
@@ -206,7 +206,7 @@ def generate_responses(
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
 
     Raises:
-        `ValueError`: an empty prompt, or a text.
+        `ValueError`: a prompt is empty, a text, or fills the target's context.
     """
     if text := next((prompt for prompt in prompts if isinstance(prompt, str)), None):
         raise ValueError(f'prompts holds the text {text[:40]!r}; pass its ids, `tokenizer(text)["input_ids"]`.')
@@ -214,6 +214,7 @@ def generate_responses(
         raise ValueError(
             f"prompts[{lengths.index(0)}] is empty; start it with the target's beginning-of-sequence token."
         )
+    room_for_answer(target, max(lengths, default=0), max_new_tokens)
     config = without_token(generation_config or target.generation_config, mask_token_id)
     ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
     found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed))

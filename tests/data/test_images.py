@@ -96,6 +96,7 @@ def test_a_damaged_image_of_a_table_costs_its_row(tmp_path):
     [
         (chat({"type": "image", "path": "absent.png"}), "there is no image file 'absent.png'"),
         (chat({"type": "image", "path": __file__}), "an image cannot be read"),
+        (chat({"type": "image", "image": "iVBORw0KGgo" * 99}), "there is no image file 'iVBORw0KGgo"),
         (chat({"type": "image", "base64": "bm90aGluZw=="}), "an image cannot be read"),
         (chat({"type": "image", "url": "http://127.0.0.1:1/a.png"}), "an image is an address"),
         (chat({"type": "image"}), "an image that is not there"),
@@ -119,6 +120,9 @@ def test_targets_of_text_leave_images_out():
         RowEncoder(make_tokenizer())(chat({"type": "image", "image": picture(1)}))
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
         RowEncoder(make_tokenizer())({**example, "images": [picture(1)]})
+    seen = chat({"type": "image", "image": f"data:image/png;base64,{base64.b64encode(png(picture(1))).decode()}"})
+    with pytest.raises(UnusableRow, match="an image, which this target does not read"):
+        RowEncoder(make_tokenizer())({**example, "messages": json.dumps(seen["messages"])})
 
 
 @pytest.mark.parametrize("kind", PLACE)

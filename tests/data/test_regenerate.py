@@ -106,13 +106,17 @@ def test_raw_prompts_are_texts(folder, data, tmp_path, capsys):
         assert row["input_ids"][: len(start)] == start and row["loss_mask"].index(1) == len(start)
 
 
-def test_prompt_without_room_is_refused(folder, tmp_path, capsys):
-    """One broken row of ten megabytes took the memory of all."""
+@pytest.mark.parametrize("rows", [(), ("--batch-size", 5)])
+def test_answers_end_with_the_context(rows, tmp_path, capsys):
+    """Learned positions ended each run and its resumes; one broken row of ten megabytes took the memory of all."""
     long, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
-    long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 300, "2?")), encoding="utf-8")
-    code, out, _ = regenerate(capsys, long, folder, output, *HERE)
-    assert code == 1 and "  1 rows were refused, and the same command tries them again: its prompt fills all" in out
-    assert sorted(row["row"] for row in rows_of(output)) == [0, 2]
+    folder = save_target(tmp_path / "target", family="gpt2", n_positions=64)
+    long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 60, "2?")), encoding="utf-8")
+    code, out, _ = regenerate(capsys, long, folder, output, "--device", "cpu", "--max-new-tokens", 999, *rows)
+    reason = "its prompt fills all 64 positions of the target"
+    assert code == 1 and f"  1 rows were refused, and the same command tries them again: {reason}" in out
+    ends = {row["row"]: (row["finish_reason"], len(row["input_ids"])) for row in rows_of(output)}
+    assert ends == {0: ("length", 64), 2: ("length", 64)}
 
 
 def talk(*turns):
@@ -370,6 +374,9 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
     check_complete(output)
 
 
+NO_CHOICES = ("null", '{"message": null}', '{"message": "Yes."}')
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -378,7 +385,7 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
         ((501, "<html>"), "answers 501: <html>; tried 6 times; see its log."),
         *(
             ((200, text), "did not return a chat completion")
-            for text in ("<html>", "{}", '{"choices": [null]}', '{"choices": [{"message": null}]}', "[" * 10**5)
+            for text in ("<html>", "{}", "[" * 10**5, *(f'{{"choices": [{choice}]}}' for choice in NO_CHOICES))
         ),
         *(((status, "http://elsewhere"), "it redirects to http://elsewhere") for status in (301, 302, 303, 307)),
     ],

@@ -136,11 +136,21 @@ def test_nulls_of_tables_are_left_out_and_written_ones_stay(tmp_path):
     assert list(prepare_dataset(datasets.Dataset.from_list(rows), encoder)[0]) == expected
 
 
-def test_a_slice_of_a_list_of_rows_is_read(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"prompt": str(i)} for i in range(10)]), encoding="utf-8")
-    assert [row["prompt"] for row in load_rows(path, "train[20%:40%]")] == ["2", "3"]
-    with pytest.raises(ValueError, match="Unknown split"):
+@pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "one", "several"])
+def test_every_form_of_rows_has_splits(form, tmp_path):
+    """A folder of one dataset had all rows in each, one of several had no slices, and a sum was too many values."""
+    rows, path = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(10)]), tmp_path / form
+    {
+        "rows.json": lambda: path.write_text(json.dumps(list(rows)), encoding="utf-8"),
+        "rows.jsonl": lambda: rows.to_json(path),
+        "rows.parquet": lambda: rows.to_parquet(path),
+        "one": lambda: rows.save_to_disk(path),
+        "several": lambda: datasets.DatasetDict({"train": rows, "more": rows}).save_to_disk(path),
+    }[form]()
+    expected = {None: "0123456789", "train": "0123456789", "train[20%:40%]": "23", "train[:1]+train[-2:]": "089"}
+    for split, prompts in expected.items():
+        assert "".join(row["prompt"] for row in load_rows(path, split)) == prompts
+    with pytest.raises(ValueError, match=f"split='test' is not in .*{form}.*Unknown split .test.*'train'"):
         load_rows(path, "test")
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
-from dflash_hf.data.regenerate import Answer, Question, row_of, turns_of
+from dflash_hf.data.regenerate import Answer, Question, question_of, row_of, turns_of
 
 
 pytest.importorskip("datasets")
@@ -52,6 +52,14 @@ RESULT, SYSTEM = said("tool", "4"), said("system", "Be kind.")
 )
 def test_turns_stand_before_answers(messages, turns):
     assert turns_of(messages) == turns
+
+
+def test_json_text_is_read_as_its_messages():
+    """Every turn of the rows of a table was taken for the last."""
+    messages = [user("a"), other("b"), user("c"), other("d")]
+    for every_turn in (True, False):
+        asked, text = (question_of({"messages": one}, 0, True, every_turn) for one in (messages, json.dumps(messages)))
+        assert text == asked and len(asked.ahead) == 1 + every_turn
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

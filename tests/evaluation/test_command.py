@@ -65,6 +65,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
         ({"text": "x"}, r"Row 1 of .*no column to read, only \['text'\]"),
         ({"prompt": "", "completion": "1"}, "Row 1 of .*The prompt is empty"),
         ({"messages": [ANSWER]}, "Row 1 of .*The prompt is empty"),
+        ({"prompt": ["Hi", "And?"]}, r"Row 1 of .*`prompt` is \['Hi', 'And\?'\]; give a list of messages"),
         ({"input_ids": [4, 5], "loss_mask": [1, 1]}, "Row 1 of .*The prompt is empty"),
     ],
 )

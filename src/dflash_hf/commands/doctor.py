@@ -27,6 +27,8 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
+    from dataclasses import replace
+
     from dflash_hf.configs import check_names
     from dflash_hf.doctor import Case, diagnose
     from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
@@ -39,12 +41,12 @@ def run(arguments, echo) -> Outcome:
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
-    draft, encoder, target = pair.draft(), pair.encoder(pair.template()), freeze(pair.target())
+    draft, target = pair.draft(), freeze(pair.target())
+    encoder = replace(pair.encoder(pair.template()), reader=None)  # its experiments are of texts
     base = None
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
-    encoder.reader = None  # its experiments are of texts
     case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
     result = diagnose(case, bar("trying"))
     for line in result.lines():

@@ -30,7 +30,8 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`dflash features`: store the features missing in the output."""
-    from dflash_hf.configs import check_token_id
+    from dataclasses import replace
+
     from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.layouts.read import fitting_target_layer_ids
@@ -39,12 +40,10 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.training.features import describe, store_features
 
     pair = NamedPair(arguments, note)
-    check_token_id(arguments.mask_token_id, pair.config)
-    encoder, rows = shared.encoder_of(arguments, pair.tokenizer), shared.rows_of(arguments)
-    encoder.reader, target = pair.image_reader, freeze(pair.target())
+    encoder, rows, target = shared.encoder_of(pair), shared.rows_of(arguments), freeze(pair.target())
+    encoder = replace(encoder, vocab_size=target.get_input_embeddings().weight.shape[0])
     layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
-    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)

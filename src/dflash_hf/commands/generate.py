@@ -40,9 +40,8 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
-    from dflash_hf.responses import cut_at, generate_one
+    from dflash_hf.responses import cut_at, generate_one, room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
-    from dflash_hf.serving.request import room_for_answer
 
     tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
     target, draft = pair.ready()

@@ -83,13 +83,13 @@ class NamedPair:
 
         return load_image_reader(self.arguments.target, self.config, self.tokenizer, self.loading)
 
-    def encoder(self, template: dict):
-        """Reads rows as the target does."""
+    def encoder(self, template: dict, mask_token_id: int | None = None):
+        """Reads rows as the target does; those with this mask token are left out."""
         from dflash_hf.configs import positions_of
         from dflash_hf.data.encode import RowEncoder
 
-        options = {"positions": positions_of(self.config), "reader": self.image_reader}
-        return RowEncoder(self.tokenizer, chat_template_kwargs=template, **options)
+        options = {"positions": positions_of(self.config), "mask_token_id": mask_token_id}
+        return RowEncoder(self.tokenizer, template, self.image_reader, **options)
 
     def draft(self):
         """

@@ -6,7 +6,8 @@
 """
 
 from dflash_hf.commands import shared
-from dflash_hf.terminal import Outcome, UsageError, count, wants_color
+from dflash_hf.commands.pair import NamedPair
+from dflash_hf.terminal import Outcome, UsageError, count, note, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -25,23 +26,13 @@ def run(arguments, echo) -> Outcome:
     import sys
     from dataclasses import asdict
 
-    from dflash_hf.configs import check_names, check_token_id, vocab_size_of
-    from dflash_hf.data.images import load_image_reader
     from dflash_hf.data.prepare import colored_example, prepare_dataset
     from dflash_hf.files import atomic
-    from dflash_hf.pairs import Loading, load_tokenizer
 
     output = arguments.output
     if output is not None:
         _check_output(output, arguments.data)
-    name, loading = arguments.target, Loading.of(arguments)
-    config = check_names(name, None, loading)
-    check_token_id(arguments.mask_token_id, config)
-    tokenizer = load_tokenizer(name, arguments.chat_template, loading.revision, loading.trust_remote_code)
-    encoder = shared.encoder_of(arguments, tokenizer)
-    encoder.vocab_size = vocab_size_of(config)
-    encoder.reader = load_image_reader(name, config, tokenizer, loading)
-    rows = shared.rows_of(arguments)
+    encoder, rows = shared.encoder_of(NamedPair(arguments, note)), shared.rows_of(arguments)
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):

@@ -62,9 +62,7 @@ def run(arguments, echo) -> Outcome:
     left_out: Counter[str] = Counter()
     new = 0
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
-    with ResponseFile(arguments.output, made_with, request_of) as output:
-        if output.repaired:
-            echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
+    with ResponseFile(arguments.output, made_with, request_of, echo) as output:
         before = list(output.finished.values())
         echo(f"{len(before)} of {arguments.count} requests are done")
         if len(before) >= arguments.count:

@@ -54,7 +54,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.data.regenerate import question_digest
+    from dflash_hf.data.regenerate import question_digest, questions_of, with_thinking
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.template import digests_of_tokenizer
 
@@ -65,7 +65,7 @@ def run(arguments, echo) -> Outcome:
     shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
         kwargs, pair, tokenizer = template_kwargs(template_arguments(arguments.template_args), say=note), None, None
-        answering = _from_server(arguments, kwargs)
+        answering, sees = _from_server(arguments, kwargs), True
     else:
         pair = NamedPair(arguments, note)
         check_token_id(arguments.mask_token_id, pair.config)
@@ -74,7 +74,10 @@ def run(arguments, echo) -> Outcome:
         if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
             raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    questions, left_out = _questions(arguments, as_chat, pair is None or sees)
+    data, every_turn = shared.rows_of(arguments), arguments.turns == "all"
+    questions, left_out = questions_of(data, arguments.data, as_chat, every_turn, sees)
+    if share := arguments.thinking:
+        questions = {index: with_thinking(one, share, arguments.seed) for index, one in questions.items()}
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
@@ -87,9 +90,7 @@ def run(arguments, echo) -> Outcome:
         **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
     }
     total = len(questions)
-    with ResponseFile(arguments.output, settings, question_digest) as output:
-        if output.repaired:
-            echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
+    with ResponseFile(arguments.output, settings, question_digest, echo) as output:
         for index, digest in output.finished.items():
             if index in questions and questions[index].digest != digest:
                 raise ValueError(
@@ -109,8 +110,7 @@ def run(arguments, echo) -> Outcome:
                     if reason:
                         (shortened if row else refused)[reason] += 1
                     bar.update()
-    if missing:
-        echo(f"{total - refused.total()} of {total} rows are in {arguments.output}")
+            echo(f"{total - refused.total()} of {total} rows are in {arguments.output}")
     return _outcome(echo, total, left_out, shortened, refused)
 
 
@@ -124,39 +124,6 @@ def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, ref
     return Outcome(1 if refused else 0, {**facts, "shortened": dict(shortened)})
 
 
-def _questions(arguments, as_chat: bool, images: bool) -> tuple[dict, dict[str, int]]:
-    """
-    The question of each row by its number, and the number of rows without one, by reason.
-
-    Raises:
-        `ValueError`: a row is invalid, or there is no prompt at all.
-    """
-    from random import Random
-
-    from dflash_hf.data.messages import UnusableRow
-    from dflash_hf.data.regenerate import question_of
-
-    questions: dict = {}
-    left_out: Counter[str] = Counter()
-    index = -1
-    for index, row in enumerate(shared.rows_of(arguments)):
-        try:
-            question = question_of(row, index, as_chat, arguments.turns == "all", images)
-            if arguments.thinking:
-                thinks = Random(f"{arguments.seed} {index} thinking").random() < arguments.thinking
-                kwargs = {**question.template_kwargs, "enable_thinking": thinks}
-                question = question._replace(template_kwargs=kwargs)
-            questions[index] = question
-        except UnusableRow as reason:
-            left_out[str(reason)] += 1
-        except ValueError as error:
-            raise ValueError(f"Row {index} of {arguments.data}: {error}") from error
-    if left_out and not questions:
-        reasons = "; ".join(f"{number} because {reason}" for reason, number in left_out.items())
-        raise ValueError(f"None of {index + 1} rows of {arguments.data} has a prompt: {reasons}.")
-    return questions, left_out
-
-
 def _from_server(arguments, kwargs: dict):
     """A function that has a server answer questions."""
     from functools import partial
@@ -167,9 +134,8 @@ def _from_server(arguments, kwargs: dict):
     options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
         options["logit_bias"] = {str(arguments.mask_token_id): -100}
-    for name in ("temperature", "top_p"):
-        if getattr(arguments, name) is not None:
-            options[name] = getattr(arguments, name)
+    sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    options |= {name: value for name, value in sampling.items() if value is not None}
     server = ChatClient(arguments.server, options, kwargs, arguments.timeout)
     return partial(ask_rows, server, concurrency=arguments.concurrency)
 
@@ -183,14 +149,15 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
 
-    arguments, encoder, target = pair.arguments, pair.encoder(kwargs), pair.target()
-    encoder.mask_token_id = arguments.mask_token_id
-    if encoder.mask_token_id is None:
-        encoder.mask_token_id = spare_token_id(target, encoder.tokenizer)
-    if encoder.mask_token_id is None:
-        remedy = mask_token_remedy(encoder.tokenizer, "--mask-token-id")
+    arguments, tokenizer, target = pair.arguments, pair.tokenizer, pair.target()
+    mask_token_id = arguments.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = spare_token_id(target, tokenizer)
+    if mask_token_id is None:
+        remedy = mask_token_remedy(tokenizer, "--mask-token-id")
         note(f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}")
-    known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
+    encoder = pair.encoder(kwargs, mask_token_id)
+    known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.settle(known)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:
@@ -201,6 +168,5 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     if arguments.top_p is not None:
         config.top_p = arguments.top_p
     pack(arguments.packed, target)
-    longest = arguments.max_new_tokens
-    rows = arguments.batch_size or rows_that_fit(target, config, 128 + longest // 2, len(questions))
-    return generate_rows(target, encoder, questions, longest, rows, config, arguments.seed)
+    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
+    return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)

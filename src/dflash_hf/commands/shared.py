@@ -163,13 +163,22 @@ def add_output(parser, what: str, kind=output_path, **options) -> None:
     parser.add_argument("--output", type=kind, help=what, **options)
 
 
-def encoder_of(arguments, tokenizer):
-    """The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments."""
+def encoder_of(pair):
+    """
+    The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments, for the target of a `NamedPair`.
+
+    Raises:
+        `ValueError`: the target has no such mask token.
+    """
+    from dflash_hf.configs import check_token_id, vocab_size_of
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
 
+    arguments = pair.arguments
+    check_token_id(arguments.mask_token_id, pair.config)
     kwargs = template_kwargs(terminal.template_arguments(arguments.template_args), arguments.data, say=note)
-    return RowEncoder(tokenizer, kwargs, None, arguments.max_length, arguments.mask_token_id)
+    limits = (arguments.max_length, arguments.mask_token_id, vocab_size_of(pair.config))
+    return RowEncoder(pair.tokenizer, kwargs, pair.image_reader, *limits)
 
 
 def rows_of(arguments):

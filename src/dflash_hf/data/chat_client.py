@@ -69,7 +69,7 @@ class ChatClient:
             body["extra_body"] = {"chat_template_kwargs": kwargs}
         try:
             choice = self.client.chat.completions.create(**body).model_dump(exclude_none=True)["choices"][0]
-            return choice["message"] | {}, choice.get("finish_reason") or "stop"
+            return dict(choice["message"]), choice.get("finish_reason") or "stop"
         except self.errors.APIStatusError as error:
             status, detail = error.status_code, one_line(error.response.text, 300)
             if target := error.response.headers.get("location"):

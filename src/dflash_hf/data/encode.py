@@ -21,6 +21,7 @@ from dflash_hf.data.messages import (
     UnusableRow,
     column_of,
     column_of_images,
+    conversation_in,
     image_uri,
     images_in,
     messages_in,
@@ -48,7 +49,7 @@ _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n
 _IGNORED_LABEL = -100  # of transformers' losses
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowEncoder(ChatTemplate):
     """
     Turns a row into examples.
@@ -89,31 +90,8 @@ class RowEncoder(ChatTemplate):
 
     def arrays(self, row: Mapping) -> list[Example]:
         """The examples of a row; a call returns them as lists."""
-        columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
-        if columns is None:
-            answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
-            raise without_columns(row, f"give {COLUMNS}" if row.get("prompt") is None else answer)
-        if columns == ("input_ids",):
-            examples = _examples_of_ids(row)
-            if images := images_of(row):
-                if len(examples) > 1:
-                    raise UnusableRow("it has `document_ids` and images, and no place says which are whose")
-                for one in images if self.reader else ():
-                    load(one)  # raises if it is damaged
-                examples = [examples[0]._replace(images=images)]
-        elif columns == ("prompt", "completion"):
-            examples = self._completed(row)
-        elif row.get("response_ids") is not None:
-            tools, kwargs = tools_of(row), template_kwargs_of(row)
-            messages = self.as_read(messages_in(row, *columns), tools)
-            prompt, answer = self.prompt_ids(messages, tools, **kwargs), numbers_in(row, "response_ids")
-            mask = [0] * len(prompt) + [1] * len(answer)
-            examples = [Example(np.append(prompt, answer), mask, images_in(messages))]
-        else:
-            messages = messages_in(row, *columns)
-            examples = self._conversation(row, messages, _learned(row, messages))
         found, unusable = [], None
-        for ids, mask, images in examples:  # of several turns, those that can be learned
+        for ids, mask, images in self._unchecked(row):  # of several turns, those that can be learned
             try:
                 found.append(self._checked(np.asarray(ids), np.asarray(mask), images))
             except UnusableRow as error:
@@ -121,6 +99,33 @@ class RowEncoder(ChatTemplate):
         if unusable is not None and not found:
             raise unusable
         return found
+
+    def _unchecked(self, row: Mapping) -> list[Example]:
+        """The examples of a row, whatever they teach."""
+        if row.get("input_ids") is not None:
+            return self._of_ids(row)
+        name, said = conversation_in(row)
+        if name is None or name == "prompt" and row.get("completion") is None:
+            answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
+            raise without_columns(row, answer if name else f"give {COLUMNS}")
+        if name == "prompt" or isinstance(said, str):
+            return self._completed(row, said)
+        if row.get("response_ids") is None:
+            return self._conversation(row, said, _learned(row, said))
+        tools, kwargs = tools_of(row), template_kwargs_of(row)
+        messages = self.as_read(said, tools)
+        prompt, answer = self.prompt_ids(messages, tools, **kwargs), numbers_in(row, "response_ids")
+        mask = [0] * len(prompt) + [1] * len(answer)
+        return [Example(np.append(prompt, answer), mask, images_in(messages))]
+
+    def _of_ids(self, row: Mapping) -> list[Example]:
+        """A row of `input_ids`."""
+        examples, images = _examples_of_ids(row), images_of(row)
+        if images and len(examples) > 1:
+            raise UnusableRow("it has `document_ids` and images, and no place says which are whose")
+        for one in images if self.reader else ():
+            load(one)  # raises if it is damaged
+        return [one._replace(images=images) for one in examples]
 
     def _checked(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
         """Cut to length; reject examples that would teach nothing, or something wrong."""
@@ -154,9 +159,9 @@ class RowEncoder(ChatTemplate):
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
         return Example(ids, mask, images)
 
-    def _completed(self, row: Mapping) -> list[Example]:
+    def _completed(self, row: Mapping, prompt: str | list[dict]) -> list[Example]:
         """A row of `prompt` and `completion`."""
-        prompt, completion = row["prompt"], row["completion"]
+        completion = row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             start, ids = self.text_ids(prompt), self.text_ids(prompt + completion)
             if not start or not completion:
@@ -169,8 +174,8 @@ class RowEncoder(ChatTemplate):
         turns = [{"role": "assistant", "content": completion}]
         if not isinstance(completion, str):
             turns = messages_in(row, "completion")
-        given = messages_in(row, "prompt")
-        return self._conversation(row, [*given, *turns], _learned({"given": len(given)}, [*given, *turns]))
+        messages = [*prompt, *turns]
+        return self._conversation(row, messages, _learned({"given": len(prompt)}, messages))
 
     def _conversation(self, row: Mapping, messages: Sequence[Mapping], learned: list[int]) -> list[Example]:
         """A conversation in which only the messages at some places are learned: what each adds to its prompt."""
@@ -187,7 +192,7 @@ class RowEncoder(ChatTemplate):
         for i in learned:
             texts.append(self.render(messages[:i], tools, add_generation_prompt=True, tokenize=False, **kwargs))
             texts.append(self.render(messages[: i + 1], tools, tokenize=False, **kwargs))
-        seen = [len(images_in(messages[:i])) for i in learned for i in (i, i + 1)]
+        seen = [len(images_in(messages[:end])) for i in learned for end in (i, i + 1)]
         if any(seen):
             encoded = [self.reader.ids(text, images[:count]) for text, count in zip(texts, seen, strict=True)]
         else:
@@ -244,13 +249,10 @@ def numbers_in(row: Mapping, name: str) -> np.ndarray:
 
 def images_of(row: Mapping) -> list[str]:
     """The images of a row: of its messages, or of what `dflash prepare` wrote."""
-    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
-    if columns is None:
-        return [image_uri(one) for one in column_of_images(row)] if row.get("input_ids") is not None else []
-    (name,) = columns
-    if not isinstance(row[name], list) or all(isinstance((one or {}).get("content"), str) for one in row[name]):
-        return []
-    return images_in(messages_in(row, name))
+    name, said = conversation_in(row)
+    if name is None and row.get("input_ids") is not None:
+        return [image_uri(one) for one in column_of_images(row)]
+    return [] if isinstance(said, str) else images_in(said)
 
 
 def given_ids(row: Mapping) -> list[int]:
@@ -277,10 +279,9 @@ def _learned(row: Mapping, messages: Sequence[Mapping]) -> list[int]:
 
 def _examples_of_ids(row: Mapping) -> list[Example]:
     """The examples of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
-    ids, columns = numbers_in(row, "input_ids"), column_of(row, ("loss_mask",), ("labels",))
-    if columns is None:
+    ids, name = numbers_in(row, "input_ids"), column_of(row, "loss_mask", "labels")
+    if name is None:
         raise UnusableRow("its `input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
-    (name,) = columns
     if len(ids) == 0:
         raise UnusableRow("its `input_ids` are empty")
     values = numbers_in(row, name)

@@ -4,8 +4,8 @@ import base64
 import contextlib
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from dflash_hf.terminal import one_line
 
@@ -27,9 +27,9 @@ class UnusableRow(ValueError):
     """A row that is left out. The message is the reason; equal reasons are counted together."""
 
 
-def column_of(row: Mapping, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The first of the choices, columns that are read together, without a null; `None` if there is none."""
-    return next((names for names in choices if all(row.get(name) is not None for name in names)), None)
+def column_of(row: Mapping, *names: str) -> str | None:
+    """The first of the columns that is there and not null; `None` if there is none."""
+    return next((name for name in names if row.get(name) is not None), None)
 
 
 def without_columns(row: Mapping, remedy: str) -> UnusableRow:
@@ -38,7 +38,21 @@ def without_columns(row: Mapping, remedy: str) -> UnusableRow:
     return UnusableRow(f"it has no column to read, only {given}; {remedy}" if given else "all of its columns are null")
 
 
-def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
+def conversation_in(row: Mapping) -> tuple[str | None, str | list[dict]]:
+    """
+    The column of a row's conversation, and what it holds: messages, or a `prompt` that is text. `None` and no messages
+    if there is no such column.
+
+    Raises:
+        `UnusableRow`, `ValueError`: as [`messages_in`].
+    """
+    name = column_of(row, "messages", "conversations", "prompt")
+    if name is None:
+        return None, []
+    return name, row[name] if name == "prompt" and isinstance(row[name], str) else messages_in(row, name)
+
+
+def messages_in(row: Mapping, name: str) -> list[dict]:
     """
     The messages in a column: a list, or its JSON text. Roles have the names of chat templates, texts in parts are
     parts of the type `text`, and images of the type `image` with a path or a `data:` URI. Images that name none are
@@ -52,12 +66,10 @@ def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json.loads(value or "null")
-        if value is None:
-            raise UnusableRow(f"its `{name}` is empty")
+    if value is None or value == []:
+        raise UnusableRow(f"its `{name}` is empty")
     if not isinstance(value, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in value):
         raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with {LAYOUTS}.")
-    if not value:
-        raise UnusableRow(f"its `{name}` is empty")
     images = iter(column_of_images(row))
     messages = [_message(one or {}, name, images) for one in value]
     if name != "completion" and next(images, None) is not None:
@@ -132,7 +144,7 @@ def image_uri(given) -> str:
         raise UnusableRow("a message has an image that is not there")
     if given.startswith(("http://", "https://")):
         raise UnusableRow("an image is an address, which would be fetched in each epoch; give it as a file")
-    if not given.startswith("data:") and not Path(given).is_file():
+    if not given.startswith("data:") and not os.path.isfile(given):
         raise UnusableRow(f"there is no image file '{one_line(given, 60)}'")
     return given
 

@@ -9,8 +9,7 @@ from dflash_hf.data.messages import (
     UNSEEN,
     UnusableRow,
     as_text,
-    column_of,
-    messages_in,
+    conversation_in,
     tools_of,
     with_arguments,
     without_columns,
@@ -33,21 +32,20 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
         `UnusableRow`: the row has no such column, or its messages cannot be read.
         `ValueError`: there is something else in it.
     """
-    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
-    if columns is None:
+    said = whole_conversation(row, as_chat)
+    while isinstance(said, list) and said and said[-1]["role"] == "assistant":
+        said.pop()
+    return said
+
+
+def whole_conversation(row: Mapping, as_chat: bool) -> Prompt:
+    """As [`prompt_of`], with the assistant turns at the end."""
+    name, said = conversation_in(row)
+    if name is None:
         raise without_columns(row, "give `messages`, `conversations` or `prompt`")
-    (name,) = columns
-    if name == "prompt" and isinstance(row[name], str):
-        return [{"role": "user", "content": row[name]}] if as_chat and row[name] else row[name]
-    messages = whole_conversation(row, name)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return messages
-
-
-def whole_conversation(row: Mapping, name: str) -> list[dict]:
-    """The messages in a column, with the arguments of tool calls as JSON text."""
-    return [dict(with_arguments(one, as_text)) for one in messages_in(row, name)]
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}] if as_chat and said else said
+    return [dict(with_arguments(one, as_text)) for one in said]
 
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None, **template_kwargs) -> list[int]:

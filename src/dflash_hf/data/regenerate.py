@@ -1,21 +1,23 @@
 """The target's own answers to the prompts of a dataset, generated in this process or by a server."""
 
 import json
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from dflash_hf.data.chat_client import ChatClient, NoAnswer, ServerError
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.images import load
-from dflash_hf.data.messages import UNSEEN, UnusableRow, column_of, image_uri, images_in, tools_of, with_text
+from dflash_hf.data.messages import UNSEEN, UnusableRow, image_uri, images_in, tools_of, with_text
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
 from dflash_hf.data.template import template_kwargs_of
 from dflash_hf.files import digest_of
-from dflash_hf.responses import eos_ids, responses, responses_to_images
+from dflash_hf.responses import context_of, eos_ids, responses, responses_to_images
 from dflash_hf.target import without_token
 
 
@@ -63,14 +65,42 @@ def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = Fals
     Raises:
         `UnusableRow`, `ValueError`: see [`~dflash_hf.data.prompts.prompt_of`].
     """
-    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
-    several = every_turn and columns is not None and not isinstance(row[columns[0]], str)
-    ahead = turns_of(whole_conversation(row, *columns)) if several else [prompt_of(row, as_chat)]
+    ahead = turns_of(whole_conversation(row, as_chat)) if every_turn else [prompt_of(row, as_chat)]
     if not any(ahead):
         raise UnusableRow("its prompt is empty")
     if not images and any(images_in(part) for part in ahead if not isinstance(part, str)):
         raise UnusableRow(UNSEEN)
     return Question(index, ahead, tools_of(row), template_kwargs_of(row))
+
+
+def questions_of(
+    rows: Iterable[Mapping], source: str, as_chat: bool, every_turn: bool, images: bool
+) -> tuple[dict[int, Question], dict[str, int]]:
+    """
+    The questions of rows by their numbers, and how many rows have none, by reason; see [`question_of`].
+
+    Raises:
+        `ValueError`: a row of `source` is invalid, or there is no prompt at all.
+    """
+    questions: dict[int, Question] = {}
+    left_out: Counter[str] = Counter()
+    for index, row in enumerate(rows):
+        try:
+            questions[index] = question_of(row, index, as_chat, every_turn, images)
+        except UnusableRow as reason:
+            left_out[str(reason)] += 1
+        except ValueError as error:
+            raise ValueError(f"Row {index} of {source}: {error}") from error
+    if left_out and not questions:
+        reasons = "; ".join(f"{number} because {reason}" for reason, number in left_out.items())
+        raise ValueError(f"None of {left_out.total()} rows of {source} has a prompt: {reasons}.")
+    return questions, left_out
+
+
+def with_thinking(question: Question, share: float, seed: int) -> Question:
+    """A question that asks for a thought or for none, drawn by its number."""
+    thinks = Random(f"{seed} {question.index} thinking").random() < share
+    return question._replace(template_kwargs={**question.template_kwargs, "enable_thinking": thinks})
 
 
 def question_digest(row: Mapping) -> str:
@@ -79,11 +109,13 @@ def question_digest(row: Mapping) -> str:
     return row.get("question") or digest_of([prompt, tools_of(row)])
 
 
-def turns_of(messages: Sequence[dict]) -> list[Prompt]:
+def turns_of(messages: Prompt) -> list[Prompt]:
     """
     What stands before each answer of the target: messages of others, calls of tools whose results follow, and what
-    the assistant says before anybody else. Several of its messages in a row become one answer.
+    the assistant says before anybody else. Several of its messages in a row become one answer; a text has one.
     """
+    if isinstance(messages, str):
+        return [messages]
     turns: list[Prompt] = []
     kept: list[dict] = []
     for place, message in enumerate(messages):
@@ -145,8 +177,8 @@ def _begins(ids: Sequence[int], beginning: list[int]) -> bool:
     return list(ids[: len(beginning)]) == beginning
 
 
-class _Queue(deque):
-    """Prompts that are taken one by one; more may follow when there are none."""
+class _Waiting(list):
+    """What waits for its turn. Iterating takes the last of it each time, and may go on when more has come."""
 
     def __iter__(self):
         return self
@@ -154,7 +186,7 @@ class _Queue(deque):
     def __next__(self):
         if not self:
             raise StopIteration
-        return self.popleft()
+        return self.pop()
 
 
 def generate_rows(
@@ -181,30 +213,30 @@ def generate_rows(
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    waiting, seeing, running = _Queue(), _Queue(), {}  # texts, prompts with images, and what was asked
+    encoder = replace(encoder, positions=context_of(target))
+    waiting, seeing, running = _Waiting(), _Waiting(), {}  # texts, prompts with images, and what was asked
 
     def ask(question: Question, answers: list[Answer]) -> RowOrReason | None:
         """Have the next turn wait for its answer; what becomes of the row if there is none."""
-        reason = None
+        if len(answers) == len(question.ahead):
+            return row_of(question, answers), None
+        said = conversation(question, answers)
         try:
-            if len(answers) < len(question.ahead):
-                said = conversation(question, answers)
-                ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
-                if not ids:
-                    raise UnusableRow("its prompt is empty")
-                key = f"{question.index}.{len(answers)}" if answers else question.index
-                running[key] = question, answers, ids
-                if images := [] if isinstance(said, str) else images_in(said):
-                    seeing.append((key, images))
-                else:
-                    waiting.appendleft((key, ids))
-                return None
+            ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
+            if not ids:
+                raise UnusableRow("its prompt is empty")
         except UnusableRow as unusable:
-            reason = str(unusable)
-        return row_of(question, answers) if answers else None, reason
+            return row_of(question, answers) if answers else None, str(unusable)
+        key = f"{question.index}.{len(answers)}" if answers else question.index
+        running[key] = question, answers, ids
+        if images := [] if isinstance(said, str) else images_in(said):
+            seeing.append((key, images))
+        else:
+            waiting.append((key, ids))
+        return None
 
     yield from filter(None, [ask(question, []) for question in questions])
-    waiting.extend(sorted(waiting, key=lambda one: -len(one[1])))
+    waiting.sort(key=lambda one: len(one[1]))
     texts = responses(target, waiting, max_new_tokens, config, batch_size, seed)
     shown = ((key, encoder.reader.prompt(running[key][2], images)) for key, images in seeing)
     for key, ids in chain(texts, responses_to_images(target, shown, max_new_tokens, config, seed)):

@@ -21,16 +21,16 @@ class ResponseFile:
         path (`Path`): The file; created if it does not exist.
         settings (`dict`): What must be equal for the rows to belong together.
         keep (`Callable`): What is kept of a row; raises if it is not one of such a file.
+        say (`Callable`): Called with a line about what was cut off.
 
     Attributes:
         finished (`dict`): What is kept of the finished rows, by number.
-        repaired (`int`): Bytes of a half-written line that were cut off.
 
     Raises:
         `ValueError`: made with other settings, damaged in the middle, or being written by another process.
     """
 
-    def __init__(self, path: Path, settings: dict, keep: Callable[[dict], object]):
+    def __init__(self, path: Path, settings: dict, keep: Callable[[dict], object], say: Callable[[str], None]):
         self.path, self.notes, self.keep = path, Path(f"{path}{SETTINGS}"), keep
         self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,9 @@ class ResponseFile:
             if size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
                 raise ValueError(f"{path} is no file of such rows; choose another output.")
             self.settle(settings)  # only next to a valid response file
-            self.repaired = size - whole
             self.file.truncate(whole)
+            if size > whole:
+                say(f"removed an incomplete line of {size - whole} bytes at the end of {path}")
         except BaseException:
             self.file.close()
             raise

@@ -53,7 +53,8 @@ def load_rows(
     Args:
         data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder written by
             `save_to_disk`, or the name of a dataset on the Hub.
-        split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`.
+        split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`, or several with `+`. Files, and a
+            folder of one dataset, are `"train"`.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
 
     Returns:
@@ -79,8 +80,8 @@ def load_rows(
             raise ValueError(
                 f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
             ) from error
-        rows = _choose_split(rows, split, first) if isinstance(rows, datasets.DatasetDict) else rows
-        return as_written(rows)
+        splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
+        return as_written(_of_split(datasets, splits, split, first))
     local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
         return _of_hub(datasets, first, split, name, revision)
@@ -91,8 +92,9 @@ def load_rows(
             raise ValueError(f"data='{path}' is an empty file.")
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}; see the guide on data.")
+    kind = kinds.pop()
     try:
-        return _of_files(datasets, kinds.pop(), paths, split or "train")
+        rows = _of_files(datasets, kind, paths)
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow, json or csv
@@ -101,18 +103,19 @@ def load_rows(
             for path in paths:
                 read_text(path)  # raises with the number of a line
         raise ValueError(f"data={_names(paths)} cannot be read: {reason}.") from error
+    rows = _of_split(datasets, {"train": rows}, split, _names(paths))
+    return as_written(rows) if kind == "parquet" else rows.with_transform(_parsed)
 
 
-def _of_files(datasets, kind: str, paths: list[Path], split: str):
+def _of_files(datasets, kind: str, paths: list[Path]):
+    """The rows of files of one kind: a table, or JSON text."""
     if kind == "parquet":
         files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
-        return as_written(datasets.load_dataset(kind, data_files=files, split=split))
+        return datasets.load_dataset(kind, data_files=files, split="train")
     # With size and time: a file that has changed is read again, not taken from the cache.
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     text = datasets.Features({_TEXT: datasets.Value("string")})
-    rows = datasets.Dataset.from_generator(_texts, features=text, gen_kwargs={"files": files})
-    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
-    return rows.select(range(len(rows))[part.from_ : part.to]).with_transform(_parsed)
+    return datasets.Dataset.from_generator(_texts, features=text, gen_kwargs={"files": files})
 
 
 def _texts(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
@@ -244,7 +247,7 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
         options = {"name": name, "revision": revision}
         if split is not None:
             return as_written(datasets.load_dataset(repo, split=split, **options))
-        return as_written(_choose_split(datasets.load_dataset(repo, **options), None, repo))
+        return as_written(_of_split(datasets, datasets.load_dataset(repo, **options), None, repo))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # from datasets, huggingface_hub or their HTTP library
@@ -253,8 +256,13 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
         ) from error
 
 
-def _choose_split(splits, split: str | None, where: str):
+def _of_split(datasets, splits: Mapping, split: str | None, where: str):
+    """The rows of a split, of a slice of one, or of several; see [`load_rows`]."""
     name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
-    if name not in splits:
-        raise ValueError(f"split={name!r} is not in {where}, which has {', '.join(splits)}.")
-    return splits[name]
+    if name in splits:
+        return splits[name]
+    try:
+        parts = datasets.ReadInstruction.from_spec(name).to_absolute({one: len(splits[one]) for one in splits})
+    except ValueError as error:
+        raise ValueError(f"split={name!r} is not in {where}: {error}") from error
+    return datasets.concatenate_datasets([splits[one.splitname].select(range(one.from_, one.to)) for one in parts])

@@ -19,7 +19,7 @@ _OF_CALLS = {"conversation", "tools", "add_generation_prompt", "continue_final_m
 _OF_CALLS |= {"return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChatTemplate:
     """
     Renders messages as the target is served, and tokenizes them.

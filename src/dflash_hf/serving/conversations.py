@@ -7,10 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.configs import positions_of
 from dflash_hf.modeling.cache_dflash import cached_columns
 from dflash_hf.modeling.drafting_dflash import CONTEXTS
-from dflash_hf.responses import free_memory
+from dflash_hf.responses import context_of, free_memory
 
 
 _SHARE = 0.1  # of the free memory that all caches together may take
@@ -46,7 +45,7 @@ class Conversations:
     """
 
     def __init__(self, target):
-        self.longest = positions_of(target.config.get_text_config(decoder=True).to_dict())
+        self.longest = context_of(target)
         self.memory = _SHARE * free_memory(target.device)
         self.kept: list[Conversation] = []
 

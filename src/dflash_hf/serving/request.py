@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from dflash_hf.configs import positions_of
-from dflash_hf.responses import eos_ids
+from dflash_hf.responses import eos_ids, room_for_answer
 from dflash_hf.serving.stop_strings import CompletesStop
 
 
@@ -154,25 +153,3 @@ class Request:
             f"{read} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "
             f"after {begun - self.arrived:.2f} s in the queue{together}"
         )
-
-
-def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
-    """
-    Maximum number of tokens of an answer.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        prompt (`int`): Tokens of the prompt.
-        wanted (`int`, *optional*): Maximum number of new tokens.
-
-    Raises:
-        `ValueError`: there is no room for an answer, or `wanted` is less than 1.
-    """
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"max_new_tokens={wanted} must be at least 1.")
-    limit = positions_of(target.config.get_text_config(decoder=True).to_dict())
-    if limit is None:
-        return wanted
-    if prompt >= limit:
-        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have at most {limit}.")
-    return min(wanted or limit, limit - prompt)

@@ -11,12 +11,18 @@ from accelerate.utils import broadcast
 from transformers import ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
-from dflash_hf.data.time_left import duration
-
 
 logger = logging.get_logger(__name__)
 FEWEST_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens
 _TIMED = 10  # steps, or as many as half a minute allows
+
+
+def duration(seconds: float) -> str:
+    """A duration for people."""
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 class Pace(TrainerCallback):

@@ -14,11 +14,11 @@ from transformers import set_seed
 
 from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.data.time_left import duration
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
@@ -36,7 +36,7 @@ from dflash_hf.training.features import (
     stored,
     stored_tokens,
 )
-from dflash_hf.training.pace import Pace, StepCount
+from dflash_hf.training.pace import Pace, StepCount, duration
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
@@ -104,8 +104,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         drop_layers(target, args.device)
         rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
     model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
-    trainer = DFlashTrainer(model, target, args, rows, eval_rows)
-    trainer.data_collator.reader = encoder.reader
+    trainer = DFlashTrainer(model, target, args, rows, eval_rows, DFlashCollator(0, encoder.reader))
     trainer.remove_callback(StepCount)
     for one in (*callbacks, StepCount(say, tell)):
         trainer.add_callback(one)
