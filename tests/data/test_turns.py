@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
-from dflash_hf.data.regenerate import Answer, Question, row_of, turns_of
+from dflash_hf.data.regenerate import Answer, Question, question_of, row_of, turns_of
 
 
 pytest.importorskip("datasets")
@@ -133,6 +133,18 @@ def test_turns_share_an_example_while_they_begin_alike():
     assert "document_ids" not in row_of(question, answers[:2])
     two = [{"input_ids": [1, 2, 5, 6, 3, 7], "loss_mask": [0, 0, 1, 1, 0, 1]}]
     assert RowEncoder()(row) == [*two, {"input_ids": [1, 4, 8, 9], "loss_mask": [0, 0, 1, 1]}]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"messages": [user("b")]}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}],
+    ids=lambda other: next(iter(other)),
+)
+def test_digest_is_of_all_that_a_question_says(other):
+    """A file of answers to other questions is not continued."""
+    row = {"messages": [user("a")]}
+    digests = [question_of(one, number, True).digest for number, one in enumerate((row, row, {**row, **other}))]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_server_answers_every_turn(data, tmp_path, capsys):
