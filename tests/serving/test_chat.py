@@ -14,6 +14,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -170,6 +171,22 @@ def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
     assert turn["tokens"] < 20 and "; cut off at the target's context limit" in capsys.readouterr().err
     with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have at most 256"):
         chatted(folder, "1" * 300 + "\n", monkeypatch)
+
+
+def test_refused_message_is_not_in_the_conversation(folder, pair, monkeypatch, capsys):
+    """Every message after it would be refused, too."""
+
+    def typed(_):
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    lines = ["1" * 300, "Say 1"]
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
+    (turn,) = make_chat(folder, PROMPTS, Echo(), False).run()
+    assert turn["text"] == pieces_of(pair, "Say 1", None)[0].text
+    assert "error: The prompt has " in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
