@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
+from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.smollm2 import data_folder, drafter_folder
 
 
@@ -45,6 +46,14 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path):
     assert json.loads((tmp_path / "new" / "eval_report.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
     assert (tmp_path / "new" / "eval_report.png").stat().st_size > 10_000
+
+
+def test_sample_is_of_average_acceptance(pair):
+    """With its own request, and without the token that ends it."""
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
+    answers = [[*pair.tokenizer(text)["input_ids"], pair.tokenizer.eos_token_id] for text in ("ab", "cd", "ef")]
+    report = EvalReport({}, [[4, 4], [1], [2, 2]], answers, 8)
+    assert demo.sample_of(pair, rows, report) == ("Say 2", ["e", "f"], [2, 2])
 
 
 def test_answers_of_one_token(pair):
