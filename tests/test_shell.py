@@ -249,6 +249,7 @@ def test_samples_follow_the_seed(run):
     options = "--raw --temperature 1.5 --top-p 0.95 --seed"
     texts = [run(f"{GENERATE.replace('4', '20')} b {options} {number}")[1] for number in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+    assert "the same tokens" in run(f"{GENERATE.replace('4', '20')} b {options} 1 --compare")[2]
 
 
 @pytest.mark.parametrize("line", [f"{GENERATE} a", f"chat {PAIR} --max-new-tokens 4"], ids=["generate", "chat"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 
 import pytest
@@ -66,6 +67,14 @@ def test_the_file_that_is_named_is_read(tmp_path):
     """A name with brackets was a pattern, which found another file."""
     write(tmp_path / "r1.jsonl", [{"prompt": "other"}])
     assert list(load_rows(write(tmp_path / "r[1].jsonl", [{"prompt": "named"}]))) == [{"prompt": "named"}]
+
+
+def test_changed_file_is_read_again(tmp_path):
+    """Even if it has the size that it had before."""
+    for second, said in enumerate(("one", "two")):
+        path = write(tmp_path / "a.jsonl", [{"prompt": said}])
+        os.utime(path, (second, second))
+        assert list(load_rows(path)) == [{"prompt": said}]
 
 
 def test_a_separator_at_the_end_of_a_line_shifts_no_column(tmp_path):
@@ -167,6 +176,8 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
     assert not list(tmp_path.glob(".*half"))
     code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
     assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out
+    code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--limit", 99, "--examples", 0)
+    assert code == 0 and "rows              21\n" in out
 
 
 def test_prepare_overwrites_nothing(tmp_path, tokenizer_folder, capsys):

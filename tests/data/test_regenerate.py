@@ -76,10 +76,13 @@ HERE = ("--device", "cpu", "--batch-size", "5")
 
 def test_responses_are_the_targets_own(folder, data, tmp_path, capsys, monkeypatch):
     target, tokenizer, outputs, packed = AutoModelForCausalLM.from_pretrained(folder).eval(), make_tokenizer(), [], []
+    asked = [{"role": "user", "content": QUESTIONS[0]}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    mask = int(target.generate(prompt, max_new_tokens=1)[0, -1])  # which it would write
     monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
     for name, options in (("quietly", ("-q",)), ("packed", ("--packed",))):
         output = tmp_path / f"{name}.jsonl"
-        code, out, _ = regenerate(capsys, data, folder, output, *HERE, "--mask-token-id", 279, *options)
+        code, out, _ = regenerate(capsys, data, folder, output, *HERE, "--mask-token-id", mask, *options)
         assert code == 0 and "0 of 12 rows are finished" in out and "12 of 12 rows are in" in out
         outputs.append(check_complete(output))
     assert outputs[0] == outputs[1] and packed == [1]
@@ -87,7 +90,7 @@ def test_responses_are_the_targets_own(folder, data, tmp_path, capsys, monkeypat
     for index, row in outputs[0].items():
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
         with torch.no_grad():
-            alone = target.generate(torch.tensor([prompt]), max_new_tokens=8, suppress_tokens=[279])[0].tolist()
+            alone = target.generate(torch.tensor([prompt]), max_new_tokens=8, suppress_tokens=[mask])[0].tolist()
         assert row["input_ids"] == alone, index
         assert row["loss_mask"] == [0] * len(prompt) + [1] * (len(alone) - len(prompt))
         assert row["finish_reason"] == ("stop" if alone[-1] == END else "length")

@@ -143,6 +143,18 @@ def test_turns_share_an_example_while_they_begin_alike():
     assert RowEncoder()(row) == [*two, {"input_ids": [1, 4, 8, 9], "loss_mask": [0, 0, 1, 1]}]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"messages": [user("b")]}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}],
+    ids=lambda other: next(iter(other)),
+)
+def test_digest_is_of_all_that_a_question_says(other):
+    """A file of answers to other questions is not continued."""
+    row = {"messages": [user("a")]}
+    digests = [question_of(one, number, True).digest for number, one in enumerate((row, row, {**row, **other}))]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_a_server_answers_every_turn(data, tmp_path, capsys):
     """What it wrote is learned, a call that was kept is not; a call that nobody runs ends the conversation."""
 

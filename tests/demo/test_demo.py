@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
+from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.smollm2 import Pair, data_folder, drafter_folder
 
@@ -47,6 +49,16 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path):
     assert json.loads((tmp_path / "new" / "eval_report.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
     assert (tmp_path / "new" / "eval_report.png").stat().st_size > 10_000
+
+
+def test_sample_is_of_average_acceptance(pair):
+    """With its own request, and without the token that ends it."""
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
+    answers = [[*pair.tokenizer(text)["input_ids"], pair.tokenizer.eos_token_id] for text in ("ab", "cd", "ef")]
+    report = EvalReport({}, [[4, 4], [1], [2, 2]], answers, 8)
+    empty, request, counts, answer = demo.sample_lines(pair, rows, report, color=False)
+    assert (empty, request) == ("", "Say 2") and counts.startswith("(2 tokens in 2 verifications")
+    assert re.sub(r"[\[\]]", "", answer) == "ef"
 
 
 def test_answers_of_one_token(pair):

@@ -4,10 +4,11 @@ import pytest
 import torch
 from support.chat_pair import OFF, requests
 from support.faults import FAULTS, causal, other_target
+from support.pairs import make_target
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.doctor import Case, Experiment, Text, diagnose, measure
+from dflash_hf.doctor import Case, Counts, Experiment, Result, Text, diagnose, likeliest, measure
 from dflash_hf.evaluation.measure import in_blocks
 from dflash_hf.responses import generate_one
 
@@ -74,3 +75,21 @@ def test_likelihood_knows_a_fault_that_costs_little(case):
     assert tried["name"] == "bidirectional blocks" and tried["nats"] > 0.1
     # 1.5 times as far on one processor and 1.37 on another, for which the pair was trained with other roundings.
     assert tried["nats_standard_errors"] > 1.25 * tried["standard_errors"] > 3
+
+
+def test_smallest_of_like_changes_is_the_cause():
+    """In the order of the table, which begins with the smallest."""
+
+    def counts(more):
+        return Counts([(10 + i % 3 + more, [], 10) for i in range(12)])
+
+    results = [Result(Experiment(str(more)), counts(0), counts(more)) for more in (3, 19, 20)]
+    assert likeliest(results).experiment.name == "19"
+
+
+def test_prompt_of_unknown_ids_has_no_text():
+    """Each of the others keeps its place."""
+    prompts = [[5, 9, 11], [10**6], [7, 3]]
+    texts = Case(make_target(), None, [], None, max_new_tokens=8).answered(prompts)
+    assert texts[1] is None
+    assert [texts[i].input_ids[0, : len(prompts[i])].tolist() for i in (0, 2)] == [prompts[0], prompts[2]]

@@ -129,19 +129,22 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_wrong_token_is_noticed(pair, monkeypatch):
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_wrong_token_is_noticed(runs, pair, monkeypatch):
+    """In whichever run it is."""
     target, draft = pair
-    original = type(target).generate
+    original, spoiled_once = type(target).generate, []
 
     def spoiled(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
-        if "assistant_model" in kwargs and kwargs["input_ids"].tolist() == [PROMPTS[2]]:
+        if "assistant_model" in kwargs and kwargs["input_ids"].tolist() == [PROMPTS[2]] and not spoiled_once:
+            spoiled_once.append(1)
             output.sequences[0, -1] += 1
         return output
 
     monkeypatch.setattr(type(target), "generate", spoiled)
-    report = evaluate(target, draft, PROMPTS, max_new_tokens=8, runs=1)
-    assert not report.lossless
+    report = evaluate(target, draft, PROMPTS, max_new_tokens=8, runs=runs)
+    assert not report.lossless and [one.prompt for one in report.divergences] == [2]
     assert report.methods[DFLASH].equal == len(PROMPTS) - 1
     assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
 

@@ -14,7 +14,7 @@ from support.tiny_chat import THINKING, make_tokenizer
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
-from dflash_hf.evaluation.compare import mean_difference
+from dflash_hf.evaluation.compare import compare, mean_difference
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.evaluation.prompts import prompts_of
@@ -194,3 +194,10 @@ def test_a_gain_without_variance_is_json(tmp_path, capsys):
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert facts["gain"] == 1 and facts["standard_errors"] is None
+
+
+def test_reports_of_unknown_prompts_are_not_paired(tmp_path):
+    """Those of 0.1 have no digest of their prompts."""
+    methods, lines = {DFLASH: MethodReport(1.0, 1.0, [1.0], 6, 6, 2)}, []
+    paths = [EvalReport(methods, [[2] * 3] * 2, [[0], [0]], 4).save(tmp_path / name) for name in "ab"]
+    assert "gain" not in compare(*paths, lines.append) and lines

@@ -9,6 +9,7 @@ from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, PROMPT_LOOKUP, TARGET
 from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, origins, summary_lines, token_texts
 
 
@@ -70,3 +71,12 @@ def test_a_picture_is_drawn(report, tmp_path):
         header = path.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") > 1000
+
+
+def test_report_without_a_picture_keeps_no_old_one(report, tmp_path, monkeypatch):
+    def missing(*_):
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr("dflash_hf.evaluation.report.plot_report", missing)
+    (tmp_path / "eval_report.png").touch()
+    assert save_report(report, tmp_path) == [tmp_path / "eval_report.json"] == list(tmp_path.iterdir())

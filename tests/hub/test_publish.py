@@ -15,7 +15,7 @@ from dflash_hf.cli import main
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
-from dflash_hf.hub.code_only import publish_code
+from dflash_hf.hub.code_only import _with_version, publish_code
 from dflash_hf.hub.publish import PublishError, publish
 from dflash_hf.target import digest_of_parameters
 
@@ -117,6 +117,7 @@ def test_a_second_commit_has_only_what_changed(folder, hub, draft, target, capsy
     assert len(hub.commits) == 1 and hub.uploads == uploads
     # Now in shards; and files that somebody else has put there.
     others = {"images/one.png": b"1", "eval_report.json.bak": b"2", "model.gguf": b"3", "own.py": b"4"}
+    others["old/plan_dflash.py"] = b"of 0.1"
     hub.files[REPO].update({**others, "plan_dflash.py": b"of 0.1"})
     for name in (*old, "model.safetensors"):
         (folder / name).unlink()
@@ -404,6 +405,12 @@ def test_code_only_replaces_the_code_alone(folder, hub, capsys):
     assert main(["check", REPO]) == 0 and "No findings" in capsys.readouterr().out
     assert main(["publish", "--code-only", REPO]) == 0 and "no pull request" in capsys.readouterr().out
     assert len(hub.pulls) == 1
+
+
+@pytest.mark.parametrize("before", ["", '"dflash_hf_version": null, ', '"dflash_hf_version": "0.1.0", '])
+def test_version_alone_changes(before):
+    config = _with_version(f'{{{before}"block_size": 4}}')
+    assert json.loads(config) == {"dflash_hf_version": __version__, "block_size": 4}
 
 
 def _edit(files, **keys):

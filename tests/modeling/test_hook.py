@@ -133,7 +133,7 @@ def test_drafts_equal_those_of_the_native_loop(monkeypatch):
         ({"hidden_size": 16, "head_dim": 4}, "hidden_size=16"),
         ({"vocab_size": VOCAB * 5 // 4, "mask_token_id": 3}, "vocab_size"),
         ({"vocab_size": VOCAB * 3 // 4, "mask_token_id": 3}, "vocab_size"),
-        ({"vocab_size": None, "mask_token_id": VOCAB + 3}, "mask_token_id"),
+        ({"vocab_size": None, "mask_token_id": VOCAB}, "mask_token_id"),
         ({"num_target_layers": None, "target_layer_ids": [1, 9]}, "target_layer_ids"),
         ({"num_target_layers": 7}, "num_target_layers"),
         ({"target_hidden_size": 64}, "target_hidden_size"),

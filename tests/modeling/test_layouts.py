@@ -174,6 +174,13 @@ def test_auto_classes_return_our_model(tmp_path, layout):
         assert type(draft) is DFlashDraftModel and draft.dtype == torch.bfloat16
 
 
+def test_class_of_a_target_says_nothing(tmp_path):
+    """Nor does its type: what has a `dflash_config` is a drafter."""
+    config = zlab(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(AutoConfig.from_pretrained(tmp_path)) is DFlashDraftConfig
+
+
 @pytest.mark.parametrize("path", sorted((FIXTURES / "published").glob("*.json")), ids=lambda path: path.stem)
 def test_published_configurations_are_read(path):
     raw, config = json.loads(path.read_text()), DFlashDraftConfig.from_pretrained(path)
@@ -447,6 +454,16 @@ MEANINGS = {  # config.json, and what it means: fields, and which layers are cau
         zlab({"target_layer_ids": None}, aux_hidden_state_layer_ids=[1, 3, 4]),
         {"target_layer_ids": [0, 2, 3]},
         [False] * 3,
+    ),
+    "the first of two spellings": (
+        zlab({"sample_from_anchor": False, "shift_label": True}),
+        {"sample_from_anchor": False},
+        [False] * 3,
+    ),
+    "layers that slide from one on": (
+        zlab(layer_types=..., use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        {"layer_types": [FULL[0], SLIDING[0], SLIDING[0]]},
+        [False, True, True],
     ),
     "keys of training": (zlab(loss_decay_gamma=7.0, num_anchors=512), {"loss_decay_gamma": 7.0}, [False] * 3),
     **{

@@ -1,11 +1,17 @@
-"""Criteria of a caller end rows where they end them without a drafter."""
+"""Criteria and warpers of a caller do what they do without a drafter."""
 
 import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+)
 
 
 class SoftLimit(MaxLengthCriteria):
@@ -69,3 +75,19 @@ def test_criteria_end_texts_as_without_a_drafter(rows, settings, criterion):
     ]
     assert written[0] == written[1]
     assert written[0] != free.tolist() or criterion == "an end token without a dimension"
+
+
+class Reads(TemperatureLogitsWarper):
+    """Reads the text, unlike the warper that it is made from."""
+
+    def __call__(self, input_ids, scores):
+        return scores.roll(int(input_ids[0, -1]), dims=-1)
+
+
+def test_warper_of_a_caller_may_read_the_text():
+    target = make_target()
+    options = {"inputs": torch.tensor([[5, 9, 17]]), "max_new_tokens": 20, "do_sample": False}
+    options["logits_processor"] = [Reads(1.0)]
+    expected = target.generate(**options)
+    draft = scripted(make_draft(target), expected)
+    assert torch.equal(target.generate(**options, assistant_model=draft), expected)

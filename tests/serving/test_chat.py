@@ -14,6 +14,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,22 @@ def test_an_answer_that_ends_at_a_stop_string(folder, pair, monkeypatch, capsys)
     text = pieces_of(pair, PROMPTS[0], None)[0].text
     (turn,) = chatted(folder, f"{PROMPTS[0]}\n", monkeypatch, stop_strings=[text[20:24]])
     assert turn["tokens"] < 40 and "cut off" not in capsys.readouterr().err
+
+
+def test_refused_message_is_not_in_the_conversation(folder, pair, monkeypatch, capsys):
+    """Every message after it would be refused, too."""
+
+    def typed(_):
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    lines = ["1" * 300, "Say 1"]
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
+    (turn,) = make_chat(folder, PROMPTS, Echo(), False).run()
+    assert turn["text"] == pieces_of(pair, "Say 1", None)[0].text
+    assert "error: The prompt has " in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):

@@ -155,6 +155,14 @@ def test_samples_follow_each_request_s_settings(decoder, world):
     assert one.tokens == two.tokens and not one.batched
 
 
+def test_seed_leaves_the_next_draws_alone(decoder, world):
+    """Those of requests without one would follow from it."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    decoder.submit(request(decoder, world[3][0], do_sample=True, seed=3)).done.result(timeout=60)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("settings", "batched"),
     [
@@ -316,7 +324,9 @@ def test_a_beginning_is_shared_and_a_turn_taken(world):
     cache.update(torch.randn(1, 1, 199, 2), torch.randn(1, 1, 199, 2), 0)
     text, keys = [*range(200)], cache.layers[0].keys
     kept.keep(text, 150, cache)
+    CONTEXTS[cache] = {}
     found, length = kept.take([*range(100), -1, -2])
+    assert CONTEXTS[found] == {} and CONTEXTS[found] is not CONTEXTS[cache]  # drafters write into them
     assert length == 100 == found.get_seq_length() and cache.get_seq_length() == 199
     assert torch.equal(found.layers[0].keys, keys[:, :, :100])
     found.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)

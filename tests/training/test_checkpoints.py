@@ -92,6 +92,14 @@ def test_unfinished_checkpoints_are_skipped(files, two, whole, monkeypatch):
     assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
 
 
+def test_last_checkpoint_has_the_largest_number(tmp_path):
+    """By their names the ninth comes last."""
+    for step, state in ((9, '{"global_step": 9}'), (10, '{"global_step": 10}'), (11, "")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
 def test_a_run_killed_in_its_first_save_starts_over(tmp_path):
     """A supervisor that repeats the command would otherwise never get past it."""
     (tmp_path / "checkpoint-1").mkdir()

@@ -285,6 +285,8 @@ def test_survey_of_a_table_equals_that_of_a_list():
     assert lengths_of(table).tolist() == lengths_of(same).tolist() == [19, 24, 21]
     assert torch.equal(survey(table), survey(same)) and digest_of_rows(table) == digest_of_rows(same)
     assert digest_of_rows(same) != digest_of_rows(rows)
+    joined = [{name: [*same[0][name], *same[1][name]] for name in same[0]}, same[2]]
+    assert digest_of_rows(joined) != digest_of_rows(same)  # the same tokens in other rows
     assert survey(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
 
 

@@ -225,7 +225,8 @@ def test_training_learns(tmp_path):
     "changed",
     [
         *({"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}),
-        *({"selector_top_k": 8}, {"selector_rank": 8}),
+        *({"selector_top_k": 8}, {"selector_rank": 8}, {"sliding_window": 6}),
+        {"layer_types": ["sliding_attention", "full_attention"]},
     ],
 )
 def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
