@@ -19,7 +19,8 @@ class FastLlama:
     def __init__(self, model, rows: int, longest: int, eos: int, banned: int):
         config, self.body = model.config, model.model
         self.embedding, self.device = self.body.embed_tokens.weight, model.device
-        self.rows, self.longest, self.eos, self.banned = rows, longest, eos, banned
+        longest = 64 * -(-longest // 64)  # as the caches are rounded
+        self.rows, self.eos, self.banned = rows, eos, banned
         self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.layers = [_Layer(layer) for layer in self.body.layers]
         size = len(self.layers) * 2 * rows * self.kv_heads * longest * self.width

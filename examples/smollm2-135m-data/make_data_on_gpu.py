@@ -160,7 +160,7 @@ def main() -> None:
     for name, found in sets.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
         (arguments.work / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"{name}: {len(found)} conversations, {sum(len(row['messages']) // 2 for row in found)} answers")
+        print(f"{name}: {len(found)} conversations, {sum((len(row['messages']) + 1) // 2 for row in found)} answers")
 
 
 if __name__ == "__main__":

@@ -334,13 +334,18 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
             row.text.append(token)
 
 
-def _of_equal_room(target, prompts, max_new_tokens: int, rows: int):
-    """Batches, and the room for each answer of one: rows that have ended go on to the end of the longest."""
+def _batches(target, prompts, max_new_tokens: int, rows: int):
+    """
+    Batches, and the room for the answers of each: rows that have ended go on to the end of the longest, for which
+    positions must suffice, unless each is rotated by itself.
+    """
+    rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or "")
+    bounded = not rope or "longrope" in rope or "dynamic" in rope
     while batch := list(islice(prompts, rows)):
         by_room: dict[int | None, list] = {}
         for number, ids in batch:
             by_room.setdefault(room_for_answer(target, len(ids), max_new_tokens), []).append((number, ids))
-        yield from by_room.items()
+        yield from by_room.items() if bounded else [(max(by_room), batch)]
 
 
 @torch.no_grad()
@@ -354,7 +359,7 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
     if config.do_sample and _is_plain(config):
         choice, config.do_sample = Choice(config, seed), False
         config.temperature = config.top_p = config.top_k = None
-    for room, batch in _of_equal_room(target, prompts, max_new_tokens, rows):
+    for room, batch in _batches(target, prompts, max_new_tokens, rows):
         config.max_new_tokens = room
         width = max(len(ids) for _, ids in batch)
         # Left padding: new tokens must follow the prompt directly.
@@ -369,9 +374,9 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
                 generation_config=config,
                 logits_processor=LogitsProcessorList(processors),
             )  # [n, width + new]
-        for (number, _), text in zip(batch, output[:, width:].tolist(), strict=True):
+        for (number, ids), text in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
-            yield number, text[:end]
+            yield number, text[: min(end, room_for_answer(target, len(ids), max_new_tokens))]
 
 
 def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:

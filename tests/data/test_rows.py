@@ -152,6 +152,17 @@ def test_every_form_of_rows_has_splits(form, tmp_path):
         assert "".join(row["prompt"] for row in load_rows(path, split)) == prompts
     with pytest.raises(ValueError, match=f"split='test' is not in .*{form}.*Unknown split .test.*'train'"):
         load_rows(path, "test")
+    assert [row["prompt"] for row in load_rows(path, "train[:1]+train[99:]")] == ["0"]
+    with pytest.raises(ValueError, match=r"split='train\[99:\]' has no rows"):
+        load_rows(path, "train[99:]")
+
+
+@pytest.mark.parametrize("beside", ["### Human: hi", "[not JSON", [], ["hi"], None])
+def test_text_beside_ids_may_be_anything(beside):
+    """Such a row ended the run, or was left out."""
+    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "conversations": beside}
+    (example,) = RowEncoder(make_tokenizer(TEMPLATE))(row)
+    assert example["input_ids"] == [5, 6, 7]
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):

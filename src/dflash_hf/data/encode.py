@@ -108,7 +108,7 @@ class RowEncoder(ChatTemplate):
         if name is None or name == "prompt" and row.get("completion") is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
             raise without_columns(row, answer if name else f"give {COLUMNS}")
-        if name == "prompt" or isinstance(said, str):
+        if name == "prompt":
             return self._completed(row, said)
         if row.get("response_ids") is None:
             return self._conversation(row, said, _learned(row, said))
@@ -248,10 +248,15 @@ def numbers_in(row: Mapping, name: str) -> np.ndarray:
 
 
 def images_of(row: Mapping) -> list[str]:
-    """The images of a row: of its messages, or of what `dflash prepare` wrote."""
-    name, said = conversation_in(row)
-    if name is None and row.get("input_ids") is not None:
-        return [image_uri(one) for one in column_of_images(row)]
+    """The images of a row: of its messages, or of what `dflash prepare` wrote. Text beside ids may be anything."""
+    if row.get("input_ids") is not None:
+        name = column_of(row, "messages", "conversations", "prompt")
+        if name is None:
+            return [image_uri(one) for one in column_of_images(row)]
+        said = row[name] or [None]
+        if not isinstance(said[0], Mapping) and not (isinstance(said, str) and said.lstrip().startswith("[{")):
+            return []
+    _, said = conversation_in(row)
     return [] if isinstance(said, str) else images_in(said)
 
 

@@ -66,7 +66,7 @@ def messages_in(row: Mapping, name: str) -> list[dict]:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json.loads(value or "null")
-    if value is None or value == []:
+    if value is None or value in ([], ()):
         raise UnusableRow(f"its `{name}` is empty")
     if not isinstance(value, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in value):
         raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with {LAYOUTS}.")

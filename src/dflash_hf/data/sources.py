@@ -265,4 +265,7 @@ def _of_split(datasets, splits: Mapping, split: str | None, where: str):
         parts = datasets.ReadInstruction.from_spec(name).to_absolute({one: len(splits[one]) for one in splits})
     except ValueError as error:
         raise ValueError(f"split={name!r} is not in {where}: {error}") from error
-    return datasets.concatenate_datasets([splits[one.splitname].select(range(one.from_, one.to)) for one in parts])
+    found = [splits[one.splitname].select(range(one.from_, one.to)) for one in parts if one.from_ < one.to]
+    if not found:
+        raise ValueError(f"split={name!r} has no rows in {where}; choose another.")
+    return datasets.concatenate_datasets(found)
