@@ -177,8 +177,14 @@ def encoder_of(pair):
     arguments = pair.arguments
     check_token_id(arguments.mask_token_id, pair.config)
     kwargs = template_kwargs(terminal.template_arguments(arguments.template_args), arguments.data, say=note)
-    limits = (arguments.max_length, arguments.mask_token_id, vocab_size_of(pair.config))
-    return RowEncoder(pair.tokenizer, kwargs, pair.image_reader, *limits)
+    return RowEncoder(
+        pair.tokenizer,
+        kwargs,
+        pair.image_reader,
+        max_length=arguments.max_length,
+        mask_token_id=arguments.mask_token_id,
+        vocab_size=vocab_size_of(pair.config),
+    )
 
 
 def rows_of(arguments):

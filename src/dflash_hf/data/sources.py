@@ -81,7 +81,7 @@ def load_rows(
                 f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
             ) from error
         splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
-        return as_written(_of_split(datasets, splits, split, first))
+        return as_written(_of_split(splits, split, first))
     local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
         return _of_hub(datasets, first, split, name, revision)
@@ -103,7 +103,7 @@ def load_rows(
             for path in paths:
                 read_text(path)  # raises with the number of a line
         raise ValueError(f"data={_names(paths)} cannot be read: {reason}.") from error
-    rows = _of_split(datasets, {"train": rows}, split, _names(paths))
+    rows = _of_split({"train": rows}, split, _names(paths))
     return as_written(rows) if kind == "parquet" else rows.with_transform(_parsed)
 
 
@@ -247,7 +247,7 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
         options = {"name": name, "revision": revision}
         if split is not None:
             return as_written(datasets.load_dataset(repo, split=split, **options))
-        return as_written(_of_split(datasets, datasets.load_dataset(repo, **options), None, repo))
+        return as_written(_of_split(datasets.load_dataset(repo, **options), None, repo))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # from datasets, huggingface_hub or their HTTP library
@@ -256,16 +256,18 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
         ) from error
 
 
-def _of_split(datasets, splits: Mapping, split: str | None, where: str):
+def _of_split(splits: Mapping, split: str | None, where: str):
     """The rows of a split, of a slice of one, or of several; see [`load_rows`]."""
+    from datasets import ReadInstruction, concatenate_datasets
+
     name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name in splits:
         return splits[name]
     try:
-        parts = datasets.ReadInstruction.from_spec(name).to_absolute({one: len(splits[one]) for one in splits})
+        parts = ReadInstruction.from_spec(name).to_absolute({one: len(splits[one]) for one in splits})
     except ValueError as error:
         raise ValueError(f"split={name!r} is not in {where}: {error}") from error
     found = [splits[one.splitname].select(range(one.from_, one.to)) for one in parts if one.from_ < one.to]
     if not found:
         raise ValueError(f"split={name!r} has no rows in {where}; choose another.")
-    return datasets.concatenate_datasets(found)
+    return concatenate_datasets(found)
