@@ -183,11 +183,10 @@ class PathSelector(Head):
         ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(-1, ids)
 
-    # `embedding` instead of an index: its gradient does not slow down with tokens that many slots share (on a GPU).
-
     def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
-        selector, rows = self.draft.candidate_selector, nn.functional.embedding
-        return rows(before, selector.predecessor_codebook) * selector.hidden_projection(hidden), None  # [..., r]
+        # Not by index: on a GPU its gradient adds up tokens that many slots share one after the other.
+        selector, lookup = self.draft.candidate_selector, nn.functional.embedding
+        return lookup(before, selector.predecessor_codebook) * selector.hidden_projection(hidden), None  # [..., r]
 
     def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         successors = nn.functional.embedding(ids, self.draft.candidate_selector.successor_codebook)  # [..., k, r]

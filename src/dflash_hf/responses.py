@@ -154,10 +154,19 @@ def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: fl
 
 def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether a full batch decodes as `generate` does: a cache that lives in slots, and only plain settings."""
-    rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None))
-    if not _is_plain(config) or "longrope" in rope or "dynamic" in rope:  # length-dependent frequencies
+    if not _is_plain(config) or _rotates_by_length(target):
         return False
     return not target.training and why_hidden(target) is None and support(target).session is SlotSession
+
+
+def _rotates_by_length(target: PreTrainedModel) -> bool:
+    """Whether its rotary frequencies depend on the length of the text."""
+    rope = str(_rope(target))
+    return "longrope" in rope or "dynamic" in rope
+
+
+def _rope(target: PreTrainedModel) -> dict | None:
+    return getattr(target.config.get_text_config(decoder=True), "rope_parameters", None)
 
 
 def _is_plain(config: GenerationConfig) -> bool:
@@ -336,16 +345,13 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
 
 def _batches(target, prompts, max_new_tokens: int, rows: int):
     """
-    Batches, and the room for the answers of each: rows that have ended go on to the end of the longest, for which
-    positions must suffice, unless each is rotated by itself.
+    Batches of numbers, ids and room for the answer. Rows that have ended go on to the end of the longest: where
+    positions are learned, or frequencies depend on the length, all rows of a batch have equal room.
     """
-    rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or "")
-    bounded = not rope or "longrope" in rope or "dynamic" in rope
-    while batch := list(islice(prompts, rows)):
-        by_room: dict[int | None, list] = {}
-        for number, ids in batch:
-            by_room.setdefault(room_for_answer(target, len(ids), max_new_tokens), []).append((number, ids))
-        yield from by_room.items() if bounded else [(max(by_room), batch)]
+    alike = not _rope(target) or _rotates_by_length(target)
+    while batch := [(*one, room_for_answer(target, len(one[1]), max_new_tokens)) for one in islice(prompts, rows)]:
+        rooms = dict.fromkeys(room for *_, room in batch) if alike else ()
+        yield from [[row for row in batch if row[2] == room] for room in rooms] or [batch]
 
 
 @torch.no_grad()
@@ -359,13 +365,13 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
     if config.do_sample and _is_plain(config):
         choice, config.do_sample = Choice(config, seed), False
         config.temperature = config.top_p = config.top_k = None
-    for room, batch in _batches(target, prompts, max_new_tokens, rows):
-        config.max_new_tokens = room
-        width = max(len(ids) for _, ids in batch)
+    for batch in _batches(target, prompts, max_new_tokens, rows):
+        config.max_new_tokens = max(room for *_, room in batch)
+        width = max(len(ids) for _, ids, _ in batch)
         # Left padding: new tokens must follow the prompt directly.
-        input_ids = torch.tensor([[pad] * (width - len(ids)) + list(ids) for _, ids in batch])
-        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in batch])
-        processors = [] if choice is None else [_Drawn(choice, [number for number, _ in batch])]
+        input_ids = torch.tensor([[pad] * (width - len(ids)) + list(ids) for _, ids, _ in batch])
+        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids, _ in batch])
+        processors = [] if choice is None else [_Drawn(choice, [number for number, *_ in batch])]
         with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{seed} {batch[0][0]}").getrandbits(63))
             output = target.generate(
@@ -374,9 +380,9 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
                 generation_config=config,
                 logits_processor=LogitsProcessorList(processors),
             )  # [n, width + new]
-        for (number, ids), text in zip(batch, output[:, width:].tolist(), strict=True):
-            end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
-            yield number, text[: min(end, room_for_answer(target, len(ids), max_new_tokens))]
+        for (number, _, room), text in zip(batch, output[:, width:].tolist(), strict=True):
+            end = next((i + 1 for i, token in enumerate(text) if token in stops), room)
+            yield number, text[: min(end, room)]
 
 
 def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:

@@ -21,6 +21,7 @@ from dflash_hf.data.messages import (
     UnusableRow,
     column_of,
     column_of_images,
+    conversation_column,
     conversation_in,
     image_uri,
     images_in,
@@ -250,7 +251,7 @@ def numbers_in(row: Mapping, name: str) -> np.ndarray:
 def images_of(row: Mapping) -> list[str]:
     """The images of a row: of its messages, or of what `dflash prepare` wrote. Text beside ids may be anything."""
     if row.get("input_ids") is not None:
-        name = column_of(row, "messages", "conversations", "prompt")
+        name = conversation_column(row)
         if name is None:
             return [image_uri(one) for one in column_of_images(row)]
         said = row[name] or [None]

@@ -38,6 +38,11 @@ def without_columns(row: Mapping, remedy: str) -> UnusableRow:
     return UnusableRow(f"it has no column to read, only {given}; {remedy}" if given else "all of its columns are null")
 
 
+def conversation_column(row: Mapping) -> str | None:
+    """The column of a row's conversation; `None` if there is none."""
+    return column_of(row, "messages", "conversations", "prompt")
+
+
 def conversation_in(row: Mapping) -> tuple[str | None, str | list[dict]]:
     """
     The column of a row's conversation, and what it holds: messages, or a `prompt` that is text. `None` and no messages
@@ -46,7 +51,7 @@ def conversation_in(row: Mapping) -> tuple[str | None, str | list[dict]]:
     Raises:
         `UnusableRow`, `ValueError`: as [`messages_in`].
     """
-    name = column_of(row, "messages", "conversations", "prompt")
+    name = conversation_column(row)
     if name is None:
         return None, []
     return name, row[name] if name == "prompt" and isinstance(row[name], str) else messages_in(row, name)
