@@ -250,15 +250,15 @@ class Support(NamedTuple):
     error: float  # the largest relative error after rolling back
     pads: bool = True  # whether rows with padding on the left can be drafted
     trees: bool = False  # whether trees can be verified
-    features: dict[int, tuple] | None = None  # shapes of its layers' outputs, -1 their input, without skipped layers
+    features: frozenset[int] = frozenset()  # layers with an output of one vector per token, -1: their input
     failure: str | None = None  # why it could not be tried this time
 
     def why_plain(self, name: str, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
         if self.failure is not None:
             return f"{name} could not be tried on a few tokens ({self.failure})"
-        if self.features == {}:
-            return f"the decoder layers of {name} are in no list, so their outputs cannot be read"
+        if not self.features:
+            return f"the decoder layers of {name} are in no list, or none has an output of one vector per token"
         if self.session is None:
             if math.isfinite(self.error):
                 return (
@@ -267,14 +267,8 @@ class Support(NamedTuple):
                 )
             return f"the cache of {name} cannot be rolled back"
         for layer_id in layer_ids:
-            shape = self.features.get(max(layer_id, -1))
-            if shape is None:
-                return f"{name} skips decoder layer {layer_id}, whose output the drafter reads"
-            if len(shape) != 3:
-                return (
-                    f"decoder layer {layer_id} of {name} has an output of shape {shape}, but the drafter reads one "
-                    "vector per token, [rows, tokens, hidden_size]"
-                )
+            if max(layer_id, -1) not in self.features:
+                return f"decoder layer {layer_id} of {name} is skipped, or has no output of one vector per token"
         if not self.pads and mask is not None and not bool(mask.all()):
             return f"rows of {name} with padding on the left cannot be rolled back"
         return None
@@ -331,7 +325,7 @@ class Trial:
 
     def support(self, sessions: tuple[Any, ...]) -> Support:
         """The simplest way to roll back, and what it cannot do."""
-        features: dict[int, tuple] = {}
+        features: frozenset[int] = frozenset()
         with contextlib.suppress(ValueError):  # HRM-Text runs two stacks in cycles
             features = self.features()
         best = Support(None, math.inf, features=features)
@@ -343,9 +337,7 @@ class Trial:
                 error = self.error(session, padding, tree, expected(padding))
                 if error < self.EXACT:
                     return Support(session, error, padding > 0, tree, features)
-                if (
-                    best.session is None and error < best.error
-                ):  # the first that is close; until then the best, to tell
+                if best.session is None and error < best.error:  # the first that is close, or the best, to tell
                     best = Support(session if error < self.CLOSE else None, error, padding > 0, tree, features)
         return best
 
@@ -424,13 +416,13 @@ class Trial:
             states |= {row: [state[row].clone() for state in recurrent_states(cache.layers)] for row in rows}
         return torch.cat(logits, dim=1), states
 
-    def features(self) -> dict[int, tuple]:
-        """The shape of each decoder layer's output in a short forward over text; -1: the input of the first."""
-        ids, captured = [-1, *range(len(decoder_layers(self.target)))], {}
+    def features(self) -> frozenset[int]:
+        """The decoder layers whose output in a short forward over text is one vector per token; -1: their input."""
+        ids = [-1, *range(len(decoder_layers(self.target)))]
         with FeatureTap(self.target, ids) as tap, tap.running():
             try_out(self.target)
-            captured = {i: tap.captured.get(place) for i, place in zip(ids, tap.places)}
-        return {i: tuple(output.shape) for i, output in captured.items() if output is not None}
+            outputs = [tap.captured.get(place) for place in tap.places]
+        return frozenset(i for i, output in zip(ids, outputs) if output is not None and output.dim() == 3)
 
 
 def recurrent_states(layers) -> list[torch.Tensor]:
@@ -469,21 +461,30 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check_pair(target, draft_config) -> None:
     """
-    Check that a drafter fits a target, as far as shapes show.
+    Check that a drafter fits a target, as far as shapes show. An embedding that has grown or shrunk by a few rows is
+    still that of the same target: its drafter drafts the tokens that both know.
 
     Raises:
-        `ValueError`: names the mismatch, both values and the remedy.
+        `ValueError`: names every mismatch, both values and the remedy.
     """
-    depth, (rows, width) = text_depth(target.config), target.get_input_embeddings().weight.shape
-    sizes = {
-        "target_hidden_size": target.config.get_text_config().hidden_size,
-        "hidden_size": width,  # of the embedding and the head, which are shared
-        "num_target_layers": depth,
-    }
-    fits = all(getattr(draft_config, key) in (None, size) for key, size in sizes.items())
-    if not fits or draft_config.mask_token_id >= rows or max(draft_config.target_layer_ids) >= depth:
+    name, table, head = type(target).__name__, target.get_input_embeddings(), target.get_output_embeddings()
+    width = table.weight.shape[1] if hasattr(table, "weight") and hasattr(head, "weight") else None
+    if target.config.is_encoder_decoder or width is None or getattr(head, "in_features", width) != width:
         raise ValueError(
-            f"The drafter was not trained for this target: {type(target).__name__} has {sizes} and {rows} embeddings, "
-            f"the drafter { ({key: getattr(draft_config, key) for key in sizes}) }, "
-            f"mask_token_id={draft_config.mask_token_id} and target_layer_ids={draft_config.target_layer_ids}."
+            f"{name} cannot have a drafter, which shares the embedding and the head of a decoder-only target, single "
+            f"layers of one width; here they are {table} and {head}. Load the target with `AutoModelForCausalLM`, or "
+            "call `generate` without `assistant_model`."
         )
+    ours, rows, depth = draft_config, len(table.weight), text_depth(target.config)
+    read, known = target.config.get_text_config().hidden_size, ours.vocab_size or rows
+    wrong = {
+        f"target_hidden_size={ours.target_hidden_size}, not {read}": ours.target_hidden_size != read,
+        f"hidden_size={ours.hidden_size}, not {width} as its embedding": ours.hidden_size != width,
+        f"vocab_size={known}, not {rows}": abs(known - rows) > known * 0.1,
+        f"mask_token_id={ours.mask_token_id} of {rows} embeddings": ours.mask_token_id >= rows,
+        f"target_layer_ids={ours.target_layer_ids} of {depth} layers": max(ours.target_layer_ids) >= depth,
+        f"num_target_layers={ours.num_target_layers}, not {depth}": ours.num_target_layers not in (None, depth),
+    }
+    if any(wrong.values()):
+        found = "; ".join(what for what, is_wrong in wrong.items() if is_wrong)
+        raise ValueError(f"The drafter does not fit this {name}: {found}. Load the drafter that was trained for it.")

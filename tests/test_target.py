@@ -7,8 +7,7 @@ from support.tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.layouts.pair import check_pair
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import check_pair, decoder_layers
 from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward
 
 
@@ -145,7 +144,7 @@ def test_unusable_prompts_are_named(target):
 def test_target_that_cannot_be_trained_for_is_refused(draft):
     target = make_target()
     check_fit(draft.config, target)
-    with pytest.raises(ValueError, match="has no language-model head"):
+    with pytest.raises(ValueError, match="cannot have a drafter.* and None. Load the target"):
         check_fit(draft.config, target.model)
     target.generation_config.eos_token_id = [2, MASK]
     with pytest.raises(ValueError, match=f"mask_token_id={MASK} is also an end-of-sequence id"):

@@ -10,7 +10,6 @@ from transformers.integrations.peft import maybe_load_adapters
 from dflash_hf.decoding.settings import DFlashDecodingConfig
 from dflash_hf.decoding.strategy import strategy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.layouts.pair import check_pair
 from dflash_hf.layouts.read import tensor_names
 from dflash_hf.layouts.weights import check_checkpoint, checkpoint_files, has_own_table, read_mask_embedding
 from dflash_hf.modeling import modeling_dflash
@@ -183,7 +182,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     def dflash_validate(self, target, *args):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
-        check_pair(target, self.config)
+        super().dflash_validate(target, *args)
         rows = target.get_input_embeddings().weight.shape[0]
         if self.config.has_own_head and rows < self.config.vocab_size:
             last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
@@ -192,4 +191,3 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
                     f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
                     f"target {type(target).__name__} has {rows} rows: resize its embedding to {last + 1} or more."
                 )
-        super().dflash_validate(target, *args)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.layouts.pair import check_pair
-from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
+from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
 from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, responses, room_for_answer
 
