@@ -114,7 +114,10 @@ def test_causality_rules():
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),
         ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [1]}}, "mask_token_id=96"),
         ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [1]}}, "mask_token_id=-1"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id=None must be an id inside the target's embedding (vocab_size=96)"),
+        (
+            {"dflash_config": {"target_layer_ids": [1]}},
+            "mask_token_id=None must be an id inside the target's embedding (vocab_size=96)",
+        ),
         ({"dflash_config": {"mask_token_id": 95}}, "target_layer_ids=None must be set, or num_target_layers"),
         ({"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 1]}}, "distinct"),
         ({"dflash_config": {"mask_token_id": 95, "target_layer_ids": [-2, 1]}}, "-1 is the embedding"),
@@ -142,7 +145,10 @@ def test_causality_rules():
         ({"rope_parameters": {"rope_theta": -1, "rope_type": "default"}}, "rope_theta=-1 must be a positive number"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "no"}}, "rope_type='no' must be one of ['default'"),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}, "max_window_layers='x' must be"),
-        ({"dflash_config": {**GOOD["dflash_config"], "use_swa": True}, "layer_types": 7}, "layer_types=7 must be a list that names"),
+        (
+            {"dflash_config": {**GOOD["dflash_config"], "use_swa": True}, "layer_types": 7},
+            "layer_types=7 must be a list that names",
+        ),
         ({"torch_dtype": "no such"}, "dtype='no such' must be one of"),
         ({"torch_dtype": []}, "dtype=[] must be one of"),
         ({"attention_dropout": -3}, "attention_dropout=-3 must be a rate"),
