@@ -193,18 +193,17 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     )
 
 
-def missing_code(folder: str | Path) -> dict[str, Path]:
-    """Code that publishing adds, by name: this package's, if a drafter's folder names it but does not contain it."""
-    auto_map, code = _read_json(Path(folder) / "config.json").get("auto_map"), code_files()
-    ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL
-    return code if ours and not any((Path(folder) / name).exists() for name in code) else {}
+def code_of(folder: str | Path) -> dict[str, Path]:
+    """The code that is published with a drafter, by name: this package's, if the drafter's `config.json` names it."""
+    auto_map = _read_json(Path(folder) / "config.json").get("auto_map")
+    return code_files() if isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL else {}
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
     if Drafter(_read_json(folder / "config.json")).layout == "Muse":
         return "native"
-    added = missing_code(folder)
+    added = code_of(folder)
     found = [one for one in findings if "transformers" in one.engines and one.key not in added]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
