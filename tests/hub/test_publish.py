@@ -15,8 +15,8 @@ from dflash_hf.cli import main
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
-from dflash_hf.hub.code_only import _with_version, publish_code
-from dflash_hf.hub.publish import PublishError, publish
+from dflash_hf.hub.code_only import publish_code
+from dflash_hf.hub.publish import PublishError, publish, with_version
 from dflash_hf.target import digest_of_parameters
 
 
@@ -88,6 +88,7 @@ def test_a_drafter_is_published_with_todays_code(folder):
         path.unlink()
     assert any(finding.key.endswith(".py") for finding in check(folder))
     (folder / "plan_dflash.py").write_text("class Plan: ...\n", encoding="utf-8")
+    edit(folder, dflash_hf_version="0.1.0")
     former = "from .plan_dflash import Plan\n\n\nclass DFlashDraftModel: ...\n"
     for text, findings in ((None, []), (former, ["modeling_dflash.py"])):  # one of another version is said
         if text is not None:
@@ -96,6 +97,7 @@ def test_a_drafter_is_published_with_todays_code(folder):
         assert {name: one.read_bytes() for name, one in result.contents.items() if name.endswith(".py")} == code
         assert "plan_dflash.py" in result.left_out and "trust_remote_code" in result.card.text
         assert [finding.key for finding in result.findings] == findings
+        assert json.loads(result.contents["config.json"])["dflash_hf_version"] == __version__
 
 
 def test_own_code_goes_with_what_it_imports(folder):
@@ -423,7 +425,7 @@ def test_code_only_replaces_the_code_alone(folder, hub, capsys):
 
 @pytest.mark.parametrize("before", ["", '"dflash_hf_version": null, ', '"dflash_hf_version": "0.1.0", '])
 def test_version_alone_changes(before):
-    config = _with_version(f'{{{before}"block_size": 4}}')
+    config = with_version(f'{{{before}"block_size": 4}}')
     assert json.loads(config) == {"dflash_hf_version": __version__, "block_size": 4}
 
 

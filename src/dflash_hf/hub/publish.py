@@ -14,6 +14,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from dflash_hf import __version__
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
 from dflash_hf.files import read_json
@@ -192,10 +193,20 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
     sources, left_out = _select(folder, code)
     own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
     contents: dict[str, Path | bytes] = {**sources, **code, "README.md": own}
+    if code:
+        contents["config.json"] = with_version((folder / "config.json").read_text(encoding="utf-8")).encode()
     for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
+
+
+def with_version(config: str) -> str:
+    """The text of a `config.json` with the version of this package's code, and otherwise as it is."""
+    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
+    if "dflash_hf_version" in json.loads(config):
+        return re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, config, count=1)
+    return config.replace("{", "{\n  " + entry + ",", 1)
 
 
 def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None) -> list[Finding]:
