@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pairs import make_target
+from support.pairs import make_draft, make_target
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
 from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
@@ -48,6 +49,22 @@ def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
     stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     target = make_target(max_position_embeddings=64, rope_parameters=stretched)
     assert room_for_answer(target, 64, 100) == 100 and room_for_answer(target, 250, 100) == 6
+
+
+def test_a_target_that_hears_is_loaded_whole(tmp_path):
+    """Only the server loaded it."""
+    text = {"model_type": "qwen2", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    audio |= {"num_mel_bins": 8, "max_source_positions": 8}
+    config = CONFIG_MAPPING["qwen2_audio"](audio_config=audio, text_config=text, audio_token_index=7)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), Loading())
+    assert type(target).__name__ == "Qwen2AudioForConditionalGeneration"
+    options = {"max_new_tokens": 8, "do_sample": False}
+    ids = torch.tensor([[5, 9, 11]], device=target.device)
+    drafted = target.generate(ids, **options, assistant_model=make_draft(target).to(target.device))
+    assert drafted.tolist() == target.generate(ids, **options).tolist()
 
 
 @pytest.mark.parametrize(

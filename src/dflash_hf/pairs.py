@@ -102,20 +102,23 @@ def _whole(name: str | Path, what: str, **options):
     """A target all of whose parameters its checkpoint has: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
         known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
-        seeing = reads_images(AutoConfig.from_pretrained(name, **known).to_dict())
-        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        multimodal = is_multimodal(AutoConfig.from_pretrained(name, **known).to_dict())
+        kind = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
         target, info = kind.from_pretrained(name, **options)
     except StrictDataclassError as error:
         raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
-        raise ValueError(damaged(what, error)) from error
+        damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
+        raise ValueError(f"{damage}; download or save them again.") from error
     except ValueError as error:
-        raise ValueError(about_remote_code(what, error)) from error
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(f"{what} has custom code: read it, and if you trust it {TRUST}.") from error
     except ImportError as error:
         raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
     parameters = {key for key, _ in target.named_parameters()}  # buffers are computed
@@ -130,23 +133,17 @@ def _whole(name: str | Path, what: str, **options):
     return target
 
 
-def reads_images(config: dict) -> bool:
+def is_multimodal(config: dict) -> bool:
     """
-    Whether a model with this configuration is loaded with the part that reads images: if it was saved with it, or if
-    transformers has no other class for it.
+    Whether a model with this configuration is loaded with the part that reads images or sound: if it was saved with
+    it, or if transformers has no other class for it.
     """
     from transformers.models.auto import modeling_auto
 
     kind = config.get("model_type")
-    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
-    alone = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, seeing)
-    return seeing is not None and seeing in (alone, *(config.get("architectures") or ()))
-
-
-def damaged(what: str, error: Exception) -> str:
-    """A readable message for a `SafetensorError`."""
-    damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
-    return f"{damage}; download or save them again."
+    whole = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(kind)
+    alone = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, whole)
+    return whole is not None and whole in (alone, *(config.get("architectures") or ()))
 
 
 def damaged_config(what: str, error: Exception) -> str:
@@ -263,10 +260,3 @@ def to_pack(packed: bool | None, *models) -> bool:
         return packed
     layers = [module for model in models for module in model.modules() if packable(module)]
     return bool(layers) and fit_memory(layers)
-
-
-def about_remote_code(what: str, error: ValueError) -> str:
-    """The remedy for a model with custom code; other errors are returned unchanged."""
-    if "trust_remote_code" not in str(error):
-        return str(error)
-    return f"{what} has custom code: read it, and if you trust it {TRUST}."

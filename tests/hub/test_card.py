@@ -120,10 +120,10 @@ def test_the_card_loads_the_drafter_as_it_can_be_loaded(folder, tmp_path):
     assert 'assistant_model=draft, speculation_type="dflash"' in native
     assert "trust_remote_code" not in native and "dflash-hf" not in native
     (folder / "configuration_dflash.py").unlink()
+    assert "trust_remote_code=True" in text(folder)  # publishing adds it
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "mine.MyDraft"}}))
     assert "\nimport dflash_hf" in text(folder) and "trust_remote_code" not in text(folder)
-    for path in folder.rglob("*.py"):
-        path.unlink()
-    assert "trust_remote_code=True" in text(folder)  # publishing adds all of it
 
 
 def test_facts_are_read_from_the_folder(folder):

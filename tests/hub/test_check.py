@@ -418,7 +418,9 @@ def test_damaged_and_missing_files(folder, tmp_path):
     assert "Only safetensors are read" in errors(check(folder))["weights"].message
     (folder / "config.json").write_text("{")
     assert "is not JSON" in errors(check(folder))["config.json"].message
-    assert "cannot be read" in errors(check(tmp_path / "nowhere"))["config.json"].message
+    assert "cannot be read: Not a directory" in errors(check(folder / "config.json"))["config.json"].message
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such folder"):
+        check(tmp_path / "nowhere")
     (folder / "config.json").write_text("[]")
     assert set(errors(check(folder))) == {"config.json"}
 
@@ -503,7 +505,7 @@ def test_a_repository_is_checked_like_a_folder(hub, target, folder, monkeypatch)
     del hub.files["someone/other"]["modeling_dflash.py"]
     assert {"weights", "modeling_dflash.py"} <= {finding.key for finding in check("someone/other")}
     for name in ("someone/nothing", "someone/never"):
-        with pytest.raises(ValueError, match=f"{name} is neither a local folder nor a repository that can be read"):
+        with pytest.raises(OSError, match=f"{name}: there is no such folder, and the Hub has no model of that name"):
             check(name)
     with pytest.raises(ValueError, match="someone/nothing cannot be read"):
         check(folder, target="someone/nothing")

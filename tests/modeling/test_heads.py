@@ -184,7 +184,7 @@ def test_a_head_over_few_tokens_cannot_share_the_targets(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory_rank": None}, "memory_width=8 and memory_rank=None belong together"),
+        ({"memory_rank": None}, "memory_width=8 and memory_rank=None must be set together"),
         ({"memory_rank": -1}, "memory_rank=-1 must be a positive integer"),
         ({"memory_share": 2.0}, "memory_share=2.0 must lie between 0 and 1"),
         (SWITCHES, "selector_rank and memory_width are set, but a drafter has one head: path selector or recurrent"),

@@ -399,7 +399,7 @@ def test_the_command_serves_a_target_alone(bench, stopping, own, monkeypatch):
 
 def test_a_signal_at_the_first_word_is_heard(folder):
     """A supervisor may end a server the moment that it says it is ready."""
-    from dflash_hf.serving.server import Server, bound, loaded
+    from dflash_hf.serving.server import Server, bound
 
     def say(line: str) -> None:
         if line.startswith("serving "):
@@ -410,7 +410,8 @@ def test_a_signal_at_the_first_word_is_heard(folder):
 
     before = signal.signal(signal.SIGTERM, unheard)
     try:
-        server = Server(*loaded(str(folder), device="cpu"), None, "one", say)
+        target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        server = Server(target, tokenizer, None, "one", say)
         server.run(bound("127.0.0.1", 0), server.app())
         assert signal.getsignal(signal.SIGTERM) is unheard
     finally:

@@ -48,9 +48,9 @@ def scripted(folder: Path, prompts: list[str], max_tokens: int):
 
 def serve(folder: Path, prompts: list[str]) -> None:
     """A server at some port, until it is ended."""
-    from dflash_hf.serving.server import Server, bound, loaded
+    from dflash_hf.serving.server import Server, bound
 
-    target, processor = loaded(str(folder), device="cpu")
+    target, processor = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     draft = scripted(folder, prompts, MAX_TOKENS)
     draft.decoding_config.block_size = draft.config.block_tokens  # in every round, whatever the clock says
     server = Server(target, processor, draft, "readable", say)

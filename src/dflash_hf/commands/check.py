@@ -22,17 +22,10 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`echo` the table; exit status 1 if there is an error, else 0."""
-    from pathlib import Path
-
     from dflash_hf.hub.check import check, render
-    from dflash_hf.repositories import is_gguf, looks_local
+    from dflash_hf.repositories import is_gguf
 
-    file = is_gguf(arguments.draft)
-    if Path(arguments.draft).is_file() and not file:
-        raise ValueError(f"{arguments.draft} is a file; name a drafter's folder, .gguf file or Hub name.")
-    if looks_local(arguments.draft) and not file and not Path(arguments.draft).is_dir():
-        raise FileNotFoundError(f"{arguments.draft}: there is no such folder.")
-    engines = arguments.engine or ([LLAMA_CPP] if file else ENGINES)
+    engines = arguments.engine or ([LLAMA_CPP] if is_gguf(arguments.draft) else ENGINES)
     findings = check(arguments.draft, engines, arguments.target, arguments.revision)
     echo(render(findings))
     code = int(any(finding.severity == "error" for finding in findings))

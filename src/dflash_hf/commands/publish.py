@@ -87,8 +87,6 @@ def run(arguments, echo) -> Outcome:
 
 def _announce(folder, echo, result) -> None:
     """`echo` findings, and what happens to each file."""
-    from collections import Counter
-
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.report import REPORT_FILE
     from dflash_hf.hub.check import render
@@ -103,10 +101,8 @@ def _announce(folder, echo, result) -> None:
     for name in [] if changes is None else changes.deleted:
         echo(f"{'deletes':9}{'':14}  {name}")
     if result.left_out:
-        places = Counter(f"{name.partition('/')[0]}/" if "/" in name else name for name in result.left_out)
-        shown = [f"{name} ({number} files)" if number > 1 else name for name, number in places.items()]
-        more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
-        echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
+        places = sorted({name.partition("/")[0] for name in result.left_out})
+        echo(one_line(f"not uploaded: {', '.join(places)} ({len(result.left_out)} files)"))
     if result.unseen:
         echo(one_line(f"not compared with what is there, and the card is not checked: {result.unseen}"))
     if REPORT_FILE in result.files:

@@ -51,22 +51,15 @@ def run(arguments, echo) -> Outcome:
 
     if not is_serve_available():
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
-    from safetensors import SafetensorError
+    from transformers import AutoProcessor
 
-    from dflash_hf.pairs import damaged, pack
-    from dflash_hf.serving.server import Server, bound, loaded
+    from dflash_hf.serving.server import Server, bound
 
     pair = NamedPair(arguments, echo.note)
-    _ = pair.tokenizer  # raises if there is none: upstream would serve with an empty one
-    loading, at, draft = pair.loading, bound(arguments.host, arguments.port), pair.draft()
-    dtype, trust = loading.dtype_on(pair.device), loading.trust_remote_code
-    try:
-        target, processor = loaded(
-            arguments.target, loading.revision, device=pair.device, dtype=dtype, trust_remote_code=trust
-        )
-    except SafetensorError as error:
-        raise ValueError(damaged(f"--target {arguments.target}", error)) from error
-    pack(arguments.packed, target, draft)
+    _ = pair.tokenizer  # raises if there is none: transformers would read with an empty one
+    known = {"revision": pair.loading.revision or "main", "trust_remote_code": pair.loading.trust_remote_code}
+    processor, at = AutoProcessor.from_pretrained(arguments.target, **known), bound(arguments.host, arguments.port)
+    target, draft = pair.ready()
     if not arguments.verbose:
         logging.getLogger("transformers.cli.serving").setLevel("ERROR")  # each request is a warning of upstream's
     name = arguments.served_model_name or arguments.target_name or arguments.target

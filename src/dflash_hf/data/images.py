@@ -7,7 +7,7 @@ import torch
 from transformers.utils import logging
 
 from dflash_hf.data.messages import UnusableRow
-from dflash_hf.pairs import Loading, reads_images
+from dflash_hf.pairs import Loading, is_multimodal
 from dflash_hf.responses import ImagePrompt
 from dflash_hf.terminal import one_line
 
@@ -92,7 +92,7 @@ def load_image_reader(name: str, config: dict, tokenizer, loading: Loading):
     """
     from transformers import AutoProcessor
 
-    if not reads_images(config):
+    if not is_multimodal(config):
         return None
     try:
         options = {"revision": loading.revision or "main", "trust_remote_code": loading.trust_remote_code}

@@ -136,15 +136,15 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         import jinja2  # noqa: F401
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
-    findings = check(folder)
+    findings, layout = check(folder), Drafter(read_json(folder / "config.json")).layout
     variables = {
         **vars(facts),
         "title": repo.split("/")[-1],
         "repo": repo,
         "config": config,
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
-        "loading": _loading(folder, findings),
-        "engines": _engines(folder, findings, config, facts, repo),
+        "loading": "native" if layout == "Muse" else _loading(folder, findings),
+        "engines": _engines(layout, folder, findings, config, facts, repo),
         "training": list(facts.training.items()),
     }
     card = ModelCard.from_template(metadata(facts, repo), template_path=str(TEMPLATE), **variables)
@@ -193,26 +193,21 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     )
 
 
-def missing_code(folder: str | Path) -> dict[str, Path]:
-    """Code that publishing adds, by name: this package's, if a drafter's folder names it but does not contain it."""
-    auto_map, code = _read_json(Path(folder) / "config.json").get("auto_map"), code_files()
-    ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL
-    return code if ours and not any((Path(folder) / name).exists() for name in code) else {}
+def code_of(folder: str | Path) -> dict[str, Path]:
+    """The code that is published with a drafter, by name: this package's, if the drafter's `config.json` names it."""
+    auto_map = _read_json(Path(folder) / "config.json").get("auto_map")
+    return code_files() if isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL else {}
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
-    """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
-    if Drafter(_read_json(folder / "config.json")).layout == "Muse":
-        return "native"
-    added = missing_code(folder)
-    found = [one for one in findings if "transformers" in one.engines and one.key not in added]
+    """How transformers loads a folder that is not in its own layout: with the published code, or this package."""
+    found = [one for one in findings if "transformers" in one.engines and one.key not in code_of(folder)]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
 
 
-def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
+def _engines(layout: str, folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines without preflight errors."""
-    layout = Drafter(_read_json(folder / "config.json")).layout
     if layout == "DFlash" and "sliding_attention" in config.layer_types:
         layout = "DFlash, with sliding layers"
     lines = []

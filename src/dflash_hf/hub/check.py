@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 
 from dflash_hf import gguf_format
 from dflash_hf.configs import departures, misfits, read_config
@@ -25,7 +25,7 @@ from dflash_hf.layouts.read import canonical_config, canonical_name, is_drafter_
 from dflash_hf.layouts.weights import checkpoint_files, read_header
 from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
-from dflash_hf.repositories import check_revision, is_gguf, is_repository_id
+from dflash_hf.repositories import check_revision, is_gguf, small_file
 from dflash_hf.terminal import one_line, without_bars
 
 
@@ -54,8 +54,8 @@ def check(
         `list[Finding]`, errors first; empty if there are none.
 
     Raises:
-        `ValueError`: an unknown engine, a repository that cannot be read, a revision of a local folder, or a target
-            without a readable configuration.
+        `ValueError`: an unknown engine, a revision of a local folder, or a target without a readable configuration.
+        `OSError`: there is no such folder or repository, or it cannot be downloaded.
     """
     if unknown := [engine for engine in engines if engine not in _EVERYBODY]:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(_EVERYBODY)}.")
@@ -80,18 +80,15 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def _local(name: str, revision: str | None) -> Path:
-    """A drafter's folder; of a repository, its copy in the cache."""
-    if Path(name).is_dir() or not is_repository_id(name):
-        return Path(name)
-    wanted = ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
+    """A drafter's folder; of a repository, its newest copy in the cache."""
+    config, wanted = small_file(name, name, revision), ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
+    if Path(name).expanduser().exists() or not is_drafter_config(read_json(config)):  # another model may be large
+        return config.parent
+    options = {"allow_patterns": wanted, "ignore_patterns": "*/*.safetensors"}
     try:
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
-        if is_drafter_config(read_json(config)):  # another model may be large
-            snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*.safetensors")
+        return Path(snapshot_download(name, revision=revision, **options))
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
-        message = f"{name} is neither a local folder nor a repository that can be read: {one_line(error)}"
-        raise ValueError(message) from error
-    return config.parent
+        raise OSError(f"{name} cannot be downloaded: {one_line(error)}") from error
 
 
 def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding]:

@@ -1,7 +1,6 @@
 """A pull request that replaces the code beside published weights, and nothing else."""
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from huggingface_hub import HfApi
 from dflash_hf import __version__
 from dflash_hf.hub.drafter import OUR_MODEL
 from dflash_hf.hub.limits import is_older, version_of
-from dflash_hf.hub.publish import CODE, PublishError, compare, explained
+from dflash_hf.hub.publish import CODE, PublishError, compare, explained, with_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
@@ -71,7 +70,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     if is_older(__version__, than=before):
         raise PublishError(f"{repo} has code of {before}; this is {__version__}: install the newer version.")
     # 2. What differs.
-    changes = compare(info, {**code_files(), "config.json": _with_version(text).encode()}, CODE)
+    changes = compare(info, {**code_files(), "config.json": with_version(text).encode()}, CODE)
     change = CodeChange(repo, before, files=sorted(changes.added + changes.replaced), removed=changes.deleted)
     if changes.operations and not dry_run:
         # 3. One pull request.
@@ -81,11 +80,3 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         with explained(repo, again):
             change.url = api.create_commit(repo, changes.operations, create_pr=True, **described).pr_url
     return change
-
-
-def _with_version(config: str) -> str:
-    """The text of a `config.json` with this package's version, and otherwise as it is."""
-    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
-    if "dflash_hf_version" in json.loads(config):
-        return re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, config, count=1)
-    return config.replace("{", "{\n  " + entry + ",", 1)

@@ -1,5 +1,6 @@
 """Publishing a drafter: the preflight, the card, what changes in the repository, and one commit that holds it all."""
 
+import filecmp
 import fnmatch
 import hashlib
 import json
@@ -11,13 +12,14 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers.dynamic_module_utils import get_relative_imports
+from transformers.dynamic_module_utils import get_relative_import_files
 
+from dflash_hf import __version__
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
-from dflash_hf.hub.card import CardFacts, has_own_card, is_rendered, missing_code, render_card
+from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Finding
 from dflash_hf.layouts.heads import engine_method
@@ -41,14 +43,6 @@ _PUBLISHED = ("config.json", *_OURS, "LICENSE*", "adapters/*/adapter_model.safet
 # Files of a former version of the drafter: readers would take them for the new one's.
 _MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
 _FORMER = (*_OURS, _MODULES, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
-
-_REFUSALS: dict[int | None, str] = {
-    401: "there is no valid token: run `hf auth login`, or set HF_TOKEN",
-    403: "the token may not write there; use one with write access, or another repository",
-    404: "the repository was not found, or the token has no access to it",
-    409: "it was created meanwhile, or the token has no access to it",
-    412: "somebody else has changed the repository since it was compared",
-}
 
 
 class PublishError(RuntimeError):
@@ -123,8 +117,8 @@ def publish(
     announce: Callable[[Publication], None] = lambda publication: None,
 ) -> Publication:
     """
-    Check a drafter's folder, render its card and upload both in one commit, with this package's code if the folder
-    names it but does not contain it.
+    Check a drafter's folder, render its card and upload both in one commit, with this package's code if `config.json`
+    names it; code of its own, which `auto_map` names, is uploaded as it is.
 
     Of the repository's files, those of the same names are replaced and those of a former version of the drafter
     deleted; all others stay. Call again to finish an interrupted upload: uploaded weights are not sent twice, and
@@ -175,8 +169,12 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
-    code = missing_code(folder)
-    findings = [finding for finding in check(folder) if finding.key not in code]
+    code = code_of(folder)
+    findings = [finding for finding in check(folder) if finding.key not in (*code, "dflash_hf_version")]
+    for name, ours in code.items():
+        if (folder / name).is_file() and not filecmp.cmp(folder / name, ours, shallow=False):
+            message = "is replaced by this version's; code of your own needs another name, in auto_map too."
+            findings.append(Finding("warning", ("transformers",), name, message))
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
         more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
@@ -188,17 +186,27 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
             draft = DFlashDraftModel.from_pretrained(folder)
         check_finite(draft.named_parameters())
         findings += _lay_gguf(folder, draft, repo, gguf_target)
+        card = _card(folder, draft, repo, facts)
     except (ValueError, OSError, ImportError) as error:
-        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
-    card = _card(folder, draft, repo, facts)
+        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 400)}") from error
     # 3. The files.
-    sources, left_out = _select(folder)
+    sources, left_out = _select(folder, code)
     own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
     contents: dict[str, Path | bytes] = {**sources, **code, "README.md": own}
+    if code:
+        contents["config.json"] = with_version((folder / "config.json").read_text(encoding="utf-8")).encode()
     for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
+
+
+def with_version(config: str) -> str:
+    """The text of a `config.json` with the version of this package's code, and otherwise as it is."""
+    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
+    if "dflash_hf_version" in json.loads(config):
+        return re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, config, count=1)
+    return config.replace("{", "{\n  " + entry + ",", 1)
 
 
 def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None) -> list[Finding]:
@@ -210,17 +218,13 @@ def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Pa
     for file in sorted(folder.glob(FILE_PATTERN)):
         made_of, config = weights_of(file), gguf_config(file)
         if made_of is None:
-            message = (
-                "does not say of which weights it was made; if these have changed since, recreate it with --gguf."
-            )
+            message = "does not say of which weights it was made; recreate it with --gguf if these have changed since."
             findings.append(Finding("warning", (LLAMA_CPP,), file.name, message))
         elif made_of != weights:
             raise ValueError(f"{file.name} was made of other weights; remove it, or recreate it with --gguf.")
         elif changed := _changed(draft.config, config):
-            raise ValueError(
-                f"{file.name} was made before config.json changed ({', '.join(changed)}); remove it, or recreate it "
-                "with --gguf."
-            )
+            before = f"{file.name} was made before config.json changed ({', '.join(changed)})"
+            raise ValueError(f"{before}; remove it, or recreate it with --gguf.")
     return findings
 
 
@@ -233,43 +237,32 @@ def _changed(config, before: dict) -> list[str]:
 
 
 def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | None) -> ModelCard:
-    """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
-    own = folder / "README.md"
+    """The card from given facts, else the folder's own card, else from the facts in it."""
     try:
         if facts is None and has_own_card(folder):
-            card = ModelCard(own.read_text(encoding="utf-8"))
+            card = ModelCard((folder / "README.md").read_text(encoding="utf-8"))
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
-        metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
-        named = {name: metadata.get(name) or [] for name in ("base_model", "datasets")}
-        named = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
-        for name, values in named.items():
-            for value in values:
-                if not is_repository_id(value):
-                    raise ValueError(f"{name}: {value!r} is not {REPOSITORY_ID}.")
-    except ImportError as error:
-        raise PublishError(str(error)) from error
+        targets = ModelCard(str(card)).data.to_dict().get("base_model") or []  # as the Hub parses it
+    except ImportError:
+        raise
     except Exception as error:  # YAML has its own errors
-        raise PublishError(f"The card of {folder} is not valid: {error}") from error
-    if not named["base_model"]:
-        raise PublishError(f"{own} names no base_model; add it to its metadata.")
-    try:
-        check_report(folder, draft, named["base_model"])
-    except ValueError as error:
-        raise PublishError(str(error)) from error
+        raise ValueError(f"the card is not valid: {error}") from error
+    if not targets:
+        raise ValueError("README.md names no base_model; add it to its metadata.")
+    check_report(folder, draft, [targets] if isinstance(targets, str) else targets)
     return card
 
 
-def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files to upload, by path in the repository, and those left out."""
-    weights = {Path(file).name for file in checkpoint_files(str(folder))}
-    code = _code(folder, read_json(folder / "config.json").get("auto_map"))
+def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[str]]:
+    """The files to upload besides card and `code`, by path in the repository, and those left out."""
+    wanted = {Path(file).name for file in checkpoint_files(str(folder))} | _own_code(folder, code)
     chosen, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name == "README.md":
+        if path.is_dir() or name == "README.md" or name in code:
             continue
-        if name not in weights | code and not is_one_of(name, _PUBLISHED):
+        if name not in wanted and not is_one_of(name, _PUBLISHED):
             left_out.append(name)
             continue
         chosen[name], real = path, path.resolve()
@@ -279,19 +272,17 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return chosen, left_out
 
 
-def _code(folder: Path, auto_map) -> set[str]:
-    """Files next to the weights that `auto_map` names, with the named class, and those that they import."""
-    found, waiting = set(), []
+def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
+    """Files besides `code` that `auto_map` names, with the named class, and those that they import."""
+    found: set[str] = set()
+    auto_map = read_json(folder / "config.json").get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
         path, its_class = folder / f"{module}.py", rf"(?m)^class {re.escape(name)}\b"
-        if path.is_file() and re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
-            waiting.append(path)
-    while waiting:
-        path = waiting.pop()
-        if path.name not in found and path.is_file():
-            found.add(path.name)
-            waiting += [folder / f"{module}.py" for module in get_relative_imports(path)]
+        if path.name in code or not path.is_file():
+            continue
+        if re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
+            found |= {path.name, *(Path(file).name for file in get_relative_import_files(path))}
     return found
 
 
@@ -308,8 +299,10 @@ def explained(repo: str, again: str) -> Iterator[None]:
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = "the Hub rejected it" if isinstance(error, ValueError) else "the connection was interrupted"
-        reason = _REFUSALS.get(status, reason if status is None else f"the Hub answered {status}")
-        said = one_line(str(error) or repr(error), 120)
+        reason = reason if status is None else f"the Hub answered {status}"
+        said = one_line(getattr(error, "server_message", None) or str(error) or repr(error), 160)
+        if status in (401, 403, 404):
+            again = "Log in with `hf auth login`, or set HF_TOKEN: its token must have access there. " + again
         raise HubError(f"{repo} was not published: {reason} ({said}). {again}") from error
 
 

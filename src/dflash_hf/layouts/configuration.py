@@ -14,6 +14,7 @@ from dflash_hf.layouts.check import (
     check_rope_is_one_table,
     check_tokens,
 )
+from dflash_hf.layouts.heads import require
 from dflash_hf.layouts.read import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
@@ -57,16 +58,13 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             self.is_causal = causal
         elif causal not in (None, self.is_causal):
             logger.warning_once(
-                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say "
-                "whether every layer is causal inside the block. is_causal wins, as in the engines; if few drafts are "
-                f"accepted, load the drafter with `is_causal={causal}`."
+                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: is_causal wins, "
+                f"as in the engines; if few drafts are accepted, load the drafter with `is_causal={causal}`."
             )
         if nested.get("causal_head"):
             if self.is_causal is not None and not self.is_causal:
-                raise ValueError(
-                    f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal} contradict "
-                    "each other: both say whether every layer is causal inside the block. Remove one."
-                )
+                said = f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal}"
+                raise ValueError(f"{said} contradict each other; remove one.")
             self.is_causal = nested["causal_head"]
         kwargs["use_swa"] = nested.pop("use_swa", None)
         # A null is a field's default; no cap may be written as 0, and a whole vocabulary as a reduced one.
@@ -85,8 +83,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         check_fields(self)
         use_swa, first_sliding = kwargs.pop("use_swa"), kwargs.get("max_window_layers") or 0
         if self.layer_types is None:
-            if not isinstance(first_sliding, int):
-                raise ValueError(f"max_window_layers={first_sliding!r} must be a number; or set `layer_types`.")
+            require(isinstance(first_sliding, int), "a number of layers", max_window_layers=first_sliding)
             slides = bool(use_swa is None and self.use_sliding_window and self.sliding_window)
             self.layer_types = [LAYER_TYPES[slides and i >= first_sliding] for i in range(self.num_hidden_layers)]
         if use_swa and isinstance(self.layer_types, list | tuple) and "sliding_attention" not in self.layer_types:

@@ -30,6 +30,23 @@ class Spelling(NamedTuple):
     check: Callable[..., None] = lambda config: None
 
 
+def require(fits: bool, rule: str, **values) -> None:
+    """
+    A rule of the configuration.
+
+    Args:
+        fits (`bool`): Whether it is kept.
+        rule (`str`): What the values must be.
+        values: Fields with their values.
+
+    Raises:
+        `ValueError`: it is not; names fields, values and rule.
+    """
+    if not fits:
+        said = " and ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ValueError(f"{said} must be {rule}; correct the drafter's configuration.")
+
+
 # DFlash 2's path selector.
 
 
@@ -40,16 +57,9 @@ def _read_selector(config: dict) -> dict:
 
 
 def _check_selector(config) -> None:
-    if config.vocab_size is None or config.selector_top_k > config.vocab_size:
-        raise ValueError(
-            f"selector_top_k={config.selector_top_k} needs a vocab_size of at least that, not {config.vocab_size}: "
-            "draft tokens are looked up by the target's ids."
-        )
-    if config.has_own_head and config.selector_top_k > config.draft_vocab_size:
-        raise ValueError(
-            f"selector_top_k={config.selector_top_k} exceeds draft_vocab_size={config.draft_vocab_size}, the size of "
-            "the drafter's vocabulary."
-        )
+    top_k, known, drafted = config.selector_top_k, config.vocab_size, config.draft_vocab_size
+    require(known is not None and top_k <= known, f"at most vocab_size={known}, the target's", selector_top_k=top_k)
+    require(drafted is None or top_k <= drafted, f"at most draft_vocab_size={drafted}", selector_top_k=top_k)
 
 
 # DSpark's Markov head.
@@ -92,19 +102,13 @@ def _is_dspark(config: dict) -> bool:
 
 
 def _check_markov(config) -> None:
-    types = ("vanilla", "gated", "rnn")
-    if config.markov_head_type not in types:
-        raise ValueError(f"markov_head_type={config.markov_head_type!r} must be one of {', '.join(types)}.")
+    types, kind = ("vanilla", "gated", "rnn"), config.markov_head_type
+    require(kind in types, f"one of {', '.join(types)}", markov_head_type=kind)
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
-        if not isinstance(getattr(config, key), bool):
-            raise ValueError(f"{key}={getattr(config, key)!r} must be true or false.")
-    if config.enable_confidence_head and config.confidence_head_with_markov and not config.markov_rank:
-        raise ValueError(
-            f"confidence_head_with_markov=True reads a codebook, but markov_rank={config.markov_rank}: set the rank, "
-            "or leave it false."
-        )
-    if config.vocab_size is None:
-        raise ValueError("vocab_size=None: a Markov head has a row for each of the target's tokens; set it.")
+        require(isinstance(getattr(config, key), bool), "true or false", **{key: getattr(config, key)})
+    reads, rank = config.enable_confidence_head and config.confidence_head_with_markov, config.markov_rank
+    require(bool(rank) or not reads, "set for confidence_head_with_markov=True", markov_rank=rank)
+    require(config.vocab_size is not None, "set: a Markov head has a row for each of its tokens", vocab_size=None)
 
 
 # Domino's head.
@@ -125,13 +129,10 @@ def _read_domino(config: dict) -> dict:
 
 
 def _check_domino(config) -> None:
-    value = config.pure_draft_prefix_len
-    if type(value) is not int or not 0 <= value < config.block_size:
-        raise ValueError(
-            f"pure_draft_prefix_len={value!r} must be a number of slots below block_size={config.block_size}."
-        )
-    if config.vocab_size is None:
-        raise ValueError("vocab_size=None: a Domino head has a row for each of the target's tokens; set it.")
+    start, size = config.pure_draft_prefix_len, config.block_size
+    fits = type(start) is int and 0 <= start < size
+    require(fits, f"a number of slots below block_size={size}", pure_draft_prefix_len=start)
+    require(config.vocab_size is not None, "set: a Domino head has a row for each of its tokens", vocab_size=None)
 
 
 SPELLINGS: dict[type[Head], Spelling] = {

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from dflash_hf.layouts.check import check_nested
-from dflash_hf.layouts.heads import SPELLINGS, UnknownHeadError, spellings
+from dflash_hf.layouts.heads import SPELLINGS, UnknownHeadError, require, spellings
 from dflash_hf.modeling.configuration_dflash import nested_fields
 from dflash_hf.modeling.heads_dflash import Head
 
@@ -89,9 +89,8 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[
     ids = [round(1 + j * (num_target_layers - 4) / (num_features - 1)) for j in range(num_features)]
     if len(set(ids)) != len(ids) or max(ids) >= num_target_layers or min(ids) < 0:
         raise ValueError(
-            f"The default rule gives target_layer_ids={ids} for num_target_layers={num_target_layers} and "
-            f"{num_features} features, which are not distinct layers. Pass `target_layer_ids` yourself, or train a "
-            "drafter with fewer layers."
+            f"target_layer_ids={ids}, by the default rule for num_target_layers={num_target_layers}, are not distinct "
+            "layers of it; pass `target_layer_ids`, or train a drafter with fewer layers."
         )
     return ids
 
@@ -146,8 +145,8 @@ def canonical_config(config: dict) -> dict:
     for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = config.pop(key, None)
         if ids is not None and config.get("target_layer_ids") is None:
-            if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-                raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1; 0 is the embedding.")
+            numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+            require(numbers, "a list of layer numbers counted from 1; 0 is the embedding", **{key: ids})
             config["target_layer_ids"] = [i - 1 for i in ids]
     config["rope_parameters"] = _one_rope(config.get("rope_parameters"), config.get("layer_types"))
     return config
@@ -209,8 +208,8 @@ def _refuse_others(config: dict) -> None:
                     f"{key}={name!r} cannot be loaded here: the drafters that are read are {', '.join(_families())}. "
                     "Decode with the code that it was published with, or train a drafter for its target."
                 )
-    if config.get("use_gemma_norm", False):
-        raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
+    gemma = config.get("use_gemma_norm", False)
+    require(not gemma, "false, as in all drafters that are read", use_gemma_norm=gemma)
 
 
 def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
@@ -223,8 +222,7 @@ def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
 def _from_speculators(config: dict) -> dict:
     """Nested layer configuration, which may leave out Qwen3's defaults."""
     layers = config.pop("transformer_layer_config", None)
-    if not isinstance(layers, dict):
-        raise ValueError(f"transformer_layer_config={layers!r} must be a dictionary that describes the draft layers.")
+    require(isinstance(layers, dict), "a dictionary that describes the draft layers", transformer_layer_config=layers)
     model_type = layers.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama", "qwen2", "mistral", "gpt_oss"):
         raise ValueError(f"transformer_layer_config has model_type={model_type!r}; it must name Qwen3-style layers.")
@@ -303,10 +301,7 @@ def _one_rope(rope, layer_types):
         return rope
     has = layer_types if isinstance(layer_types, list) and set(rope) & set(map(str, layer_types)) else rope
     tables = [table for kind, table in rope.items() if kind in has]
-    if any(table != tables[0] for table in tables):
-        raise ValueError(
-            f"rope_parameters={rope} differ between layer types; the layers of a drafter share one table."
-        )
+    require(all(table == tables[0] for table in tables), "the same table for each layer type", rope_parameters=rope)
     return tables[0]
 
 

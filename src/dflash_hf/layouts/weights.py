@@ -160,11 +160,8 @@ def check_checkpoint(
     }
     for problem, keys in problems.items():
         if keys:
-            raise ValueError(
-                f"{where}: {problem}: {', '.join(keys[:5])} ({len(keys)} in all). The weights do not belong to this "
-                "config.json; load a drafter whose tensors have the published names and the shapes given by its "
-                "config.json."
-            )
+            named = f"{', '.join(keys[:5])} ({len(keys)} in all)"
+            raise ValueError(f"{where}: {problem}: {named}; load the weights that belong to this config.json.")
     for name in found:
         tensor = wanted[name]
         allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)

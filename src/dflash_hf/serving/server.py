@@ -318,19 +318,6 @@ class Server:
         return answer
 
 
-def loaded(name: str, revision: str | None = None, **options) -> tuple:
-    """
-    A target, of whatever kind, and what reads its conversations.
-
-    Args:
-        name (`str`): A folder, or a repository on the Hub.
-        revision (`str`, *optional*): Its branch, tag or commit.
-        options: `device`, `dtype` and `trust_remote_code`, as in `transformers serve`.
-    """
-    models = ModelManager(model_timeout=-1, **options)
-    return models.load_model_and_processor(models.process_model_name(f"{name}@{revision}" if revision else name))
-
-
 def bound(host: str, port: int) -> socket.socket:
     """
     Listen at an address; connections wait until the server runs. Port 0 chooses a free port.
