@@ -254,11 +254,6 @@ def test_features_of_something_else_are_refused(what, folder, data, tmp_path, ca
     target, features = tmp_path / "target", tmp_path / "features"
     shutil.copytree(folder, target)
     store(target, data, features, "0", "2")
-    message = {
-        "layers": "holds features of .* with weights.la.*: load that target, or store the features again",
-        "template": "was stored with template=.*: train with the same chat template .chat_template=FILE.",
-        "tokenizer": "was stored with tokenizer=.*: train with the same vocabulary, or store",
-    }[what]
     if what == "layers":
         tuned = AutoModelForCausalLM.from_pretrained(target)
         with torch.no_grad():
@@ -273,7 +268,9 @@ def test_features_of_something_else_are_refused(what, folder, data, tmp_path, ca
         other.add_tokens(["<new>"])
         other.save_pretrained(target)
     code, _, error = train(capsys, target, tmp_path / "drafter", f"features={features}", config=OFFLINE)
-    assert code == 1 and re.search(message, error), error
+    key = "weights.layers" if what == "layers" else what
+    remedy = r"train with the target, tokenizer, chat template \(chat_template=FILE\) and target_layer_ids of the"
+    assert code == 1 and re.search(f"was stored with {key}='.*, not .*: {remedy}", error), error
 
 
 @pytest.mark.parametrize("given", [[], ["overwrite_output_dir=true"]])

@@ -19,6 +19,7 @@ from dflash_hf.data.images import load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
@@ -30,7 +31,7 @@ from dflash_hf.training.features import (
     MANIFEST,
     FeatureManifest,
     StoredFeatures,
-    check_made_with,
+    check_stored,
     drop_layers,
     store_rows,
     stored,
@@ -75,7 +76,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
     for features in recipe.feature_folders:
-        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
+        check_stored(StoredFeatures(features), args.has_teacher, **digests_of_tokenizer(tokenizer))
     first = args.process_index == 0
     say, tell = (echo, note) if first else (lambda line: None,) * 2
 

@@ -14,12 +14,12 @@ from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.pairs import loaded
-from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, target_forward
+from dflash_hf.target import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
-from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
+from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
@@ -335,8 +335,9 @@ def check_dataset(dataset, args, draft_config, target) -> None:
     """
     parts = parts_of(dataset)
     if all(isinstance(part, StoredFeatures) for part in parts):
+        weights = getattr(target, "weights_digest", None) or digest_of_target(target)
         for part in parts:
-            check_features(part, draft_config, target, args.has_teacher)
+            check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
     elif has_rows(dataset):
         survey(dataset)
 
