@@ -177,6 +177,7 @@ def store_features(
     folder, collator = Path(folder), collator or DFlashCollator()
     if manifest.states:
         check_logits(target)
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         # 1. The size, from the lengths alone.
         lengths = lengths_of(examples).tolist()

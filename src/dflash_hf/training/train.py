@@ -217,6 +217,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
 def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
     """Lock a run's folder; a new run removes what another left, so that none of it is ever taken for its own."""
+    folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(locked(folder))
     for one in [*checkpoints_in(folder), folder / STORED] if anew else []:
         shutil.rmtree(one, ignore_errors=True)
