@@ -38,7 +38,6 @@ from dflash_hf.training.features import (
     stored_tokens,
 )
 from dflash_hf.training.pace import Pace, StepCount, duration
-from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
@@ -113,7 +112,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         check_same_drafter(Path(resume), draft)
 
     with ExitStack() as stack:
-        in_first_process(lambda: _begin(folder, not training.get("resume_from_checkpoint"), stack))
+        if first:
+            _begin(folder, not training.get("resume_from_checkpoint"), stack)
+        trainer.accelerator.wait_for_everyone()
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
             with args.main_process_first(desc="features"):
