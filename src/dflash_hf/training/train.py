@@ -20,6 +20,7 @@ from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
@@ -42,7 +43,7 @@ from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.trainer_card import save_facts, without_stale_report
+from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -222,8 +223,8 @@ def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
     stack.enter_context(locked(folder))
     for one in [*checkpoints_in(folder), folder / STORED] if anew else []:
         shutil.rmtree(one, ignore_errors=True)
-    if anew:
-        (folder / FACTS_FILE).unlink(missing_ok=True)
+    for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE) if anew else ():
+        (folder / name).unlink(missing_ok=True)
 
 
 def _encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
@@ -290,8 +291,7 @@ def save(trainer: DFlashTrainer, adapted: bool) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # gathered by all
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model), state)
-        with without_stale_report(folder):
-            _halved(whole, trainer.args).save_pretrained(folder)
+        _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
         save_facts(trainer, folder, trainer.trained_steps)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import lengths_of, survey
-from dflash_hf.training.trainer_card import save_facts, without_stale_report
+from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
 
@@ -279,10 +278,9 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
         if not is_finite(self.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        with without_stale_report(folder) if self.args.should_save else nullcontext():
-            super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir, _internal_call)
         if self.args.should_save:
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
             save_facts(self, folder, self.state.global_step if _internal_call else self.trained_steps)
 
     @property
