@@ -193,7 +193,7 @@ def test_responses_of_another_mode_are_refused(folder, data, tmp_path, capsys):
 # What a run is given, and what its error names.
 WRONG = {
     "config=absent.yaml": "absent.yaml: there is no such file",
-    "config=lora.yaml": "there is no such file; the bundled recipe is ",
+    "config=lora.yaml": "there is no such file; bundled recipes are in .*examples/recipes",
     "config=.": "is a folder; name a file",
     "config=list.yaml": "list.yaml must hold keys and values",
     "config=broken.yaml": "broken.yaml is not YAML",
@@ -203,8 +203,8 @@ WRONG = {
     "data=absent.jsonl": "there is no such file",
     "eval_data=absent.jsonl eval_strategy=steps": "there is no such file",
     "eval_data=empty.jsonl eval_strategy=steps": "is an empty file",
-    "eval_data=data.jsonl": "eval_data=.* is never read with eval_strategy=no",
-    "eval_strategy=epoch": "eval_strategy=epoch has nothing to evaluate on: name eval_data",
+    "eval_data=data.jsonl": "eval_strategy=no contradicts eval_data; set eval_strategy=steps, eval_steps, and",
+    "eval_strategy=epoch": "eval_strategy=epoch contradicts a run without eval_data",
     "eval_split=train eval_strategy=steps metric_for_best_model=tau": "metric_for_best_model=tau is not measured",
     "blok_size=1": "did you mean 'block_size'",
     "num_anchors=0": "num_anchors=0",

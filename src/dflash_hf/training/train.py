@@ -154,12 +154,13 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
         check_writable(folder)
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
-    evaluates, metric = recipe.eval_data or recipe.eval_split or recipe.eval_features, args.metric_for_best_model
-    if args.eval_strategy != "no" and not evaluates:
+    given = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
+    if bool(given) != (args.eval_strategy != "no"):
         raise ValueError(
-            f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
-            "eval_features, or leave it out."
+            f"eval_strategy={args.eval_strategy.value} contradicts {' and '.join(given) or 'a run without eval_data'}; "
+            "set eval_strategy=steps, eval_steps, and eval_data, eval_split or eval_features, or none of them."
         )
+    metric = args.metric_for_best_model
     if metric is not None and not _METRICS.fullmatch(metric):
         raise ValueError(
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
