@@ -157,7 +157,7 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
     given = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
     if bool(given) != (args.eval_strategy != "no"):
         raise ValueError(
-            f"eval_strategy={args.eval_strategy.value} contradicts {' and '.join(given) or 'a run without eval_data'}; "
+            f"eval_strategy={args.eval_strategy.value} contradicts {', '.join(given) or 'a run without eval_data'}; "
             "set eval_strategy=steps, eval_steps, and eval_data, eval_split or eval_features, or none of them."
         )
     metric = args.metric_for_best_model
