@@ -1,7 +1,9 @@
 """Files that are whole or not there, digests of contents, and locks."""
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -9,6 +11,9 @@ import pytest
 
 from dflash_hf import files
 from dflash_hf.files import atomic, digest_of, digest_of_file, locked, write_json
+
+
+fcntl = pytest.importorskip("fcntl")
 
 
 def test_file_is_whole_or_unchanged(tmp_path):
@@ -35,34 +40,46 @@ def test_digests_are_of_contents(tmp_path):
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) != digest_of({"a": 1, "b": 3})
 
 
-def test_folder_has_one_writer(tmp_path):
+@pytest.mark.parametrize("name", ["folder", "file.jsonl"])
+def test_path_has_one_writer(name, tmp_path):
     """A process that is killed holds nothing: its file may stay, its lock does not."""
-    folder = tmp_path / "folder"
+    path = tmp_path / name
+    path.mkdir() if name == "folder" else path.touch()
     hold = "import sys, time; from pathlib import Path; from dflash_hf.files import locked\n"
     hold += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", hold, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="folder is being written by another process"):
-            with locked(folder):
+        with pytest.raises(ValueError, match=f"{name} is being written by another process"):
+            with locked(path):
                 pass
         process.kill()
-    assert (folder / files.LOCK_FILE).exists()
-    with locked(folder):
+    assert all(one.name.startswith(".") for one in tmp_path.rglob("*") if one != path)
+    with locked(path):
         pass
-    assert not list(folder.iterdir())
+    assert [*tmp_path.rglob("*")] == [path]
 
 
-@pytest.mark.parametrize("system", ["network", "Windows"])
-def test_missing_locks_are_no_obstacle(system, tmp_path, monkeypatch):
-    """Some network file systems have none; Windows has none of this kind, and keeps files that are open."""
+def test_lock_without_a_name_is_no_lock(tmp_path, monkeypatch):
+    """A process may have opened the file just before its holder removed it."""
+    lock = fcntl.flock
+
+    def too_late(*of):
+        (tmp_path / files.LOCK_FILE).unlink()
+        lock(*of)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with pytest.raises(ValueError, match="is being written by another process"):
+        with locked(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize(("where", "error"), [("fcntl.flock", errno.ENOLCK), ("pathlib.Path.unlink", errno.EACCES)])
+def test_missing_locks_are_no_obstacle(where, error, tmp_path, monkeypatch):
+    """Some network file systems have none; Windows keeps files that are open."""
 
     def refused(*_, **__):
-        raise PermissionError(37, "No locks available")
+        raise OSError(error, os.strerror(error))
 
-    if system == "Windows":
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-        monkeypatch.setattr("pathlib.Path.unlink", refused)
-    else:
-        monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", refused)
-    with locked(tmp_path / "folder"):
+    monkeypatch.setattr(where, refused)
+    with locked(tmp_path):
         pass

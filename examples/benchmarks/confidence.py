@@ -14,7 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
 from dflash_hf.smollm2 import smollm2_folder
-from dflash_hf.training.features import StoredFeatures, check_features, stored_output
+from dflash_hf.target import digest_of_target
+from dflash_hf.training.features import StoredFeatures, check_stored, stored_output
 from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -64,7 +65,7 @@ def main():
     draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
     rows = StoredFeatures(args.features)
     settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
-    check_features(rows, draft.config, target, states=True)
+    check_stored(rows, True, digest_of_target(target), layer_ids=draft.config.target_layer_ids)
     read, collate, found = partial(stored_output, states=True), DFlashCollator(), []
     observer = Observer(draft.float().eval(), target, settings, read)
     with torch.no_grad():

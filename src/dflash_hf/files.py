@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from dflash_hf.terminal import json_text, one_line
 
 
@@ -79,53 +81,35 @@ def differences(before: dict, now: dict) -> list[str]:
     ]
 
 
-def lock(file, path: Path) -> None:
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
     """
-    Lock an open file for as long as it is open; the lock also ends with its process, even if that is killed.
-
-    Args:
-        file: Open for writing; network file systems only lock such files.
-        path (`Path`): The path to name in the error.
+    Exclusive write access to a file or to a folder that exists, by a hidden file beside it or in it, which is there
+    as long as it is held; a killed process holds nothing.
 
     Raises:
-        `ValueError`: another process holds it.
+        `ValueError`: another process writes there.
     """
+    real = path.resolve()  # whatever its links are called
+    lock = FileLock(real / LOCK_FILE if real.is_dir() else real.with_name(f".{real.name}{LOCK_FILE}"), timeout=0)
     try:
-        import fcntl
-    except ImportError:  # Windows, where nobody is kept out
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        lock.acquire()
+    except Timeout as error:
         raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
-    except OSError as error:
+    except PermissionError:
+        raise
+    except OSError as error:  # of a network file system without locks
         from transformers.utils import logging
 
         logging.get_logger(__name__).warning(
             f"{path} cannot be locked ({error.strerror}): make sure that no other process writes to it."
         )
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """
-    Exclusive write access to a folder, which is created if it does not exist.
-
-    Raises:
-        `ValueError`: another process writes there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_FILE
-    with path.open("ab") as file:
-        lock(file, folder)
-        # The previous holder removes its file: a file opened just before that locks nothing.
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise ValueError(f"{folder} was being written by another process until now; try again.")
-        try:
-            yield
-        finally:
-            with suppress(PermissionError):  # Windows keeps a file that is open
-                path.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # Windows keeps a file that is open
+            Path(lock.lock_file).unlink(missing_ok=True)  # first: nobody holds a file without a name
+        lock.release()
 
 
 def default_cache_dir() -> Path:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -370,7 +371,7 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
         assert f"  2 rows were refused, and the same command tries them again: {reason}" in out
         slow.update(QUESTIONS)
         code, _, error = regenerate(capsys, data, "served", tmp_path / "hung.jsonl", *options)
-        assert code == 1 and f"8 requests in a row: {url} gives no answer within 3 seconds" in error
+        assert code == 1 and f"8 rows in a row: {url} gives no answer within 3 seconds" in error
         slow.clear()
         over.set()
         assert regenerate(capsys, data, "served", output, *options)[0] == 0
@@ -399,7 +400,8 @@ def test_a_refusing_server_ends_everything(answer, message, data, tmp_path, caps
         output = tmp_path / "out.jsonl"
         code, _, error = regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")
     assert code == 1 and message in error and error.startswith("dflash regenerate: ")
-    assert len(received) == (6 if answer[0] == 501 else 1)
+    asked = Counter(body["messages"][0]["content"] for body in received)
+    assert max(asked.values()) == (6 if answer[0] == 501 else 1)
 
 
 def test_a_password_is_sent_and_never_shown(data, tmp_path, capsys, quick):

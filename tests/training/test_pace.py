@@ -147,7 +147,7 @@ def test_steps_are_counted_after_ten(clock, tmp_path):
 
 
 def test_slow_steps_name_the_settings(clock, tmp_path):
-    """The paper's settings on a CPU, where a step takes half a minute: told after the first."""
+    """The paper's settings on a CPU, where a step takes half a minute: told after the second."""
     trainer = run(tmp_path, None, max_steps=2, save_strategy="no")
     compute = trainer.compute_loss
 

@@ -63,19 +63,6 @@ def test_trained_drafter_is_published_with_its_card(hub_target, hub, tmp_path):
     assert "None" not in card.text
 
 
-def test_report_stays_with_its_weights(hub_target, tmp_path):
-    """A save over it drops it if it writes other weights."""
-    trainer = make_trainer(tmp_path, hub_target, counting_rows(4), max_steps=1, warmup_steps=0)
-    trainer.save_model()
-    for name in ("eval_report.json", "eval_report.png"):
-        (tmp_path / name).write_text(name)
-    trainer.save_model()
-    assert (tmp_path / "eval_report.json").read_text() == "eval_report.json"
-    trainer.train()
-    trainer.save_model()
-    assert not list(tmp_path.glob("eval_report.*"))
-
-
 def test_facts_written_by_hand_stay(hub_target, tmp_path):
     known = {"base_model": "other/target", "base_model_revision": "old", "license": "mit", "data": "Nine walks."}
     (tmp_path / "card_facts.json").write_text(json.dumps(known))

@@ -16,7 +16,6 @@ settings to change first:
 import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, is_secret, note
@@ -52,7 +51,6 @@ def overrides_of(arguments) -> list[str]:
 
 
 def run(arguments, echo) -> Outcome:
-    from dflash_hf import examples
     from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import as_arguments, decide, key_lines
 
@@ -61,10 +59,6 @@ def run(arguments, echo) -> Outcome:
         for line in lines:
             echo(line)
         return Outcome(facts={"keys": lines})
-    file = Path(arguments.config or "")
-    bundled = Path(examples.__file__).parent / "recipes" / file.name
-    if arguments.config and not file.exists() and bundled.exists():
-        raise FileNotFoundError(f"--config {file}: there is no such file; the bundled recipe is {bundled}.")
     settings = decide(arguments.config, overrides_of(arguments))
     recipe, training = as_arguments(settings)
     recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
@@ -72,12 +66,6 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
-    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
-    if unread and training.get("eval_strategy", "no") == "no":
-        raise ValueError(
-            f"{unread[0]}={getattr(recipe, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
-            "and eval_steps, or leave it out."
-        )
     if arguments.dry_run:
         _warn_of_long_texts(recipe, training)
         return _dry_run(settings, echo)

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -22,7 +23,7 @@ from dflash_hf.target import without_token
 
 
 RowOrReason = tuple[dict | None, str | None]  # the reason also of a row that ends early
-_SILENT = 8  # requests without an answer in time, and none answered in between: the server hangs
+_SILENT = 8  # rows without an answer in time, one after the other: the server hangs
 
 
 class Question(NamedTuple):
@@ -270,40 +271,32 @@ def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int
     follows, or where the answer calls a tool: nobody runs it.
 
     Raises:
-        `ServerError`: the server rejects everything, or has answered none of the last requests in time.
+        `ServerError`: the server rejects everything, or has answered none of the last rows in time.
     """
-    failed: list[ServerError] = []
-    late: list[NoAnswer] = []  # since the last answer
-
-    def answered(question: Question) -> RowOrReason:
-        answers: list[Answer] = []
-        reason = None
-        if failed:  # a server that rejects everything is not asked again
-            raise failed[0]
-        try:
-            while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
-                messages = [_as_sent(one) for one in conversation(question, answers)]
-                message, ended = server.answer(messages, question.tools, question.template_kwargs)
-                late.clear()
-                answer = {"role": "assistant", "content": message.get("content") or ""}
-                if thought := message.get("reasoning_content") or message.get("reasoning"):
-                    answer["reasoning_content"] = thought
-                if message.get("tool_calls"):
-                    answer["tool_calls"] = message["tool_calls"]
-                answers.append(Answer(answer, ended))
-        except NoAnswer as unanswered:
-            reason = str(unanswered)
-            late.append(unanswered)
-            if len(late) >= _SILENT:
-                failed.append(ServerError(f"{len(late)} requests in a row: {reason}."))
-                raise failed[0] from unanswered
-        except UnusableRow as unusable:
-            reason = str(unusable)
-        except ServerError as error:
-            failed.append(error)
-            raise
-        return row_of(question, answers) if answers else None, reason
-
+    late = 0
     # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
     with ThreadPool(concurrency) as pool:
-        yield from pool.imap_unordered(answered, questions)
+        for row, reason in pool.imap_unordered(partial(_answered, server), questions):
+            late = late + 1 if isinstance(reason, NoAnswer) and row is None else 0
+            if late == _SILENT:
+                raise ServerError(f"{late} rows in a row: {reason}.")
+            yield row, None if reason is None else str(reason)
+
+
+def _answered(server: ChatClient, question: Question) -> tuple[dict | None, UnusableRow | None]:
+    """The row of a question, as far as the server answers it, and why it goes no further."""
+    answers: list[Answer] = []
+    reason = None
+    try:
+        while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
+            messages = [_as_sent(one) for one in conversation(question, answers)]
+            message, ended = server.answer(messages, question.tools, question.template_kwargs)
+            answer = {"role": "assistant", "content": message.get("content") or ""}
+            if thought := message.get("reasoning_content") or message.get("reasoning"):
+                answer["reasoning_content"] = thought
+            if message.get("tool_calls"):
+                answer["tool_calls"] = message["tool_calls"]
+            answers.append(Answer(answer, ended))
+    except UnusableRow as unusable:
+        reason = unusable
+    return row_of(question, answers) if answers else None, reason

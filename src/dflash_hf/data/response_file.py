@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from dflash_hf.files import differences, lock, read_json, write_json
+from dflash_hf.files import differences, locked, read_json, write_json
 
 
 SETTINGS = ".settings.json"  # added to the file's name
@@ -34,9 +35,9 @@ class ResponseFile:
         self.path, self.notes, self.keep = path, Path(f"{path}{SETTINGS}"), keep
         self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("ab+")
-        try:
-            lock(self.file, path)
+        with ExitStack() as stack:
+            stack.enter_context(locked(path))
+            self.file = stack.enter_context(path.open("ab+"))
             size = path.stat().st_size
             self.settings = read_json(self.notes) if size and self.notes.exists() else {}
             whole = self._read()
@@ -46,15 +47,13 @@ class ResponseFile:
             self.file.truncate(whole)
             if size > whole:
                 say(f"removed an incomplete line of {size - whole} bytes at the end of {path}")
-        except BaseException:
-            self.file.close()
-            raise
+            self.held = stack.pop_all()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.file.close()
+        self.held.close()
 
     def settle(self, settings: dict) -> None:
         """

@@ -177,6 +177,7 @@ def store_features(
     folder, collator = Path(folder), collator or DFlashCollator()
     if manifest.states:
         check_logits(target)
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         # 1. The size, from the lengths alone.
         lengths = lengths_of(examples).tolist()
@@ -217,14 +218,13 @@ def store_features(
 
 def _plan(lengths: list[int], most: int) -> list[int]:
     """The examples of each shard, one at least, of at most `most` tokens if there are more."""
-    shards: list[int] = []
-    tokens = 0
+    shards, tokens = [], most + 1  # the first example begins a shard
     for length in lengths:
-        if not shards or tokens + length > most:
-            shards.append(0)
-            tokens = 0
-        shards[-1] += 1
         tokens += length
+        if tokens > most:
+            shards.append(0)
+            tokens = length
+        shards[-1] += 1
     return shards
 
 
@@ -393,49 +393,26 @@ def stored_output(batch: dict, states: bool) -> TargetOutput:
     return TargetOutput(read("features"), read("states") if states else None)
 
 
-def check_made_with(dataset: StoredFeatures, tokenizer, states: bool) -> None:
+def check_stored(dataset: StoredFeatures, states: bool, weights: dict | None = None, **wanted) -> None:
     """
-    Check that stored features are those of a run's tokenizer and chat template, and serve its loss.
+    Check that stored features are those of a run.
+
+    Args:
+        dataset (`StoredFeatures`): The features.
+        states (`bool`): Whether the run's loss needs the final states.
+        weights (`dict[str, str]`): Digests of the run's target.
+        wanted: Other values of a [`FeatureManifest`], as the run has them.
 
     Raises:
-        `ValueError`: names the mismatch and the remedy.
+        `ValueError`: names what differs and the remedy.
     """
-    manifest, folder = dataset.manifest, dataset.folder
-    for name, digest in digests_of_tokenizer(tokenizer).items():
-        if digest != getattr(manifest, name):
-            what = "vocabulary" if name == "tokenizer" else "chat template (chat_template=FILE)"
-            raise ValueError(
-                f"{folder} was stored with {name}={getattr(manifest, name)}, but the tokenizer of this run has "
-                f"{digest}: train with the same {what}, or store the features again."
-            )
-    _check_states(dataset, states)
-
-
-def check_features(dataset: StoredFeatures, draft_config, target, states: bool) -> None:
-    """
-    Check that stored features fit a drafter, its target, and a loss that needs the final states.
-
-    Raises:
-        `ValueError`: names the mismatch and the remedy.
-    """
-    manifest, folder = dataset.manifest, dataset.folder
-    if manifest.layer_ids != draft_config.target_layer_ids:
+    others = differences(asdict(dataset.manifest), wanted)
+    others += [f"weights.{one}" for one in differences(dataset.manifest.weights, weights or {})]
+    if others:
         raise ValueError(
-            f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads target_layer_ids="
-            f"{draft_config.target_layer_ids}; store them with `dflash features --target-layer-ids`, or train another "
-            "drafter."
+            f"{dataset.folder} was stored with {'; '.join(others)}: train with the target, tokenizer, chat template "
+            "(chat_template=FILE) and target_layer_ids of the features, or store them again."
         )
-    digests = getattr(target, "weights_digest", None) or digest_of_target(target)
-    for part, digest in digests.items():
-        if manifest.weights[part] != digest:
-            raise ValueError(
-                f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
-                f"{type(target).__name__} has {digest}: load that target, or store the features again."
-            )
-    _check_states(dataset, states)
-
-
-def _check_states(dataset: StoredFeatures, states: bool) -> None:
     if states and not dataset.manifest.states:
         raise ValueError(
             f"{dataset.folder} was stored without the final states, from which the target's distribution is computed: "

@@ -97,16 +97,15 @@ class StepCount(TrainerCallback):
 
     def __init__(self, say: Callable[[str], None] = logger.info, warn: Callable[[str], None] = logger.warning):
         self.say, self.warn = say, warn
-        self.told = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.first, self.start, self.told, self.warm = state.global_step, type(self).clock(), False, False
+        self.start, self.told = None, False
 
     def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
-        steps, seconds = state.global_step - self.first, type(self).clock() - self.start
-        if not self.warm and seconds < 30:  # the first step takes memory and fills caches: as long as several others
-            self.first, self.start, self.warm = state.global_step, type(self).clock(), True
-            return
+        now = type(self).clock()
+        if self.start is None:  # the first step takes memory and fills caches: as long as several others
+            self.first, self.start = state.global_step, now
+        steps, seconds = state.global_step - self.first, now - self.start
         if self.told or (steps < _TIMED and seconds < 30) or not state.is_world_process_zero:
             return
         self.told = True

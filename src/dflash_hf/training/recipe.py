@@ -17,6 +17,7 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
+from dflash_hf import examples
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.presets import PAPER, check_apart, preset
@@ -222,7 +223,8 @@ def _read_yaml(path: Path) -> dict:
     if path.is_dir():
         raise IsADirectoryError(f"--config {path} is a folder; name a file.")
     if not path.is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file.")
+        bundled = Path(examples.__file__).parent / "recipes"
+        raise FileNotFoundError(f"--config {path}: there is no such file; bundled recipes are in {bundled}.")
     values = _parse(read_text(path), f"--config {path}")
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} must hold keys and values, such as `target: Qwen/Qwen3-8B`.")

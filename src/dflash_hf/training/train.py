@@ -19,6 +19,8 @@ from dflash_hf.data.images import load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import digests_of_tokenizer
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
@@ -30,19 +32,18 @@ from dflash_hf.training.features import (
     MANIFEST,
     FeatureManifest,
     StoredFeatures,
-    check_made_with,
+    check_stored,
     drop_layers,
     store_rows,
     stored,
     stored_tokens,
 )
 from dflash_hf.training.pace import Pace, StepCount, duration
-from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.trainer_card import save_facts, without_stale_report
+from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -75,7 +76,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
     for features in recipe.feature_folders:
-        check_made_with(StoredFeatures(features), tokenizer, args.has_teacher)
+        check_stored(StoredFeatures(features), args.has_teacher, **digests_of_tokenizer(tokenizer))
     first = args.process_index == 0
     say, tell = (echo, note) if first else (lambda line: None,) * 2
 
@@ -112,7 +113,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         check_same_drafter(Path(resume), draft)
 
     with ExitStack() as stack:
-        in_first_process(lambda: _begin(folder, not training.get("resume_from_checkpoint"), stack))
+        if first:
+            _begin(folder, not training.get("resume_from_checkpoint"), stack)
+        trainer.accelerator.wait_for_everyone()
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
             with args.main_process_first(desc="features"):
@@ -151,12 +154,13 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
         check_writable(folder)
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
-    evaluates, metric = recipe.eval_data or recipe.eval_split or recipe.eval_features, args.metric_for_best_model
-    if args.eval_strategy != "no" and not evaluates:
+    given = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
+    if bool(given) != (args.eval_strategy != "no"):
         raise ValueError(
-            f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
-            "eval_features, or leave it out."
+            f"eval_strategy={args.eval_strategy.value} contradicts {', '.join(given) or 'a run without eval_data'}; "
+            "set eval_strategy=steps, eval_steps, and eval_data, eval_split or eval_features, or none of them."
         )
+    metric = args.metric_for_best_model
     if metric is not None and not _METRICS.fullmatch(metric):
         raise ValueError(
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
@@ -216,11 +220,12 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
 def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
     """Lock a run's folder; a new run removes what another left, so that none of it is ever taken for its own."""
+    folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(locked(folder))
     for one in [*checkpoints_in(folder), folder / STORED] if anew else []:
         shutil.rmtree(one, ignore_errors=True)
-    if anew:
-        (folder / FACTS_FILE).unlink(missing_ok=True)
+    for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE) if anew else ():
+        (folder / name).unlink(missing_ok=True)
 
 
 def _encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
@@ -287,8 +292,7 @@ def save(trainer: DFlashTrainer, adapted: bool) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # gathered by all
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model), state)
-        with without_stale_report(folder):
-            _halved(whole, trainer.args).save_pretrained(folder)
+        _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
         save_facts(trainer, folder, trainer.trained_steps)
 

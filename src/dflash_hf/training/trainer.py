@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,19 @@ from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.pairs import loaded
-from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, target_forward
+from dflash_hf.target import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import restore
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
-from dflash_hf.training.features import StoredFeatures, check_features, parts_of, stored_output
+from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import OpenEnded, Pace, StepCount
 from dflash_hf.training.rows import lengths_of, survey
-from dflash_hf.training.trainer_card import save_facts, without_stale_report
+from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
 
@@ -279,10 +278,9 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
         if not is_finite(self.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        with without_stale_report(folder) if self.args.should_save else nullcontext():
-            super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir, _internal_call)
         if self.args.should_save:
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
             save_facts(self, folder, self.state.global_step if _internal_call else self.trained_steps)
 
     @property
@@ -335,8 +333,9 @@ def check_dataset(dataset, args, draft_config, target) -> None:
     """
     parts = parts_of(dataset)
     if all(isinstance(part, StoredFeatures) for part in parts):
+        weights = getattr(target, "weights_digest", None) or digest_of_target(target)
         for part in parts:
-            check_features(part, draft_config, target, args.has_teacher)
+            check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
     elif has_rows(dataset):
         survey(dataset)
 

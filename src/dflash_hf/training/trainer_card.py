@@ -1,11 +1,9 @@
 """What `DFlashTrainer` writes next to a drafter's weights: the facts of its model card."""
 
-from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from pathlib import Path
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import digest_of_file, read_json, write_json
+from dflash_hf.files import read_json, write_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.repositories import origin
 
@@ -15,21 +13,6 @@ _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
     *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
 )
-
-
-@contextmanager
-def without_stale_report(folder: Path) -> Iterator[None]:
-    """Save weights in a folder; the report of an evaluation that lies there stays only if they are the same."""
-
-    def weights() -> dict[str, str]:
-        return {path.name: digest_of_file(path) for path in folder.glob("*.safetensors")}
-
-    reports = [path for path in (folder / REPORT_FILE, folder / PLOT_FILE) if path.is_file()]
-    before = weights() if reports else None
-    yield
-    if reports and weights() != before:
-        for path in reports:
-            path.unlink(missing_ok=True)
 
 
 def save_facts(trainer, folder: Path, steps: int) -> None:
