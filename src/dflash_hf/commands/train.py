@@ -66,6 +66,12 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
+    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
+    if unread and training.get("eval_strategy", "no") == "no":
+        raise ValueError(
+            f"{unread[0]}={getattr(recipe, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
+            "and eval_steps, or leave it out."
+        )
     if arguments.dry_run:
         _warn_of_long_texts(recipe, training)
         return _dry_run(settings, echo)

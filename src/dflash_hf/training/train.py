@@ -70,9 +70,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     target_config = check_run(recipe, args)
     with args.main_process_first(desc="data"):
         rows, eval_rows = _rows(recipe)
-    empty = rows is None or "input_ids" in rows[0]  # only texts need a vocabulary
     source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
-    tokenizer = load_tokenizer(*source, empty=empty)
+    tokenizer = load_tokenizer(*source, empty=rows is None or "input_ids" in rows[0])  # only texts need a vocabulary
     loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
     for features in recipe.feature_folders:
@@ -154,13 +153,12 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
         check_writable(folder)
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
-    given = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
-    if bool(given) != (args.eval_strategy != "no"):
+    evaluates, metric = recipe.eval_data or recipe.eval_split or recipe.eval_features, args.metric_for_best_model
+    if args.eval_strategy != "no" and not evaluates:
         raise ValueError(
-            f"eval_strategy={args.eval_strategy.value} contradicts {', '.join(given) or 'a run without eval_data'}; "
-            "set eval_strategy=steps, eval_steps, and eval_data, eval_split or eval_features, or none of them."
+            f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
+            "eval_features, or leave it out."
         )
-    metric = args.metric_for_best_model
     if metric is not None and not _METRICS.fullmatch(metric):
         raise ValueError(
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
