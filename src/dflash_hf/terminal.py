@@ -330,7 +330,7 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
     """A progress bar around some items, which disappears when they are done."""
     from transformers.utils import logging
 
-    return lambda items: logging.tqdm(items, desc=desc, disable=None, leave=False)
+    return lambda items: logging.tqdm(items, desc=desc, leave=False)
 
 
 @contextlib.contextmanager

@@ -188,8 +188,8 @@ def test_the_error_of_a_difference_of_means():
 def test_a_gain_without_variance_is_json(tmp_path, capsys):
     """Infinitely many standard errors were printed as `Infinity`, which is not JSON."""
     for name, length in (("a", 1), ("b", 2)):
-        speed = MethodReport(math.inf, None, [], 6, 6, None)
-        report = EvalReport({DFLASH: speed}, [[length] * 3] * 2, [[0], [0]], 4, {"prompts_digest": "same"})
+        speed = MethodReport(math.inf, None, [], 12, 12, None)
+        report = EvalReport({DFLASH: speed}, [[length] * 3] * 4, [[0]] * 4, 4, {"prompts_digest": "same"})
         json.loads(report.save(tmp_path / name).read_text(), parse_constant=pytest.fail)
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

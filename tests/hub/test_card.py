@@ -11,6 +11,7 @@ from support.pairs import make_draft
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.convert import convert
+from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.training.trainer_card import training_facts
 
@@ -76,6 +77,12 @@ def test_what_is_not_known_is_left_out(target, tmp_path):
     facts = CardFacts("example/tiny-sliding", report=report, evaluated_on="example/walks")
     card = render_card(tmp_path, facts, "example/draft")
     assert [result.metric_type for result in card.data.eval_results] == ["tau"]
+
+
+def test_base_model_is_asked_without_a_template(target, tmp_path):
+    """The plain text of the card was answered with an end of turn by every chat model."""
+    make_draft(target, dflash_config={"trained_with": digests_of_tokenizer(None)}).save_pretrained(tmp_path)
+    assert 'tokenizer("Why is the sky blue?"' in render_card(tmp_path, CardFacts("example/base"), "example/draft").text
 
 
 def test_data_of_a_report_go_with_it(tmp_path):

@@ -35,6 +35,7 @@ def decoder(world):
     decoder = Decoder(target, tokenizer, draft)
     yield decoder
     decoder.stop()
+    assert not decoder.thread.is_alive()  # torch at work while the interpreter ends aborts the process
 
 
 def request(decoder, inputs, streamer=None, stops=None, seed=None, **settings) -> Request:

@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
         StoredFeatures(folder)
     (folder / ".features-00002.safetensors.half").write_bytes(b"half")
     _, lines = store(target, rows, folder)
-    assert "0.06 MB; 0.02 MB are missing" in lines[0]
+    assert "0.06 MB; 0.02 MB are to be written" in lines[0]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     store(target, rows, tmp_path / "whole")
     for one, other in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):

@@ -37,4 +37,7 @@ def run(arguments, echo) -> Outcome:
     set_seed(arguments.seed)
     options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
     chat = Chat(decoder, encode, options, echo, wants_color(arguments.color, echo.stream))
-    return Outcome(facts={"turns": chat.run()})
+    try:
+        return Outcome(facts={"turns": chat.run()})
+    finally:
+        decoder.stop()

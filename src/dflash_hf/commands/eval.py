@@ -101,7 +101,10 @@ def _measure(arguments):
     methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup, arguments.mtp)
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
-        note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")
+        note(
+            f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype bfloat16 (or float32 "
+            "where a processor has no units for it) is for both"
+        )
     if prompts is None:
         prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))
     report = evaluate(

@@ -25,7 +25,7 @@ LONG = 3072  # tokens, the paper's longest texts
 # Memory at a hidden size of 4096 of a slot of a block, its activations stored or recomputed, and of a token of a text,
 # from measurements of a tiny target (examples/benchmarks/results/long_texts.md).
 GB_PER_SLOT, GB_PER_TOKEN = (1.5e-3, 0.55e-3), 0.48e-3
-AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
+AGAIN = "the same command with resume_from_checkpoint=auto goes on from the last checkpoint (see save_steps), or anew"
 _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
 

@@ -20,8 +20,8 @@ Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
 
 def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
     """
-    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of a single
-    text, which says nothing about chance, it is 0 standard errors.
+    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of fewer
+    than four texts, which say little about chance, it is 0 standard errors.
     """
     means, parts = [], []
     for sums in (before, after):
@@ -32,7 +32,7 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
         parts.append([(a - means[-1] * n) / total for a, n in sums])
     own = [now - then for then, now in zip(*parts, strict=True)]
     number, gain = len(own), means[1] - means[0]
-    if number < 2:
+    if number < 4:
         return gain, 0.0
     error = math.sqrt(number / (number - 1) * sum(one * one for one in own))
     return gain, 0.0 if gain == 0 else math.copysign(math.inf, gain) if error == 0 else gain / error

@@ -142,6 +142,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "title": repo.split("/")[-1],
         "repo": repo,
         "config": config,
+        "chats": ((config.dflash_config or {}).get("trained_with") or {}).get("template") != digest_of(""),
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
         "loading": "native" if layout == "Muse" else _loading(folder, findings),
         "engines": _engines(layout, folder, findings, config, facts, repo),

@@ -59,7 +59,9 @@ class Decoder:
         self.failures = 0 if hasattr(target, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
         self.rest = self.resting = 0  # requests without the drafter after one that gained nothing; those still to come
-        threading.Thread(target=self._run, daemon=True).start()
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def submit(self, request: Request) -> Request:
         """Answer a request; see its `done`."""
@@ -80,15 +82,19 @@ class Decoder:
         return (settings.do_sample, *processors) if all(one in _PER_REQUEST for one in processors) else None
 
     def stop(self) -> None:
-        """End the threads of all batches."""
+        """End the threads; torch must not be at work in one while the interpreter ends."""
+        self.inbox.put(None)
+        self.thread.join(timeout=2)
         for manager in self.managers.values():
             manager.stop(block=True, timeout=2)
 
     # In the thread.
 
     def _run(self) -> None:
-        while True:
+        while not self.stopped:
             self._receive(wait=not self.waiting)
+            if not self.waiting:  # the end
+                continue
             request = self.waiting.popleft()
             if request.over:  # nobody waits any more
                 request.finish()
@@ -100,8 +106,11 @@ class Decoder:
 
     def _receive(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
-            self.waiting.append(self.inbox.get())
-            wait = False
+            request, wait = self.inbox.get(), False
+            if request is None:
+                self.stopped = True
+            else:
+                self.waiting.append(request)
 
     def _joins(self, kind: tuple | None) -> bool:
         """Whether the first that waits may be decoded together with others of a kind."""

@@ -189,7 +189,7 @@ def store_features(
         whole, free = sum(lengths) * manifest.token_bytes, shutil.disk_usage(folder).free
         say(
             f"{len(lengths):,} examples, {sum(lengths):,} tokens at {manifest.token_bytes:,} bytes: {_size(whole)}; "
-            f"{_size(needed)} are missing, {_size(free)} are free in {folder}"
+            f"{_size(needed)} are to be written, {_size(free)} are free in {folder}"
         )
         if needed > free and enough is None:
             raise ValueError(

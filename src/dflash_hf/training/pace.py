@@ -118,9 +118,9 @@ class StepCount(TrainerCallback):
         if total < FEWEST_STEPS:
             self.warn(
                 f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
-                f"passes over the data, or shorter steps (now num_anchors={args.num_anchors}, "
+                f"passes over the data, or smaller steps than those of num_anchors={args.num_anchors}, "
                 f"per_device_train_batch_size={args.per_device_train_batch_size}, gradient_accumulation_steps="
-                f"{args.gradient_accumulation_steps}; a CPU takes 16, 4 and 1)."
+                f"{args.gradient_accumulation_steps} (the preset of a CPU: 16, 4 and 1)."
             )
 
 

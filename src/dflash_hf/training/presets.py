@@ -97,7 +97,7 @@ def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
     elif device == "cuda":
         values["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
     if small and given.get("draft"):
-        values["learning_rate"] = 5e-4
+        values["learning_rate"], reasons["learning_rate"] = 5e-4, "a trained drafter has less to learn"
     if given.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
         values["save_steps"] = given.get("eval_steps") or given.get("logging_steps") or values["logging_steps"]
     unwanted = {key for name, keys in _DECIDES.items() if given.get(name) for key in keys}

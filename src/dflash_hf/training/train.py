@@ -121,7 +121,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
                 drawn, enough = _drawn(rows, recipe, args), _enough(recipe, args, folder)
                 trainer.train_dataset = store_rows(drawn, folder / STORED / "train", trainer, recipe, encoder, enough)
                 trainer.eval_dataset = store_rows(eval_rows, folder / STORED / "eval", trainer, recipe, encoder)
-            say(f"features          of {len(trainer.train_dataset):,} rows are stored")
+            say(f"features          of {len(trainer.train_dataset):,} of {len(drawn):,} rows, as many as time allows")
         # 6. Training.
         if resume:
             say(f"resuming from {resume}")
