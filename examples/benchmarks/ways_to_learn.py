@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of CPU time for each way")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--draft", help="a trained drafter to go on from")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the codebooks of text")
+    parser.add_argument("--scale", type=float, default=0.3, help="of the codebooks of text")
     parser.add_argument("--only", nargs="+", choices=list(WAYS))
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts to decode")
     parser.add_argument("--max-new-tokens", type=int, default=64)
