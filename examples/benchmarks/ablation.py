@@ -99,16 +99,7 @@ def measure(name: str, seed: int, arguments) -> dict:
 
 def trained(keys: dict, features: list[str], eval_features: list[str], folder: str, seconds: float, seed: int) -> dict:
     """Train a drafter into a folder; returns its figures, teacher-forced on `eval_features`."""
-    keys = {
-        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
-        **{"init_layers": None, "draft_vocab_size": None, "gradient_accumulation_steps": 1, **keys},  # no preset's
-        **{"features": features, "eval_features": eval_features[0], "use_cpu": True, "max_minutes": seconds / 60},
-        **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
-        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},
-    }
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
-    recipe, training = read_recipe(None, [f"{key}={text}" for key, text in texts.items()])
-    trainer = train(recipe, training)
+    trainer = trainer_of({**keys, "eval_features": eval_features[0]}, features, folder, seconds, seed)
     figures = trainer.evaluate()
     log = [line for line in trainer.state.log_history if "simulated_tau" in line]
     return {
@@ -120,6 +111,20 @@ def trained(keys: dict, features: list[str], eval_features: list[str], folder: s
         "parameters": trainer.draft.num_parameters(),
         "hardware": hardware(torch.device("cpu")),
     }
+
+
+def trainer_of(keys: dict, features: list[str], folder: str, seconds: float, seed: int):
+    """The trainer of a run on stored features, after it."""
+    keys = {
+        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
+        **{"init_layers": None, "draft_vocab_size": None, "gradient_accumulation_steps": 1, **keys},  # no preset's
+        **{"features": features, "use_cpu": True, "max_minutes": seconds / 60},
+        **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
+        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},
+    }
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+    recipe, training = read_recipe(None, [f"{key}={text}" for key, text in texts.items()])
+    return train(recipe, training)
 
 
 def table(runs: list[dict]) -> str:

@@ -1,59 +1,134 @@
 """
-Which way a drafter of SmolLM2-135M-Instruct learns best: optimizers and weightings of the loss, each for equal CPU
-time on one thread, on the same stored features, measured on held-out answers: teacher-forced, and decoded in blocks.
+Which way a drafter of SmolLM2-135M-Instruct learns best: block sizes, losses, optimizers and starts, each for equal
+CPU time on one thread, on the same stored features, measured on held-out answers: teacher-forced, decoded in blocks.
 
     D=examples/smollm2-135m-dflash/data; F="dflash features --target smollm2 --mask-token-id 16 --states"
     $F --target-layer-ids 8 15 22 27 --data $D/answers.jsonl.gz --output features
     $F --target-layer-ids 8 15 22 27 --data $D/held_out.jsonl.gz --output held-out
-    python examples/benchmarks/ways_to_learn.py --features features --eval-features held-out --work runs --minutes 10
+    python examples/benchmarks/ways_to_learn.py --features features --eval-features held-out --work runs --minutes 6
 
 Each finished cell is a line of `ways.jsonl` in `--work`; the same command again runs the missing ones, and prints the
-table. `--draft smollm2` goes on from the bundled drafter instead of the target's last two layers.
+table. `--draft smollm2` goes on from the bundled drafter instead of the target's last two layers. Selectors are
+trained alone, on the bundled drafter without its own.
 """
 
 import argparse
 import json
 import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from ablation import BASE, trained
+from ablation import BASE, trained, trainer_of
 
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
 from dflash_hf.decoding.packing import emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
-from dflash_hf.smollm2 import folder_of, load_pair
+from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
+from dflash_hf.training.features import StoredFeatures, describe, store_features
 from dflash_hf.training.pace import Pace
+from dflash_hf.training.start import begin_as_target, with_parts
 
 
-PROMPTS = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data" / "held_out.jsonl.gz"
-SHARED = {"per_device_train_batch_size": 4, "num_anchors": 16, "loss_type": "dpace", "learning_rate": 1e-3}
-WAYS = {
-    "AdamW, D-PACE": {},
-    "blocks of 6": {"block_size": 6},
-    "blocks of 4": {"block_size": 4},
-    "batches of 2": {"per_device_train_batch_size": 2},
-    "blocks of 6, batches of 2": {"block_size": 6, "per_device_train_batch_size": 2},
-    "AdamW, decaying weights": {"loss_type": "ce"},
-    "AdamW, first failure": {"loss_type": "auf"},
-    "AdamW, D-PACE, KL": {"loss_type": "dpace_kl"},
-    "AdamW, first failure, KL": {"loss_type": "auf_kl"},
-    "Muon, D-PACE": {"muon": True},
-    "Muon, D-PACE, rate 2e-3": {"muon": True, "learning_rate": 2e-3},
-    "Muon, D-PACE, rate 4e-3": {"muon": True, "learning_rate": 4e-3},
-    "Muon, first failure": {"muon": True, "loss_type": "auf"},
-    "Muon, first failure, KL": {"muon": True, "loss_type": "auf_kl"},
+DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
+FRESH = BASE | {"block_size": 4}
+SHARED = {
+    **{"per_device_train_batch_size": 4, "num_anchors": 16, "loss_type": "dpace", "learning_rate": 1e-3},
+    **{"bf16": not emulated(torch.bfloat16), "overwrite_output_dir": True},
+}
+SELECTOR = {"head_only": True, "loss_type": "dpace_kl", "draft_config": {"selector_rank": 32, "selector_top_k": 16}}
+WAYS: dict[str, dict] = {
+    "blocks of 4": {},
+    "blocks of 8": {"block_size": 8},
+    "first failure": {"loss_type": "auf"},
+    "KL": {"loss_type": "dpace_kl"},
+    "first failure, KL": {"loss_type": "auf_kl"},
+    "Muon, rate 2e-3": {"muon": True, "learning_rate": 2e-3},
+    "raw text first": {},
+    "selector": SELECTOR,
+    "selector, codebooks of text": SELECTOR,
+}
+
+
+def text(pair, rows: int = 0):
+    """The last rows of the conversations, or all of them, encoded, and their encoder."""
+    encoder, found = RowEncoder(pair.tokenizer, mask_token_id=16), load_rows(str(DATA / "conversations.jsonl.gz"))
+    return prepare_dataset(found.select(range(len(found) - rows if rows else 0, len(found))), encoder)[0], encoder
+
+
+def after_text(folder: Path, seed: int, pair, arguments) -> float:
+    """
+    A drafter that learned from text in a third of the time, with the embedding of each token as its only feature: the
+    target never runs. It keeps its layers and its head, and reads the target's features as a fresh drafter does.
+    Returns the minutes.
+    """
+    minutes, store = arguments.minutes / 3, arguments.work / "text"
+    rows, encoder = text(pair, 3000)
+    store_features(pair.target, rows, store, describe(pair.target, "smollm2", [-1], encoder, "bfloat16"))
+    keys = FRESH | SHARED | {"target_layer_ids": [-1]}
+    learned = trainer_of(keys, [str(store)], str(folder), 60 * minutes, seed).draft
+    config = type(learned.config).from_dict(learned.config.to_dict(), target_layer_ids=BASE["target_layer_ids"])
+    draft = DFlashDraftModel(config)
+    begin_as_target(draft, pair.target, BASE["init_layers"])
+    kept = {name: one for name, one in learned.state_dict().items() if name not in ("fc.weight", "hidden_norm.weight")}
+    draft.load_state_dict(draft.state_dict() | kept)
+    draft.save_pretrained(folder)
+    return minutes
+
+
+def without_selector(folder: Path, *_) -> float:
+    """The bundled drafter without its path selector, at no cost."""
+    trained = DFlashDraftModel.from_pretrained(drafter_folder(), dtype=torch.float32)
+    none = dict.fromkeys(SELECTOR["draft_config"])
+    draft = DFlashDraftModel(type(trained.config).from_dict(trained.config.to_dict(), **none))
+    draft.load_state_dict({name: trained.state_dict()[name] for name in draft.state_dict()})
+    draft.save_pretrained(folder)
+    return 0.0
+
+
+@torch.no_grad()
+def with_codebooks(folder: Path, seed: int, pair, arguments) -> float:
+    """The same with a selector that begins with codebooks of text, and `W h` about `--scale`, at no cost."""
+    without_selector(folder)
+    draft = with_parts(DFlashDraftModel.from_pretrained(folder, dtype=torch.float32), SELECTOR["draft_config"])
+    own, stored = draft.candidate_selector, StoredFeatures(arguments.features[0])
+    states = torch.cat([stored[i]["stored"].read("states").float() for i in range(100)])  # [T, H]
+    weights = torch.linalg.lstsq(states, torch.full((len(states), 1), arguments.scale)).solution  # [H, 1]
+    before, after = codebooks(text(pair)[0], *own.predecessor_codebook.shape)
+    for ours, values in ((own.predecessor_codebook, before), (own.successor_codebook, after)):
+        ours.copy_(values)
+    own.hidden_projection.weight.copy_(weights.T.expand(len(before.T), -1))
+    draft.save_pretrained(folder)
+    return 0.0
+
+
+def codebooks(rows, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codebooks `[V, r]` of predecessors and successors: a truncated SVD of the bigrams' positive information."""
+    counts = Counter(pair for ids in rows["input_ids"] for pair in pairwise(ids))
+    pairs, times = torch.tensor(list(counts)).T, torch.tensor(list(counts.values()), dtype=torch.float64)
+    before, after = (torch.bincount(one, times, size)[one] for one in pairs)
+    information = (times * times.sum() / (before * after)).log().clamp(min=0.0).float()
+    u, s, v = torch.svd_lowrank(torch.sparse_coo_tensor(pairs, information, (size, size)), rank, niter=6)
+    return u * s.sqrt(), v * s.sqrt()
+
+
+STARTS = {
+    "raw text first": after_text,
+    "selector": without_selector,
+    "selector, codebooks of text": with_codebooks,
 }
 
 
 def decoded(folder: Path, pair, arguments) -> dict:
     """tau of a drafter, decoded in whole blocks."""
     draft = DFlashDraftModel.from_pretrained(folder, dtype=pair.target.dtype).eval()
-    encoder, rows = RowEncoder(pair.tokenizer), load_rows(str(PROMPTS))
+    encoder, rows = RowEncoder(pair.tokenizer), load_rows(str(DATA / "held_out.jsonl.gz"))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
     limit, methods = arguments.max_new_tokens, (TARGET, DFLASH)
     report = evaluate(pair.target, in_blocks(draft), prompts, limit, runs=1, methods=methods)
@@ -63,11 +138,12 @@ def decoded(folder: Path, pair, arguments) -> dict:
 def cell(name: str, seed: int, pair, arguments) -> dict:
     """Train and measure one way."""
     folder = arguments.work / f"{name}-{seed}".replace(",", "").replace(" ", "-")
-    keys = {**(SHARED if arguments.draft else BASE | SHARED), **WAYS[name], "overwrite_output_dir": True}
-    keys |= {"bf16": not emulated(torch.bfloat16)}
-    keys |= {"draft": folder_of(arguments.draft, drafter=True)} if arguments.draft else {}
-    seconds = 60 * arguments.minutes
-    figures = trained(keys, arguments.features, arguments.eval_features, str(folder), seconds, seed)
+    draft, minutes = folder_of(arguments.draft, drafter=True), arguments.minutes
+    if begin := STARTS.get(name):
+        draft = f"{folder}-start"
+        minutes -= begin(Path(draft), seed, pair, arguments)
+    keys = ({"draft": draft} if draft else FRESH) | SHARED | WAYS[name]
+    figures = trained(keys, arguments.features, arguments.eval_features, str(folder), 60 * minutes, seed)
     return {"name": name, "seed": seed, "minutes": arguments.minutes, **figures, **decoded(folder, pair, arguments)}
 
 
@@ -86,8 +162,9 @@ def main() -> None:
     parser.add_argument("--eval-features", nargs=1, required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder of the drafters and of ways.jsonl")
     parser.add_argument("--minutes", type=float, default=10.0, help="of CPU time for each way")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--draft", help="a trained drafter to go on from")
+    parser.add_argument("--scale", type=float, default=0.3, help="of the codebooks of text")
     parser.add_argument("--only", nargs="+", choices=list(WAYS))
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts to decode")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -98,7 +175,7 @@ def main() -> None:
     log = arguments.work / "ways.jsonl"
     cells = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     pair = load_pair()
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         for name in arguments.only or WAYS:
             if any((one["name"], one["seed"], one["minutes"]) == (name, seed, arguments.minutes) for one in cells):
                 continue
