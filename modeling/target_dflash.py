@@ -459,7 +459,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return 0.0 if difference.median() < 0.1 else math.inf
 
 
-def check_pair(target, draft_config) -> None:
+def check_pair(target, config) -> None:
     """
     Check that a drafter fits a target, as far as shapes show. An embedding that has grown or shrunk by a few rows is
     still that of the same target: its drafter drafts the tokens that both know.
@@ -475,15 +475,15 @@ def check_pair(target, draft_config) -> None:
             f"layers of one width; here they are {table} and {head}. Load the target with `AutoModelForCausalLM`, or "
             "call `generate` without `assistant_model`."
         )
-    ours, rows, depth = draft_config, len(table.weight), text_depth(target.config)
-    read, known = target.config.get_text_config().hidden_size, ours.vocab_size or rows
+    rows, depth, text = len(table.weight), text_depth(target.config), target.config.get_text_config()
+    read, known = text.hidden_size, config.vocab_size or rows
     wrong = {
-        f"target_hidden_size={ours.target_hidden_size}, not {read}": ours.target_hidden_size != read,
-        f"hidden_size={ours.hidden_size}, not {width} as its embedding": ours.hidden_size != width,
-        f"vocab_size={known}, not {rows}": abs(known - rows) > known * 0.1,
-        f"mask_token_id={ours.mask_token_id} of {rows} embeddings": ours.mask_token_id >= rows,
-        f"target_layer_ids={ours.target_layer_ids} of {depth} layers": max(ours.target_layer_ids) >= depth,
-        f"num_target_layers={ours.num_target_layers}, not {depth}": ours.num_target_layers not in (None, depth),
+        f"target_hidden_size={config.target_hidden_size}, not {read}": config.target_hidden_size != read,
+        f"hidden_size={config.hidden_size}, not {width} as its embedding": config.hidden_size != width,
+        f"vocab_size={known}, not {rows}": abs(known - rows) > known * 0.1 and known != text.vocab_size,
+        f"mask_token_id={config.mask_token_id} of {rows} embeddings": config.mask_token_id >= rows,
+        f"target_layer_ids={config.target_layer_ids} of {depth} layers": max(config.target_layer_ids) >= depth,
+        f"num_target_layers={config.num_target_layers}, not {depth}": config.num_target_layers not in (None, depth),
     }
     if any(wrong.values()):
         found = "; ".join(what for what, is_wrong in wrong.items() if is_wrong)

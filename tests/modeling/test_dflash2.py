@@ -104,7 +104,7 @@ def test_initial_parameters():
         ({"conv_kernel_size": 5}, "conv_kernel_size=5"),
         ({"selector_rank": None}, "selector_rank=None"),
         ({"selector_top_k": 97}, "selector_top_k=97"),
-        ({"draft_vocab_size": 4}, "selector_top_k=5 exceeds draft_vocab_size=4"),
+        ({"draft_vocab_size": 4}, "selector_top_k=5 must be at most draft_vocab_size=4"),
         ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
         ({"output_multiplier": -1.0}, "output_multiplier=-1.0"),
         ({"final_logit_softcapping": float("nan")}, "final_logit_softcapping=nan"),

@@ -164,7 +164,7 @@ def test_a_drafter_with_new_parts_is_where_and_as_it_was():
     [
         ({"selector_rank": 9, "selector_top_k": 6}, "draft_config.selector_rank=9 differs from its 8"),
         ({"block_size": 8}, "draft_config.block_size=8 is not a part that can be added"),
-        ({"conv_kernel_size": 2}, "conv_kernel_size=2 and conv_group_size=None belong together"),
+        ({"conv_kernel_size": 2}, "conv_kernel_size=2 and conv_group_size=None must be set together"),
         ({"selector_top_k": 6, "selector_rank": 8}, None),
     ],
 )

@@ -159,8 +159,8 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     if mask_token_id is None:
         remedy = mask_token_remedy(tokenizer, "--mask-token-id")
         note(
-            f"{arguments.target} has no spare embedding row for a mask token, which a fresh drafter needs: {remedy}; "
-            "to go on with a trained drafter, give its own"
+            f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}; to go "
+            "on with a trained drafter, give its own"
         )
     encoder = pair.encoder(kwargs, mask_token_id)
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}

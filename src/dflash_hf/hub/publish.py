@@ -188,7 +188,7 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
         findings += _lay_gguf(folder, draft, repo, gguf_target)
         card = _card(folder, draft, repo, facts)
     except (ValueError, OSError, ImportError) as error:
-        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 400)}") from error
+        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 1000)}") from error
     # 3. The files.
     sources, left_out = _select(folder, code)
     own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
