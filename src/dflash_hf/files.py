@@ -91,7 +91,8 @@ def locked(path: Path) -> Iterator[None]:
         `ValueError`: another process writes there.
     """
     real = path.resolve()  # whatever its links are called
-    lock = FileLock(real / LOCK_FILE if real.is_dir() else real.with_name(f".{real.name}{LOCK_FILE}"), timeout=0)
+    file = real / LOCK_FILE if real.is_dir() else real.with_name(f".{real.name}{LOCK_FILE}")
+    lock = FileLock(file, timeout=0, fallback_to_soft=False)  # a soft lock outlives a killed process
     try:
         lock.acquire()
     except Timeout as error:
@@ -108,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(PermissionError):  # Windows keeps a file that is open
-            Path(lock.lock_file).unlink(missing_ok=True)  # first: nobody holds a file without a name
+            file.unlink(missing_ok=True)  # first: nobody holds a file without a name
         lock.release()
 
 

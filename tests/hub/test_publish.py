@@ -105,7 +105,7 @@ def test_own_code_goes_with_what_it_imports(folder):
     for name, text in {
         "plots_dflash.py": "import matplotlib\n",
         "layers.py": "from .text_dflash import Text\n",
-        "mine.py": "from .layers import Text\n\n\nclass MyDraft: ...\n",
+        "mine.py": "from .layers import Text\nfrom .not_there import Nothing\n\n\nclass MyDraft: ...\n",
     }.items():
         (folder / name).write_text(text, encoding="utf-8")
     before = json.loads((folder / "config.json").read_text())["auto_map"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.dynamic_module_utils import get_relative_imports
 
 from dflash_hf import __version__
 from dflash_hf.drafter import DFlashDraftModel
@@ -275,14 +275,18 @@ def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[
 def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
     """Files besides `code` that `auto_map` names, with the named class, and those that they import."""
     found: set[str] = set()
+    waiting: list[Path] = []
     auto_map = read_json(folder / "config.json").get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
         path, its_class = folder / f"{module}.py", rf"(?m)^class {re.escape(name)}\b"
-        if path.name in code or not path.is_file():
-            continue
-        if re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
-            found |= {path.name, *(Path(file).name for file in get_relative_import_files(path))}
+        if path.is_file() and re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
+            waiting.append(path)
+    while waiting:
+        path = waiting.pop()
+        if path.name not in (*found, *code) and path.is_file():
+            found.add(path.name)
+            waiting += [folder / f"{module}.py" for module in get_relative_imports(path)]
     return found
 
 

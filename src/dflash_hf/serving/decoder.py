@@ -85,7 +85,7 @@ class Decoder:
         """End the threads; torch must not be at work in one while the interpreter ends."""
         self.inbox.put(None)
         self.thread.join(timeout=2)
-        for manager in self.managers.values():
+        for manager in list(self.managers.values()):
             manager.stop(block=True, timeout=2)
 
     # In the thread.
