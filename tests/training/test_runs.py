@@ -429,9 +429,11 @@ class Cut(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsys, monkeypatch):
-    """As many rows are stored as the steps read; a resumed run of more refused its own features."""
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsys, monkeypatch, saves):
+    """As many rows are stored as the steps read; a resumed run of more refused its own, or lost them without a checkpoint."""
     given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
+    given.append(f"save_strategy={saves}")
     with pytest.raises(KeyboardInterrupt):
         train_recipe(*read_recipe(None, [*given, "max_steps=4"]), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8

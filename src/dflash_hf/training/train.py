@@ -113,7 +113,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     with ExitStack() as stack:
         if first:
-            _begin(folder, resume is None, stack)
+            _begin(folder, not training.get("resume_from_checkpoint"), stack)
         trainer.accelerator.wait_for_everyone()
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
