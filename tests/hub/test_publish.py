@@ -98,6 +98,9 @@ def test_a_drafter_is_published_with_todays_code(folder):
         assert "plan_dflash.py" in result.left_out and "trust_remote_code" in result.card.text
         assert [finding.key for finding in result.findings] == findings
         assert json.loads(result.contents["config.json"])["dflash_hf_version"] == __version__
+    edit(folder, dflash_hf_version="99.0")
+    with pytest.raises(PublishError, match=f"has code of 99.0; this is {__version__}: install the newer version"):
+        publish(folder, REPO, dry_run=True, facts=FACTS)
 
 
 def test_own_code_goes_with_what_it_imports(folder):

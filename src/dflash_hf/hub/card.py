@@ -202,7 +202,8 @@ def code_of(folder: str | Path) -> dict[str, Path]:
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads a folder that is not in its own layout: with the published code, or this package."""
-    found = [one for one in findings if "transformers" in one.engines and one.key not in code_of(folder)]
+    code = code_of(folder)
+    found = [one for one in findings if "transformers" in one.engines and one.key not in code]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
 

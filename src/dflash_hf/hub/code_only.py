@@ -8,8 +8,8 @@ from huggingface_hub import HfApi
 
 from dflash_hf import __version__
 from dflash_hf.hub.drafter import OUR_MODEL
-from dflash_hf.hub.limits import is_older, version_of
-from dflash_hf.hub.publish import CODE, PublishError, compare, explained, with_version
+from dflash_hf.hub.limits import version_of
+from dflash_hf.hub.publish import CODE, PublishError, check_not_newer, compare, explained, with_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
@@ -66,16 +66,16 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         DFlashDraftConfig.from_dict(config)
     except Exception as error:  # upstream's own validation raises many types
         raise PublishError(f"{repo} has a config.json that other code does not mend: {one_line(error)}") from error
-    before = version_of(config)
-    if is_older(__version__, than=before):
-        raise PublishError(f"{repo} has code of {before}; this is {__version__}: install the newer version.")
+    check_not_newer(config, repo)
     # 2. What differs.
     changes = compare(info, {**code_files(), "config.json": with_version(text).encode()}, CODE)
-    change = CodeChange(repo, before, files=sorted(changes.added + changes.replaced), removed=changes.deleted)
+    change = CodeChange(
+        repo, version_of(config), files=sorted(changes.added + changes.replaced), removed=changes.deleted
+    )
     if changes.operations and not dry_run:
         # 3. One pull request.
         title = f"Code of dflash-hf {change.after}"
-        note = f"Replaces the code of {before} beside the weights; weights and card are unchanged."
+        note = f"Replaces the code of {change.before} beside the weights; weights and card are unchanged."
         described = {"commit_message": title, "commit_description": note, "parent_commit": changes.parent}
         with explained(repo, again):
             change.url = api.create_commit(repo, changes.operations, create_pr=True, **described).pr_url

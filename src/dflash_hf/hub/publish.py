@@ -22,6 +22,7 @@ from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_g
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Finding
+from dflash_hf.hub.limits import is_older, version_of
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files
@@ -169,7 +170,8 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
-    code = code_of(folder)
+    if code := code_of(folder):
+        check_not_newer(read_json(folder / "config.json"), folder)
     findings = [finding for finding in check(folder) if finding.key not in (*code, "dflash_hf_version")]
     for name, ours in code.items():
         if (folder / name).is_file() and not filecmp.cmp(folder / name, ours, shallow=False):
@@ -199,6 +201,15 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
+
+
+def check_not_newer(config: dict, where: str | Path) -> None:
+    """
+    Raises:
+        `PublishError`: a drafter has code of a newer version than this one, which would replace it.
+    """
+    if is_older(__version__, than=(before := version_of(config))):
+        raise PublishError(f"{where} has code of {before}; this is {__version__}: install the newer version.")
 
 
 def with_version(config: str) -> str:
