@@ -43,6 +43,8 @@ def _devices() -> str:
         from dflash_hf.decoding.packing import emulated
     except Exception as error:  # a broken installation is what the report is about
         return f"torch or transformers cannot be imported: {error!r}"
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    units = "no units for bf16: float32 is faster" if emulated(torch.bfloat16) else "units for bf16"
-    return ", ".join(cards) or ("mps" if torch.backends.mps.is_available() else f"cpu, with {units}")
+    if cards := [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]:
+        return ", ".join(cards)
+    if torch.backends.mps.is_available():
+        return "mps"
+    return f"cpu, {'without units for bf16: float32 is faster' if emulated(torch.bfloat16) else 'with units for bf16'}"

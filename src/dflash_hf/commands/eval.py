@@ -102,8 +102,8 @@ def _measure(arguments):
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
         note(
-            f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype bfloat16 (or float32 "
-            "where a processor has no units for it) is for both"
+            f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both, bfloat16, or float32 on a "
+            "processor without units for it"
         )
     if prompts is None:
         prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))

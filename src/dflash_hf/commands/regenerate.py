@@ -153,15 +153,15 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     mask_token_id = arguments.mask_token_id
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
+        if mask_token_id is None:
+            remedy = mask_token_remedy(tokenizer, "--mask-token-id")
+            note(
+                f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}; to "
+                "go on with a trained drafter, give its own"
+            )
     elif mask_token_id < len(tokenizer) and mask_token_id not in tokenizer.added_tokens_decoder:
         written = tokenizer.decode([mask_token_id])
         note(f"--mask-token-id {mask_token_id} is the ordinary token {written!r}: answers are written without it")
-    if mask_token_id is None:
-        remedy = mask_token_remedy(tokenizer, "--mask-token-id")
-        note(
-            f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}; to go "
-            "on with a trained drafter, give its own"
-        )
     encoder = pair.encoder(kwargs, mask_token_id)
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.settle(known)
