@@ -431,7 +431,7 @@ class Cut(TrainerCallback):
 
 @pytest.mark.parametrize("saves", ["steps", "no"])
 def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsys, monkeypatch, saves):
-    """As many rows are stored as the steps read; a resumed run of more refused its own, or lost them without a checkpoint."""
+    """As many rows are stored as the steps read; a resumed run of more refused its own, or stored them anew."""
     given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
     given.append(f"save_strategy={saves}")
     with pytest.raises(KeyboardInterrupt):
