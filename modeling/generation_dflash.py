@@ -190,7 +190,7 @@ def decode(
     # 1. Read the prompt: the target as usual, the drafter its features.
     with prefilled(call, strategy) as (drafter, session, text):
         while not text.done:
-            with torch.inference_mode(session.rollback_is_free or torch.is_inference_mode_enabled()):
+            with session.without_gradients():
                 drafted = strategy.draft(drafter, text)  # 2. draft: a block, or whatever the strategy prefers
                 logits, features = session.verify(drafted)  # 3. verify: one forward of the target
             verdict = text.accept(drafted, logits)  # 4. accept what it agrees with, plus one token of its own

@@ -47,6 +47,14 @@ class SlotSession:
         if "output_router_logits" in inspect.signature(target.forward).parameters:
             self.arguments["output_router_logits"] = False  # their loss reads a mask of padding, and nobody reads it
 
+    def without_gradients(self):
+        """
+        For the forwards of a round. Inference mode is faster, but recurrent states are written in place between
+        rounds, and a tensor that was made in inference mode cannot be written outside of it.
+        """
+        # Not `inference_mode(False)`: that switches gradients on, inside of `no_grad` too.
+        return torch.inference_mode() if self.rollback_is_free else torch.no_grad()
+
     def verify(self, draft) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         One forward over a draft (`Block` or the like), whose anchor is each row's next token. A token's position is

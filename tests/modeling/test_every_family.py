@@ -14,7 +14,7 @@ def failures(outcomes):
     return [
         f"{outcome.model_type}: {outcome.verdict}: {outcome.detail}"
         for outcome in outcomes
-        if outcome.verdict in ("wrong", "error")
+        if outcome.verdict in ("wrong", "leaks", "error")
         or outcome.verdict == "refused"
         and outcome.model_type not in NO_DRAFTER
     ]
@@ -37,6 +37,16 @@ def test_families_are_drafted_or_decode_plainly():
     assert all(min(outcome.tau) > 3 for outcome in drafted), "drafts that are right are accepted"
     assert [outcome.detail for outcome in drafted] == ["slots, recurrent layers replayed", "slots", "slots"]
     assert plain.verdict == "plain" and "cannot be rolled back" in plain.detail
+
+
+def test_memory_does_not_grow_with_rounds():
+    """
+    With parameters that require gradients, as they are loaded: `inference_mode(False)` switches gradients on, and a
+    recurrent target kept the graph of every round.
+    """
+    outcomes = examine_all([("falcon_h1", False), ("lfm2", False), ("gemma3_text", False)])
+    assert [outcome.verdict for outcome in outcomes] == ["right"] * 3, failures(outcomes)
+    assert all(0 < outcome.growth < 1 << 20 for outcome in outcomes), outcomes
 
 
 def test_tiny_models_keep_the_layers_of_a_family():

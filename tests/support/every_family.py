@@ -3,6 +3,7 @@ Is decoding with a drafter lossless for one family of targets, and how is it rol
 own, with a limit of time and memory, so that no family can hold up or bring down the others.
 """
 
+import contextlib
 import logging
 import math
 import multiprocessing
@@ -17,12 +18,15 @@ from unittest import mock
 
 import torch
 import transformers
+from prompt_memory import LiveBytes
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.session_dflash import SlotSession
 from support.pairs import make_draft
 from support.scripted_draft import scripted
 from support.tiny_models import DIVERSE, prompts, tiny_model
@@ -30,6 +34,10 @@ from support.tiny_models import DIVERSE, prompts, tiny_model
 
 NEW_TOKENS, ERROR_RATE, BLOCK_SIZE = 40, 0.15, 8
 SECONDS, BYTES = 120, 4 << 30
+# Live bytes at the peak of a call may grow by so many from 24 to 120 tokens: caches of a tiny model take a few hundred
+# kilobytes, a graph of every round took 100 MB.
+SHORT, LONG = 24, 120
+MOST_GROWTH = 4 << 20
 ROLLBACK = {"SlotSession": "slots", "ReplaySession": "slots, recurrent layers replayed"}
 
 
@@ -40,10 +48,12 @@ class Outcome:
 
     Args:
         verdict (`str`): `"right"`, with drafts that were accepted; `"plain"`, decoded without the drafter, with the
-            warning; `"refused"`, told before any call that there can be no drafter; `"wrong"`; `"error"`;
-            `"not made"`, no tiny model of it, or one that does not generate alone.
+            warning; `"refused"`, told before any call that there can be no drafter; `"wrong"`; `"leaks"`, a forward
+            records gradients, or memory grows from round to round; `"error"`; `"not made"`, no tiny model of it, or
+            one that does not generate alone.
         detail (`str`): The way of rolling back, the warning, the place of the difference, the message.
         tau (`list[float]`): Tokens committed per verification, for one row and for four.
+        growth (`int`): Bytes by which the peak of a call of 120 tokens is above that of one of 24 tokens.
     """
 
     model_type: str
@@ -51,6 +61,7 @@ class Outcome:
     verdict: str = "not made"
     detail: str = ""
     tau: tuple[float, ...] = ()
+    growth: int = 0
 
 
 def families() -> list[tuple[str, bool]]:
@@ -66,7 +77,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     transformers.logging.set_verbosity_error()
     outcome = Outcome(model_type)
     try:
-        target = tiny_model(model_type, wrapper)
+        target = tiny_model(model_type, wrapper).requires_grad_(True)  # as `from_pretrained` leaves it
         outcome.name = type(target).__name__
         if target.config.is_encoder_decoder:
             raise ValueError("an encoder-decoder model")
@@ -91,12 +102,22 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     tau = []
     try:
         for rows, text in expected.items():
-            output = _generated(target, rows, scripted(draft, text, ERROR_RATE))
+            with recorded_gradients() as recorded:
+                output = _generated(target, rows, scripted(draft, text, ERROR_RATE))
+            if recorded:
+                outcome.verdict, outcome.detail = "leaks", f"gradients are recorded in {recorded[0]}"
+                return outcome
             if output.sequences.shape != text.shape or not torch.equal(output.sequences, text):
                 outcome.verdict, outcome.detail = "wrong", _difference(target, rows, output.sequences, text)
                 return outcome
             lengths = [n for row in output.acceptance_lengths for n in row]
             tau.append(sum(lengths) / len(lengths) if lengths else math.nan)
+        if not any(math.isnan(number) for number in tau):
+            outcome.growth = memory_growth(target, draft)
+            if outcome.growth > MOST_GROWTH:
+                outcome.verdict = "leaks"
+                outcome.detail = f"{outcome.growth:,} bytes more after {LONG} tokens than after {SHORT}"
+                return outcome
     except Exception as error:
         outcome.verdict, outcome.detail = "error", _said(error)
         return outcome
@@ -110,11 +131,46 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     return outcome
 
 
+@contextlib.contextmanager
+def recorded_gradients():
+    """Yields a list of the forwards of drafted calls, inside, whose output records gradients."""
+    recorded: list[str] = []
+
+    def watch(owner, name: str):
+        original = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            output = original(*args, **kwargs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs):
+                recorded.append(f"{owner.__name__}.{name}")
+            return output
+
+        return mock.patch.object(owner, name, watched)
+
+    with watch(SlotSession, "verify"), watch(Drafter, "hidden_states"), watch(Drafter, "logits"):
+        yield recorded
+
+
+def memory_growth(target, draft) -> int:
+    """Bytes by which the peak of a call of `LONG` tokens and four rows is above that of one of `SHORT` tokens."""
+    text = _generated(target, 4, new_tokens=LONG).sequences
+    known = scripted(draft, text, ERROR_RATE)
+    peaks = []
+    for new_tokens in (SHORT, LONG):
+        with LiveBytes() as counted:
+            _generated(target, 4, known, new_tokens)
+        peaks.append(counted.peak)
+    return peaks[1] - peaks[0]
+
+
 def examine_all(names, report=lambda outcome: None) -> list[Outcome]:
     """Each family in a process of its own, one after the other; `report` is told of each as it is known."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once, and found there through the environment
-    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1])):
+    tests = Path(__file__).resolve().parents[1]
+    paths = [str(tests), str(tests.parent / "examples" / "benchmarks")]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
         forkserver.ensure_running()
     outcomes = []
     for model_type, wrapper in names:
@@ -144,10 +200,10 @@ def _apart(model_type: str, wrapper: bool, sending) -> None:
 
 
 @torch.no_grad()
-def _generated(target, rows: int, draft=None):
+def _generated(target, rows: int, draft=None, new_tokens: int = NEW_TOKENS):
     return target.generate(
         **prompts(rows)[0],
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=new_tokens,
         do_sample=False,
         return_dict_in_generate=True,
         assistant_model=draft,
