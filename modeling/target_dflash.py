@@ -112,7 +112,10 @@ traced: list["FeatureTap"] = []  # of the forward that torch.compile traces, whi
 
 
 def _tap() -> "FeatureTap | None":
-    return (traced[-1] if traced else None) if torch.compiler.is_compiling() else _running.get()
+    # Not `is_compiling`, which is true in all threads while one compiles.
+    if torch.compiler.is_dynamo_compiling():
+        return traced[-1] if traced else None
+    return _running.get()
 
 
 def _input(layer, args, kwargs=None) -> None:  # none in a thread that runs while the hook is registered
@@ -130,6 +133,11 @@ def _output(layer, args, output) -> None:
 def _positions(target, args, kwargs=None) -> None:
     if (tap := _tap()) is not None and kwargs is not None:
         tap.positions = kwargs.get("position_ids")
+
+
+def is_tap(hook) -> bool:
+    """Whether a hook is one of a [`FeatureTap`], of whichever copy of this file."""
+    return _home(hook).endswith(_OURS)
 
 
 def attach(hooks) -> None:
@@ -177,6 +185,7 @@ class FeatureTap:
 
     def __init__(self, target, layer_ids: list[int], consume=None):
         layers = decoder_layers(target)
+        self.layer_ids = tuple(layer_ids)
         self.places = [(layers[max(i, 0)], _input if i < 0 else _output) for i in layer_ids]
         self.hooks = {*self.places, (target, _positions)}
         self.consume = consume
@@ -222,7 +231,7 @@ def why_hidden(target) -> str | None:
     for module in target.modules():
         replaced = vars(module).get("forward")
         if module._compiled_call_impl is not None or hasattr(replaced, "_torchdynamo_orig_callable"):
-            return f"{type(module).__name__} is compiled (set `draft.decoding_config.compile` instead)"
+            return f"{type(module).__name__} is compiled; pass the model as it was before"
         if replaced is not None and not _is_known(replaced):
             return f"the forward of a {type(module).__name__} is replaced"
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -233,7 +242,7 @@ def why_hidden(target) -> str | None:
 
 def _is_known(function) -> bool:
     """Whether a hook or forward only places, shards or adapts, by its library; an activated LoRA counts tokens."""
-    known = _home(function).endswith(_OURS) or _home(function).partition(".")[0] in _KNOWN
+    known = is_tap(function) or _home(function).partition(".")[0] in _KNOWN
     return known and not getattr(function, "keywords", {}).get("alora_offsets")
 
 
