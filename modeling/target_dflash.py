@@ -261,9 +261,15 @@ class Support(NamedTuple):
     trees: bool = False  # whether trees can be verified
     features: frozenset[int] = frozenset()  # layers with an output of one vector per token, -1: their input
     failure: str | None = None  # why it could not be tried this time
+    attention: str | None = None  # the attention, if it takes no masks of drafts
 
     def why_plain(self, name: str, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if self.attention is not None:
+            return (
+                f"{name} was loaded with attn_implementation={self.attention!r}, which takes no mask of a draft; load "
+                "it with attn_implementation='sdpa'"
+            )
         if self.failure is not None:
             return f"{name} could not be tried on a few tokens ({self.failure})"
         if not self.features:
@@ -283,6 +289,18 @@ class Support(NamedTuple):
         return None
 
 
+def takes_masks(attention: str | None) -> bool:
+    """
+    Whether an attention implementation takes additive masks `[R, 1, n, S]`, as upstream makes them for it.
+
+    FlashAttention reads a mask as a list of rows: on a GPU an index out of bounds ends the process, so a target with
+    it is not even tried. FlexAttention wants a function. An attention of somebody's own gets no masks from upstream,
+    and is tried.
+    """
+    create = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    return "flash" not in (attention or "") and create in (None, masking_utils.sdpa_mask, masking_utils.eager_mask)
+
+
 # What was found, as long as a target lives.
 _supports: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
@@ -299,11 +317,14 @@ def support_of(target, sessions: tuple[Any, ...], draft_tree=None) -> Support:
         sessions (`tuple[type]`): The kinds of sessions to try, the simplest first.
         draft_tree (`callable`, *optional*): Makes a tree of a block `[R, n]`, and the path of the block in it.
     """
+    attention = target.config.get_text_config()._attn_implementation
+    if not takes_masks(attention):
+        return Support(None, math.inf, attention=attention)
     device = input_device(target).type
     forwards = {kind.forward for kind in {type(module) for module in target.modules()}}
     steps = (target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation)
     key = (
-        *(sessions, target.config.get_text_config()._attn_implementation, target.dtype, frozenset(forwards)),
+        *(sessions, attention, target.dtype, frozenset(forwards)),
         tuple(getattr(step, "__func__", step) for step in steps),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
     )

@@ -13,6 +13,8 @@ from support.runs import CHECKPOINTING
 from support.scripted_draft import recognising
 from support.tiny_models import tiny_model
 from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.strategy import support
@@ -238,3 +240,34 @@ def test_ids_on_another_device_decode_plainly(monkeypatch):
     monkeypatch.setattr(type(target), "device", torch.device("cuda"))
     call = SimpleNamespace(target=target, prompt=torch.ones(1, 4), model_kwargs={})
     assert "input_ids are on cpu, but Qwen3ForCausalLM is on cuda" in why_plain(call, None)
+
+
+@pytest.mark.parametrize("masks", ["flash_attention_2", "flex_attention"])
+def test_attention_without_masks_is_not_tried(masks, caplog, request):
+    """FlashAttention reads the mask of a draft as numbers of rows, which ends a CUDA process in the trial."""
+    name = "own_" + masks.replace("flash", "rows")  # upstream looks for a library where the name says "flash"
+
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        assert attention_mask is None or attention_mask.dim() == 2, "a mask of a draft"
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask=None, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    create = ALL_MASK_ATTENTION_FUNCTIONS[masks] if masks == "flash_attention_2" else lambda **kwargs: None
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, create)
+    request.addfinalizer(lambda: ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name))
+    request.addfinalizer(lambda: ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name))
+    call = call_of(attn="sdpa")
+    plain = call()
+    draft = recognising(call.target, call.texts(plain.sequences), error_rate=0.2)
+    call.target.set_attn_implementation(name)
+    drafted = call(draft)
+    assert drafted.lengths == [[]]
+    assert f"attn_implementation='{name}', which takes no mask of a draft; load it with" in caplog.text
+    call.target.set_attn_implementation("sdpa")  # as the line says
+    assert max(call(draft).lengths[0]) > 1
+
+
+def test_attentions_of_the_kernels_hub_are_known_by_name():
+    refused = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|flash_attention_2")
+    assert not any(target_dflash.takes_masks(name) for name in (*refused, "flex_attention"))
+    assert all(target_dflash.takes_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))
