@@ -207,6 +207,7 @@ class Drafter:
         draft (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): The target, for its embedding and head.
         noise ([`Noise`], *optional*): Of the target's next samples, which drafts allow for.
+        block_tokens (`int`, *optional*): Tokens of a drafted block, anchor included. Default: the trained size.
 
     Attributes:
         context ([`Context`]): What it has read of the text.
@@ -215,8 +216,9 @@ class Drafter:
 
     CONTEXT = Context
 
-    def __init__(self, draft, target, noise: Noise | None = None):
+    def __init__(self, draft, target, noise: Noise | None = None, block_tokens: int | None = None):
         self.draft, self.target, self.noise = draft, target, noise
+        self.block_tokens = block_tokens or draft.config.block_tokens
         self.head = draft.config.head(draft, partial(draft.embed, target))
         self.context = self.CONTEXT(draft)
 
@@ -239,14 +241,16 @@ class Drafter:
         return Block(self.walk(anchors, hidden, lengths))
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
-        """`[R, n, H]` after the final norm, of the slots that draft, in a block of the trained size."""
+        """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
         config = self.draft.config
-        masked = anchors.new_full((len(anchors), config.block_size - 1), config.mask_token_id)
+        # Where the last slot drafts a token, too, a block has one slot less than tokens.
+        slots = self.block_tokens - (config.block_tokens - config.block_size)
+        masked = anchors.new_full((len(anchors), slots - 1), config.mask_token_id)
         block = self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))
-        hidden = self._forward(noise_embeds=self.context.to_draft(block), **self.context.with_block(config.block_size))
+        hidden = self._forward(noise_embeds=self.context.to_draft(block), **self.context.with_block(slots))
         # Slot 0 is the anchor's: it predicts the next token or nothing.
         first = 0 if config.sample_from_anchor else 1
-        return hidden[:, first : first + config.block_tokens - 1]
+        return hidden[:, first : first + self.block_tokens - 1]
 
     def _forward(self, **inputs) -> torch.Tensor:
         return self.draft(**inputs).last_hidden_state

@@ -125,7 +125,7 @@ class Strategy:
 
     def drafter(self) -> Drafter:
         """The drafter of this call."""
-        return Drafter(self.call.draft, self.call.target, self.call.rules.noise)
+        return Drafter(self.call.draft, self.call.target, self.call.rules.noise, self.size)
 
     def session(self, *prompt) -> SlotSession:
         """How the target verifies; the arguments are those of [`SlotSession`], after the target."""
@@ -207,7 +207,7 @@ def decode(
         sequences=text.sequences,
         acceptance_lengths=text.rounds,
         **{CACHE_NAME: session.source},
-        **text.listed,
+        **{name: tuple(listed) for name, listed in text.listed.items()},
         **chosen,
     )
 

@@ -27,13 +27,15 @@ class Noise:
         temperature (`float`): At which the target samples.
     """
 
-    MOST_BYTES = 2**28  # of draws that are kept; those of rows far behind the others are made again
+    # Of draws that are kept, or twice those of a round, if that is more; those of rows far behind are made again.
+    MOST_BYTES = 2**28
 
     def __init__(self, generator: torch.Generator, rows: int, temperature: float = 1.0):
         self.generator, self.rows, self.temperature, self.width = generator, rows, temperature, 0
         self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw
         self.kept: dict[int, torch.Tensor] = {}  # [R, V], the latest draws used
         self.made = 0
+        self.in_round = 1  # draws that a row needs in a round
 
     @classmethod
     def of(cls, device: torch.device, rows: int, temperature: float | None) -> "Noise":
@@ -75,6 +77,7 @@ class Noise:
 
     def _of_rows(self, lengths: list[int], number: int, ids=slice(None)) -> torch.Tensor:
         """The noise `[R, number, V]` of the next draws of each row; each draw is made once, as few are kept."""
+        self.in_round = max(self.in_round, number)
         noise: list[list] = [[None] * number for _ in lengths]
         for index in sorted({n + step for n in lengths for step in range(number)}):
             draw = self._draw(index, self.width)
@@ -102,7 +105,8 @@ class Noise:
 
     def _keep(self, index: int, noise: torch.Tensor) -> None:
         self.kept[index] = noise
-        while len(self.kept) * noise.nbytes > self.MOST_BYTES and len(self.kept) > 1:
+        most = max(self.MOST_BYTES // noise.nbytes, 2 * self.in_round)
+        while len(self.kept) > most:
             del self.kept[next(iter(self.kept))]
 
     def forget(self, before: int) -> None:

@@ -18,7 +18,7 @@ class Text:
         alive (`list[bool]`): Rows that have not ended.
         last (`torch.LongTensor`): `[R]`, the last committed token of each row: the anchors of the next draft.
         rounds (`list[list[int]]`): For each row, the tokens that each verification committed.
-        listed (`dict[str, tuple]`): The outputs of each token that were requested.
+        listed (`dict[str, list]`): The outputs of each token that were requested.
         interrupted (`Verdict`, *optional*): The accepted part of a round that an error of the caller's code ended, as
             far as the cache of plain decoding would hold it.
     """
@@ -27,7 +27,7 @@ class Text:
         rows, self.rules, self.buffer = len(prompt), rules, prompt  # which grows: the limit may be far away
         self.lengths, self.alive, self.last = [0] * rows, [True] * rows, prompt.new_zeros(rows)
         self.rounds: list[list[int]] = [[] for _ in range(rows)]
-        self.listed: dict[str, tuple] = dict.fromkeys(rules.listed, ())
+        self.listed: dict[str, list[torch.Tensor]] = {name: [] for name in rules.listed}
         self.interrupted: Verdict | None = None
 
     @property
@@ -139,7 +139,8 @@ class Text:
             token, scores = rules.next_token(row, self.buffer[row : row + 1, :end], raw)
             self.buffer[row, end] = token
             new = {"scores": scores, "logits": raw}
-            self.listed = {name: (*listed, new[name]) for name, listed in self.listed.items()}
+            for name, listed in self.listed.items():
+                listed.append(new[name])
             self.lengths[row] += 1
             if rules.streamer is not None:
                 rules.streamer.put(self.buffer[row, end : end + 1].cpu())

@@ -25,7 +25,7 @@ from sizes import TEXTS, Situation, batches
 from transformers.utils import logging
 
 from dflash_hf.decoding import copies, costs, reliability, sizes, strategy
-from dflash_hf.decoding.strategy import TOP_K, Fastest, Fixed
+from dflash_hf.decoding.strategy import Fastest, Fixed
 from dflash_hf.decoding.trees import Tree, tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 from dflash_hf.modeling.text_dflash import Text
@@ -42,7 +42,7 @@ class Recorded(Fixed):
     """Decodes one token a round, and keeps the tree that would be drafted at each of them."""
 
     def draft(self, drafter, text):
-        self.call.draft.found.append(tree(drafter, text.last, text.next_draws, WIDTH, TOP_K))
+        self.call.draft.found.append(tree(drafter, text.last, text.next_draws, WIDTH))
         return Block(text.last[:, None])
 
 

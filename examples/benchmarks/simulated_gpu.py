@@ -33,10 +33,11 @@ from dflash_hf.decoding.costs import Costs as KnownCosts
 from dflash_hf.decoding.costs import CostTable
 from dflash_hf.decoding.sizes import Seen, Throughput
 from dflash_hf.decoding.strategy import Fastest
-from dflash_hf.decoding.trees import TOP_K, tree
+from dflash_hf.decoding.trees import tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 
 
+LIKELY = 8  # tokens of a slot that the target may choose
 RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
 # Of data sheets: bytes and dense bf16 operations per second.
 GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
@@ -126,7 +127,7 @@ class World:
         first = [[0.99 if draws.random() < certain else draws.uniform(0.2, 0.95) for _ in range(BLOCK - 1)]
                  for _ in range(self.rows)]  # fmt: skip
         first = torch.tensor(first, dtype=torch.float64)
-        shares = self.others * 0.5 ** torch.arange(1, TOP_K, dtype=torch.float64)
+        shares = self.others * 0.5 ** torch.arange(1, LIKELY, dtype=torch.float64)
         self.chances = torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
         return self.chances
 
@@ -145,7 +146,7 @@ class World:
         """How far the target agrees with what was drafted last."""
         draws = torch.tensor([[self.draws.random() for _ in range(BLOCK - 1)] for _ in range(self.rows)])
         place = (draws[..., None] >= self.chances.cumsum(-1)).sum(-1)
-        truth = torch.nn.functional.pad(torch.where(place < TOP_K, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
+        truth = torch.nn.functional.pad(torch.where(place < LIKELY, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
         # Each node asks for the target's token one slot further.
         depths = torch.arange(draft.tokens.shape[1]).expand(self.rows, -1) if draft.depths is None else draft.depths
         return draft.agree(truth.gather(1, depths))

@@ -87,16 +87,17 @@ def test_noise_of_rows_apart_takes_bounded_memory(target, monkeypatch, options):
     draft, (inputs, _), kept = ignorant(make_draft(target, block_size=6)), ragged_prompts(3), []
     options = {"max_new_tokens": 60, "top_k": 0, **options}
     expected = sampled(target, None, inputs, **options).sequences
-    most, keep = 2 * 3 * target.config.vocab_size * 4, Noise._keep
+    keep = Noise._keep
+    of_rounds = 2 * 6 * 3 * target.config.vocab_size * 4
 
     def watched(self, *args):
         keep(self, *args)
         kept.append(sum(noise.nbytes for noise in self.kept.values()))
 
-    monkeypatch.setattr(Noise, "MOST_BYTES", most)
+    monkeypatch.setattr(Noise, "MOST_BYTES", 0)
     monkeypatch.setattr(Noise, "_keep", watched)
     assert torch.equal(sampled(target, draft, inputs, **options).sequences, expected)
-    assert max(kept) == most
+    assert of_rounds / 2 < max(kept) <= of_rounds
 
 
 @pytest.mark.parametrize("make", [make_draft, make_draft2])
@@ -148,7 +149,7 @@ def test_chances_that_are_no_numbers_are_an_error():
 
 
 def test_draw_of_many_rows_is_made_once(monkeypatch):
-    """Fewer are kept than a round needs; made again for each row, large batches came to a stand."""
+    """Made again for each row, large batches came to a stand; or in each round, those that the last one had."""
     noise, made = Noise(seeded(0), rows=12), []
     monkeypatch.setattr(noise, "MOST_BYTES", 12 * 50 * 4 * 3)  # three draws
     drawn = noise._drawn
@@ -156,6 +157,8 @@ def test_draw_of_many_rows_is_made_once(monkeypatch):
     depths, lengths = torch.arange(8).expand(12, 8), [*range(12)]
     found = noise.perturbed(torch.zeros(12, 8, 50), depths, lengths)
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
+    noise.perturbed(torch.zeros(12, 8, 50), depths, [14] * 12)
+    assert len(made) == 22  # three new ones
     other = Noise(seeded(0), rows=12)
     assert torch.equal(found, other.perturbed(torch.zeros(12, 8, 50), depths, lengths))
     other.width = 50

@@ -88,7 +88,7 @@ class ScriptedDraft(DFlashDraftModel):
     def places(self, position_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.LongTensor:
         """`[R, B - 1]`, or `[R, B]`: where the script has what the slots of a block predict, all texts in a row."""
         early = int(self.config.sample_from_anchor)  # then the anchor's own slot predicts, too
-        columns = position_ids[:, 1 - early - self.config.block_size :].to(self.rows.device) - self.origin + early
+        columns = position_ids[:, 1 - early - hidden_states.shape[1] :].to(self.rows.device) - self.origin + early
         width = self.texts.shape[1]
         return self.rows * width + columns.clamp(max=width - 1)
 

@@ -253,8 +253,10 @@ class Compiled(Fixed):
             yield model, why_not_compiled(model)
 
     def drafter(self) -> Drafter:
+        if not self.fits:
+            return super().drafter()
         call = self.call
-        return CompiledDrafter(self.how, call.draft, call.target, call.rules.noise) if self.fits else super().drafter()
+        return CompiledDrafter(self.how, call.draft, call.target, call.rules.noise, self.size)
 
     def session(self, *prompt) -> SlotSession:
         return CompiledSession(self.how, self.call.target, *prompt) if self.fits else super().session(*prompt)

@@ -16,8 +16,8 @@ class DFlashDecodingConfig(configuration_dflash.DFlashDecodingConfig):
     alone for a while. With `compile`, each round verifies a whole block.
 
     Args:
-        block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
-            included. The block is always drafted at the trained size.
+        block_size (`int`, *optional*): Draft and verify blocks of so many tokens in every round, anchor included; at
+            most the trained size, which may be larger.
         window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
             and the first 4 that it read. "trained": the length of its longest training text, if known; beyond it
             acceptance falls. `None`: all.

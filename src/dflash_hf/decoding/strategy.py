@@ -12,7 +12,7 @@ from dflash_hf.decoding.costs import NOTHING, Costs, Timed, Work, adapters_of, t
 from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains, judged
-from dflash_hf.decoding.trees import TOP_K, Tree, tree, trial_tree
+from dflash_hf.decoding.trees import Tree, tree, trial_tree
 from dflash_hf.modeling.accept_dflash import Block, Verdict
 from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.generation_dflash import Call, Strategy
@@ -166,7 +166,7 @@ class Fastest(Fixed):
             return Block(text.last[:, None])
         # 4. The likeliest tokens of a tree, as many as are worth it; a single path where trees cannot be verified.
         slots = min(drafter.draft.config.block_tokens, self.room(text)) - 1
-        nodes, top_k = (self.max_draft, TOP_K) if self.trees(text) else (slots, 1)
+        nodes, top_k = (self.max_draft, None) if self.trees(text) else (slots, 1)
         drafted = tree(drafter, text.last, text.next_draws, nodes, top_k)
         gained, chances = gains(drafted, text.alive, text.left, self.throughput.reliability)
         costs, ratio = self.costs.curve(text.longest, self.max_draft), self.seen.calibration.ratio

@@ -12,7 +12,6 @@ from dflash_hf.modeling.accept_dflash import Block
 from dflash_hf.modeling.drafting_dflash import Drafter
 
 
-TOP_K = 8  # likely tokens per slot
 MOST_BEAMS = 16  # paths kept at each depth if paths have states
 # Log-probabilities are clamped away from 0 and -inf, so that a node stays likelier than its children in fp32.
 _LEAST, _MOST = -20.0, -1e-3
@@ -56,17 +55,23 @@ class Tree(NamedTuple):
         return {key: node for node, key in enumerate(nodes) if node}
 
 
-def tree(drafter: Drafter, anchors: torch.LongTensor, lengths: list[int], nodes: int, top_k: int = TOP_K) -> Tree:
+def tree(
+    drafter: Drafter, anchors: torch.LongTensor, lengths: list[int], nodes: int, top_k: int | None = None
+) -> Tree:
     """
-    The tree of the likeliest paths of a block.
+    The tree of the likeliest paths of a block. It is that of a best-first search over the whole vocabulary, or over
+    the candidates of the drafter's head; where paths have states, at most `MOST_BEAMS` of each depth are extended.
 
     Args:
         drafter (`Drafter`): What drafts the block.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
         lengths (`list[int]`): The number of each row's next sample, for the noise.
         nodes (`int`): Tokens besides the anchor.
-        top_k (`int`): Likely tokens of each slot; 1 gives a single path.
+        top_k (`int`, *optional*): Likely tokens of each slot; 1 gives a single path. Default: `nodes`, beyond which
+            none can be part of the tree. On SmolLM2 and its drafter, 8 lose 0.3 % of the expected tokens at 31 nodes,
+            0.9 % at 63 and 2.6 % at 255, and save nothing.
     """
+    top_k = top_k or nodes
     hidden, head = drafter.hidden_states(anchors), drafter.head
     width = nodes
     if head.order == 0:
