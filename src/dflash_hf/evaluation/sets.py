@@ -3,7 +3,8 @@ Evaluation sets: standard sets through `datasets`, and generated sets that need 
 
 Prompts, sizes, seeds and turns of the named sets follow the published implementation's own runs
 (github.com/z-lab/dflash, `run_benchmark.sh` and `benchmark.py` of 5 January 2026: `shuffle(seed=0)`, then the first N
-rows; 2048 new tokens, thinking off), so that figures can be compared with the paper's.
+rows; 2048 new tokens, thinking off). They are six of its ten sets, and evaluation here is greedy: acceptance lengths
+can be compared with the paper's at temperature 0.
 """
 
 import difflib

@@ -53,7 +53,7 @@ class RecipeArguments:
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
     num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
-    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 8 on a CPU, else 16.")
+    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 4 on a CPU, else 16.")
     init_layers: list[int] | None = key(
         "Layers of the target that initialise a new drafter's, such as [28, 29]; [-2, -1]: the last two, if they fit."
     )
