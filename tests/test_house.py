@@ -215,13 +215,6 @@ def test_every_requirement_has_an_exact_pin():
     assert not required - set(pins), "add them to constraints.txt"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_documented_make_targets_exist(document):
-    targets = set(re.findall(r"^([a-z]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text_of(ROOT / document), re.MULTILINE))
-    assert named and named <= targets
-
-
 # -------------------------------------------------------------------------------------------------------------- rooms
 
 # A rule is a function of a file, which gives what breaks it.
