@@ -122,8 +122,8 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     # A copy, because setuptools leaves build/ and *.egg-info behind.
     tree = scratch / "tree"
     shutil.copytree(SOURCE, tree / "src" / "dflash_hf", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (MODELING, CARDS, EXAMPLES, ROOT / "tests", ROOT / ".ci"):
-        shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (MODELING, CARDS, EXAMPLES, ROOT / "tests", ROOT / ".ci", ROOT / ".gpu"):
+        shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__", "cache", "results"))
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, tree)

@@ -150,6 +150,7 @@ def bench(
     if forced_acceptance is not None:
         texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
         drafter = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(forced_acceptance, size))
+        drafter.is_certain_in_blocks = False  # the plain call chooses sizes by how sure the drafter is
     others: dict = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
     if assistant is not None:
         others[ASSISTANT] = {"assistant_model": assistant}

@@ -25,7 +25,14 @@ class ScriptedDraft(DFlashDraftModel):
     makes the tokens of that place the likeliest. So all that ask a drafter for tokens get those of the script: blocks,
     trees, compiled rounds, upstream's own loop. Each row follows the text that begins with its prompt, or the text of
     its own number where several do. It serves one call at a time. Build it with `of`.
+
+    Attributes:
+        is_certain_in_blocks (`bool`): Where no tree is asked for, the first token is certain, however likely it is in
+            trees: sampled blocks then hold the script. Set it to false where the plain call is measured, which
+            chooses sizes by the drafter's probabilities.
     """
+
+    is_certain_in_blocks = True
 
     @classmethod
     def of(
@@ -100,7 +107,7 @@ class ScriptedDraft(DFlashDraftModel):
         if self.config.has_own_head:  # a token that it does not have is another one
             drafted = torch.arange(logits.shape[-1], device=logits.device)
             likely = drafted.new_zeros(self.config.vocab_size).scatter(0, self.target_ids(drafted), drafted)[likely]
-        if self.decoding_config.tree_nodes is None:
+        if self.decoding_config.tree_nodes is None and self.is_certain_in_blocks:
             return logits.scatter_(-1, likely[..., :1], _SURE)
         logits = logits.float()
         sure = logits.logsumexp(dim=-1, keepdim=True) + self.log_odds  # [..., 1]
