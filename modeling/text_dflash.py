@@ -116,7 +116,7 @@ class Text:
         self.buffer.scatter_(1, (rules.prompt_length + lengths)[:, None] + places, tokens)
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         self.last = torch.where(counts > 0, last, self.last)
-        taken, over = torch.stack([counts, ended.long()]).tolist()  # the one place where the host waits
+        taken, over = torch.stack([counts, ended.long()]).tolist()  # the host waits for the device
         self.lengths = [length + count for length, count in zip(self.lengths, taken)]
         self.alive = [alive and not end for alive, end in zip(self.alive, over)]
         return Verdict(taken, path)
