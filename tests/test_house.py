@@ -326,7 +326,7 @@ def test_wings_have_an_order():
 def test_remote_code_is_read_in_one_sitting():
     files = [path for path in REMOTE_CODE if path.name != "__init__.py"]
     assert len(files) <= 13 and all(path.parent == MODELING for path in files)
-    assert sum(len(code_of(path)) for path in files) <= 2200
+    assert sum(len(code_of(path)) for path in files) <= 2600
 
 
 def code_of(path: Path) -> set[int]:
