@@ -203,11 +203,12 @@ def decode(
     chosen = strategy.summary()
     if not generation_config.return_dict_in_generate:
         return text.sequences
+    listed: dict[str, Any] = {name: tuple(outputs) for name, outputs in text.listed.items()}
     return DFlashGenerateOutput(
         sequences=text.sequences,
         acceptance_lengths=text.rounds,
         **{CACHE_NAME: session.source},
-        **{name: tuple(listed) for name, listed in text.listed.items()},
+        **listed,
         **chosen,
     )
 
