@@ -90,7 +90,8 @@ def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys
     assert code == 0, error
     assert "rows              12" in out and f"The drafter is in {output}" in out
     assert f"dflash eval --target {folder} --draft {output} --data" in out
-    assert "eval_loss" in out and "eval_simulated_tau" in out
+    assert re.search(r"^step       2   pass .* loss [\d.]+   tau [\d.]+ of eval_data   accuracy", out, re.MULTILINE)
+    assert re.search(r"tau      [\d.]+, simulated, of eval_data; [\d.]+ of the training rows$", out.splitlines()[-1])
     config = DFlashDraftConfig.from_pretrained(output)
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
     assert (config.mask_token_id, config.block_size, config.target_layer_ids) == (259, 4, [0, 2])

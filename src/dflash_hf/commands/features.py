@@ -44,7 +44,8 @@ def run(arguments, echo) -> Outcome:
     encoder = replace(encoder, vocab_size=target.get_input_embeddings().weight.shape[0])
     layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
-    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
+    options = {"num_proc": arguments.num_proc, "source": arguments.data, "conversations": True}
+    dataset, report = prepare_dataset(rows, encoder, **options)
     for line in report.lines():
         echo(line)
     output, options = arguments.output, {"batch_size": arguments.batch_size, "say": echo}

@@ -12,6 +12,7 @@ import numpy as np
 from transformers.utils import logging
 
 from dflash_hf.data.encode import Example, RowEncoder
+from dflash_hf.data.held_out import conversation_key
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.sources import as_written
 
@@ -19,6 +20,7 @@ from dflash_hf.data.sources import as_written
 logger = logging.get_logger(__name__)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
 _IDS = ("input_ids", "loss_mask", "labels", "document_ids")
+CONVERSATION = "conversation"  # the column of an example's conversation
 
 
 @dataclass
@@ -84,7 +86,13 @@ class DataReport:
         return lines
 
 
-def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, source: str = "the data"):
+def prepare_dataset(
+    rows,
+    encoder: RowEncoder,
+    num_proc: int | None = None,
+    source: str = "the data",
+    conversations: bool = False,
+):
     """
     Encode a dataset.
 
@@ -93,6 +101,8 @@ def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, sour
         encoder (`RowEncoder`): Makes examples from rows.
         num_proc (`int`): Number of processes.
         source (`str`): Name of the dataset, for messages.
+        conversations (`bool`): Keep the column `conversation`, see
+            [`~dflash_hf.data.held_out.conversation_key`]: one number for all examples of a row.
 
     Returns:
         The dataset with `input_ids` and `loss_mask`, and a [`DataReport`].
@@ -111,7 +121,7 @@ def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, sour
         partial(_encode_batch, encoder, source),
         with_indices=True,
         batched=True,
-        features=Features({**features, "left_out": Value("string")}),
+        features=Features({**features, CONVERSATION: Value("int64"), "left_out": Value("string")}),
         remove_columns=rows.column_names,
         num_proc=num_proc,
         desc="encoding",
@@ -120,7 +130,7 @@ def prepare_dataset(rows, encoder: RowEncoder, num_proc: int | None = None, sour
     report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
     kept = encoded.filter(not_, input_columns="left_out") if report.dropped else encoded
-    return kept.remove_columns("left_out"), report
+    return kept.remove_columns(["left_out"] if conversations else ["left_out", CONVERSATION]), report
 
 
 def _with_arrays(rows):
@@ -142,7 +152,7 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
     import pyarrow as pa
 
-    ids, masks, images, left_out = [], [], [], []
+    ids, masks, images, keys, left_out = [], [], [], [], []
     for place, index in enumerate(indices):
         try:
             examples, reason = encoder.arrays({name: values[place] for name, values in batch.items()}), None
@@ -153,12 +163,16 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
         ids += [one.ids for one in examples]
         masks += [one.mask for one in examples]
         images += [list(one.images) for one in examples]
+        first = examples[0]
+        key = conversation_key(np.asarray(first.ids), np.asarray(first.mask), first.images) if reason is None else 0
+        keys += [key] * len(examples)
         left_out += [reason] * len(examples)
     ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
     columns = {"input_ids": np.concatenate(ids).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.int8)}
     lists = {name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()}
     if encoder.reader is not None:
         lists["images"] = pa.array(images, pa.list_(pa.string()))
+    lists[CONVERSATION] = pa.array(keys, pa.int64())
     return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
 
 

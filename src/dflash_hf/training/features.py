@@ -2,9 +2,10 @@
 Features of a frozen target on disk: safetensors shards next to a manifest that describes their origin.
 
 A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]`,
-`offsets` `[examples + 1]`, and optionally `states` `[T, H]`, the final hidden states that the target's head reads. The
-manifest is written first, with the examples of every shard; a shard gets its name when it is complete. So a set is
-complete when all shards are there, and a run that was interrupted at any time stores those that are missing.
+`offsets` `[examples + 1]`, and optionally `states` `[T, H]`, the final hidden states that the target's head reads, and
+`conversations` `[examples]`, a number that the examples of one conversation share. The manifest is written first, with
+the examples of every shard; a shard gets its name when it is complete. So a set is complete when all shards are there,
+and a run that was interrupted at any time stores those that are missing.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.data.held_out import conversation_key
+from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.files import atomic, differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
@@ -283,6 +286,8 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> di
                 tensor[place] = found[name][row, : lengths[i + 1]].to("cpu", dtype)
                 _check_finite(tensor[place], f"Example {first + i}", manifest)
             on_tokens(int(lengths[i + 1]))
+    if all(CONVERSATION in row for row in rows):
+        tensors["conversations"] = torch.tensor([row[CONVERSATION] for row in rows])
     return {
         **tensors,
         "input_ids": torch.cat([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]),
@@ -349,6 +354,21 @@ class StoredFeatures(torch.utils.data.Dataset):
     def lengths(self) -> torch.Tensor:
         """The tokens of each row, `[rows]`."""
         return torch.cat([offsets.diff() for offsets in self.offsets])
+
+    @property
+    def conversations(self) -> list[int]:
+        """The conversation of each row; of features that were stored without, by its prompt."""
+        keys: list[int] = []
+        for file, offsets in zip(self.files, self.offsets, strict=True):
+            shard = _opened(*file)
+            if "conversations" in shard.keys():
+                keys += shard.get_tensor("conversations").tolist()
+                continue
+            ids = shard.get_tensor("input_ids").numpy()
+            mask = shard.get_tensor("loss_mask").numpy()
+            spans = pairwise(offsets.tolist())
+            keys += [conversation_key(ids[start:end], mask[start:end]) for start, end in spans]
+        return keys
 
     def __getitem__(self, index: int) -> dict:
         index = range(len(self))[index]

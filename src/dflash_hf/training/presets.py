@@ -39,6 +39,10 @@ _WITHOUT_EFFECT = {
         "stored features are read as they are, without the target's layers",
     ),
     "data": ("eval_features", "features of `eval_data` are computed"),
+    **dict.fromkeys(
+        ("eval_data", "eval_split", "eval_features"),
+        ("held_out_rows", "a run is judged by its evaluation data, and trains on all others"),
+    ),
     "draft": ("init_layers", "draft_vocab_size", "a trained drafter has its weights and vocabulary"),
 }
 # Keys of the preset that a run with another key has no use for, or that the other decides.

@@ -18,6 +18,7 @@ from pathlib import Path
 from transformers import HfArgumentParser
 
 from dflash_hf import examples
+from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.presets import PAPER, check_apart, preset
@@ -52,6 +53,7 @@ class RecipeArguments:
     trust_remote_code: bool = key("Run the target's own code.", False)
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
+    draft_revision: str | None = key("Commit of `draft` on the Hub.")
     num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
     block_size: int | None = key("Block size of a new drafter, including the anchor; default: 4 on a CPU, else 16.")
     init_layers: list[int] | None = key(
@@ -75,6 +77,10 @@ class RecipeArguments:
     split: str | None = key("Split of the data; default: train, or the only one.")
     eval_data: list[str] | str | None = key("Evaluation data, as `data`.")
     eval_split: str | None = key("Split of `eval_data`, or of `data` without it.")
+    held_out_rows: int | None = key(
+        "Rows of `data` or `features` that are not trained on: a run ends with their tau. Default without evaluation "
+        "data: 5 %, of 80 or more at least 8, at most 256; a tenth of 20 or more; 0: none."
+    )
     max_length: int = key("Maximum number of tokens of an example.", 3072)
     chat_template: str | None = key("Jinja file to use instead of the tokenizer's template.")
     chat_template_kwargs: dict | None = key("Arguments of the chat template, such as {enable_thinking: false}.")
@@ -94,6 +100,10 @@ class RecipeArguments:
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one, as in --data FILE.")
+        if self.draft_revision and not self.draft:
+            raise ValueError(
+                f"draft_revision={self.draft_revision!r} has no effect without a draft; name it, or leave it out."
+            )
         for name in PAPER:
             if not self.draft and getattr(self, name) is None:
                 setattr(self, name, PAPER[name])
@@ -107,6 +117,11 @@ class RecipeArguments:
         for name, least in (("num_draft_layers", 1), ("block_size", 2), ("max_length", 1)):  # a block has its anchor
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it names evaluation data."""
+        return bool(self.eval_data or self.eval_split or self.eval_features)
 
     @property
     def feature_folders(self) -> list[str]:
@@ -150,7 +165,8 @@ def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dic
         overrides (`Sequence[str]`): `key=value`, the value as in YAML; `key.inner=value` sets an entry of a mapping.
 
     Raises:
-        `ValueError`: an unknown key (suggests the nearest known key), a value of the wrong type, or not YAML.
+        `ValueError`: unknown keys (suggests the nearest known ones, and names files of data that do not exist, too), a
+            value of the wrong type, or not YAML.
         `OSError`: the file does not exist.
     """
     values = {} if path is None else _read_yaml(Path(path))
@@ -162,8 +178,11 @@ def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dic
         plain = _HINTS.get(name) in (str, str | None) and text != "null"  # a commit such as 12e4 is no number
         _set(values, name.split("."), text if plain else _parse(text, f"the value of {name}"))
         settings[name.partition(".")[0]] = Setting(None, "command line")
-    if unknown := [name for name in values if name not in _HINTS]:
-        raise ValueError(f"{_unknown(unknown[0], list(_HINTS))} `dflash train --keys` lists all keys.")
+    unknown = [name for name in values if name not in _HINTS]
+    if unknown:
+        problems = [_unknown(name, list(_HINTS)) for name in unknown]
+        problems += [_missing(name, values.get(name)) for name in ("data", "eval_data")]
+        raise ValueError(f"{' '.join(filter(None, problems))} `dflash train --keys` lists all keys.")
     values = _typed(values)
     check_apart(values)
     settings = {name: Setting(values[name], one.origin) for name, one in settings.items()}
@@ -212,6 +231,15 @@ def _set(values: dict, names: list[str], value) -> None:
         values[name] = dict(values.get(name) or {})
         values = values[name]
     values[names[-1]] = value
+
+
+def _missing(name: str, data) -> str:
+    """Which file of some data does not exist; empty if all do."""
+    try:
+        check_files(name, _at_home(data) if isinstance(data, str | list) else None)
+    except FileNotFoundError as error:
+        return str(error)
+    return ""
 
 
 def _unknown(name: str, known: typing.Sequence[str]) -> str:

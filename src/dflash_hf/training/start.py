@@ -47,7 +47,7 @@ def mask_token_of(recipe, target, tokenizer) -> int:
     if recipe.mask_token_id is not None:
         return recipe.mask_token_id
     if recipe.draft:
-        return draft_config_of(recipe.draft, Loading()).mask_token_id
+        return draft_config_of(recipe.draft, Loading(draft_revision=recipe.draft_revision)).mask_token_id
     found = spare_token_id(target, tokenizer)
     if found is None:
         remedy = mask_token_remedy(tokenizer)
@@ -69,11 +69,12 @@ def vocabulary_size(recipe, counts: torch.LongTensor, vocab_size: int) -> int | 
 
 def _draft_to_go_on(recipe, say):
     name, fields = recipe.draft, recipe.draft_config
-    draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32)
+    options = {"dtype": torch.float32, "revision": recipe.draft_revision or "main"}
+    draft = DFlashDraftModel.from_pretrained(name, **options)
     causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
         say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")
-        draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32, is_causal=causal)
+        draft = DFlashDraftModel.from_pretrained(name, **options, is_causal=causal)
     config = draft.config
     for key in ("mask_token_id", "num_draft_layers", "block_size", "target_layer_ids"):
         given, has = getattr(recipe, key), getattr(config, "num_hidden_layers" if key == "num_draft_layers" else key)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import set_seed
+from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder
@@ -38,7 +38,8 @@ from dflash_hf.training.features import (
     stored,
     stored_tokens,
 )
-from dflash_hf.training.pace import Pace, StepCount, duration
+from dflash_hf.training.held_out import PREFIX, choice_of_checkpoint, split_rows
+from dflash_hf.training.pace import BarAlone, LogLines, Pace, StepCount, duration
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
 from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
@@ -85,29 +86,25 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     device = "cpu" if recipe.features else args.device
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
 
-    # 3. Data, encoded by one process for all, and the drafter; its reduced vocabulary is that of the data.
+    # 3. Data, encoded by one process for all, and the drafter.
     encoder = _encoder(recipe, target, tokenizer, reader, tell)
     with args.main_process_first(desc="data"):
         eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
-        rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say)
-    if recipe.draft_vocab_size:
-        counts = survey(stored_tokens(recipe.features) if recipe.features else rows)
-        size = vocabulary_size(recipe, counts, target.get_input_embeddings().weight.shape[0])
-        recipe = replace(recipe, draft_vocab_size=size)
-    draft = make_draft(recipe, target, encoder, tell)
-    if recipe.draft_vocab_size:
-        share = take_vocabulary(draft, target, counts)
-        say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
+        rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say, conversations=True)
+    if recipe.features:
+        rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
+    rows, held_out, conversations = _held_out(rows, recipe, args, resume, say)
+    draft = _drafter(recipe, target, encoder, rows, held_out, say, tell)
 
     # 4. The trainer, which checks the rest.
     if recipe.features:
         drop_layers(target, args.device)
-        rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
     model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
-    trainer = DFlashTrainer(model, target, args, rows, eval_rows, DFlashCollator(0, encoder.reader))
-    trainer.remove_callback(StepCount)
-    for one in (*callbacks, StepCount(say, tell)):
-        trainer.add_callback(one)
+    measured = eval_rows if held_out is None else held_out
+    facts = {"held_out_rows": conversations}
+    collator = DFlashCollator(0, encoder.reader)
+    trainer = DFlashTrainer(model, target, args, rows, measured, collator, card_facts=facts)
+    _speak(trainer, callbacks, say, tell)
     if resume:
         check_same_drafter(Path(resume), draft)
 
@@ -117,22 +114,70 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         trainer.accelerator.wait_for_everyone()
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
-            with args.main_process_first(desc="features"):
-                drawn, enough = _drawn(rows, recipe, args), _enough(recipe, args, folder)
-                trainer.train_dataset = store_rows(drawn, folder / STORED / "train", trainer, recipe, encoder, enough)
-                trainer.eval_dataset = store_rows(eval_rows, folder / STORED / "eval", trainer, recipe, encoder)
-            say(f"features          of {len(trainer.train_dataset):,} of {len(drawn):,} rows, as many as time allows")
+            _store(trainer, recipe, encoder, limited=held_out is not None, say=say)
         # 6. Training.
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * draft.num_parameters() / 1e8
-        trainer.reserved_seconds = Pace.clock() - start + saving
+        measuring = 0.0 if held_out is None else 0.03 * 60 * (args.max_minutes or 0)
+        trainer.reserved_seconds = Pace.clock() - start + saving + measuring
         trainer.train(resume_from_checkpoint=resume)
+        if held_out is not None:
+            trainer.evaluate(metric_key_prefix=PREFIX)
         save(trainer, adapted=bool(recipe.peft_config))
     if first:
         shutil.rmtree(folder / STORED, ignore_errors=True)
-    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
+    passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
+    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all: {passes}")
     return trainer
+
+
+def _held_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> tuple:
+    """The rows to train on, those that are held out, if any, and their conversations."""
+    if recipe.evaluates:
+        count, seed = 0, args.seed
+    else:
+        count, seed = choice_of_checkpoint(resume, recipe.held_out_rows, args.seed)
+    rows, held_out, conversations = split_rows(rows, count, seed)
+    if held_out is not None:
+        say(f"held out          {len(held_out):,} rows, which are not trained on: the run ends with their tau")
+    return rows, held_out, conversations
+
+
+def _drafter(recipe: RecipeArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
+    """The drafter of a recipe; a reduced vocabulary is that of the rows to train on."""
+    if not recipe.draft_vocab_size:
+        return make_draft(recipe, target, encoder, tell)
+    counts = _counts(rows, held_out, recipe)
+    size = vocabulary_size(recipe, counts, target.get_input_embeddings().weight.shape[0])
+    draft = make_draft(replace(recipe, draft_vocab_size=size), target, encoder, tell)
+    if size:
+        share = take_vocabulary(draft, target, counts)
+        say(f"draft vocabulary  {size:,} tokens, {share:.2%} of the supervised tokens")
+    return draft
+
+
+def _counts(rows, held_out, recipe: RecipeArguments) -> torch.LongTensor:
+    """How often each token is supervised in the rows to train on, `[V]`."""
+    if not recipe.features:
+        return survey(rows)
+    counts = survey(stored_tokens(recipe.features))  # shard by shard, which is much faster than row by row
+    if held_out is not None:
+        others = survey(held_out)
+        counts[: len(others)] -= others
+    return counts
+
+
+def _speak(trainer: DFlashTrainer, callbacks, say, tell) -> None:
+    """Give a run its additional callbacks, and lines for people in place of upstream's."""
+    trainer.remove_callback(StepCount)
+    trainer.remove_callback(PrinterCallback)
+    bar = trainer.pop_callback(ProgressCallback)
+    own = [LogLines(say), StepCount(say, tell)]
+    if bar is not None:
+        own.append(BarAlone())
+    for one in (*callbacks, *own):
+        trainer.add_callback(one)
 
 
 def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
@@ -153,8 +198,8 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
         check_writable(folder)
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
-    evaluates, metric = recipe.eval_data or recipe.eval_split or recipe.eval_features, args.metric_for_best_model
-    if args.eval_strategy != "no" and not evaluates:
+    metric = args.metric_for_best_model
+    if args.eval_strategy != "no" and not recipe.evaluates:
         raise ValueError(
             f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
             "eval_features, or leave it out."
@@ -166,7 +211,8 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
         )
     if recipe.peft_config:
         adapter_config(recipe.peft_config)
-    config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
+    loading = Loading(revision=recipe.target_revision, draft_revision=recipe.draft_revision)
+    config = check_names(recipe.target, recipe.draft, loading, form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
     return config
 
@@ -229,7 +275,8 @@ def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
 def _encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
     """What makes examples of a run's rows."""
     made_with = {folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders}
-    config = draft_config_of(recipe.draft, Loading()) if recipe.draft else None
+    trained = Loading(draft_revision=recipe.draft_revision)
+    config = draft_config_of(recipe.draft, trained) if recipe.draft else None
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
@@ -249,11 +296,11 @@ def _rows(recipe: RecipeArguments) -> tuple:
     return load(recipe.data, recipe.split), eval_rows
 
 
-def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say):
+def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say, conversations: bool = False):
     """Rows, if there are any, as examples."""
     if rows is None:
         return None
-    dataset, report = prepare_dataset(rows, encoder, num_proc, data)
+    dataset, report = prepare_dataset(rows, encoder, num_proc, data, conversations)
     say(f"{data}:")
     for line in report.lines():
         say(f"  {line}")
@@ -269,12 +316,29 @@ def _drawn(rows, recipe: RecipeArguments, args):
     return rows.select(order[: count if count > 0 else None].tolist())
 
 
-def _enough(recipe: RecipeArguments, args, folder: Path) -> Callable[[], bool] | None:
-    """Whether storing features, as many as a run can, has taken a third of its time or half of the free disk."""
+def _store(trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, limited: bool, say) -> None:
+    """
+    Replace a trainer's rows by their stored features; `limited`: as many of the rows to measure on, too, as fit into
+    their share of the time.
+    """
+    args = trainer.args
+    folder = Path(args.output_dir)
+    with args.main_process_first(desc="features"):
+        drawn = _drawn(trainer.train_dataset, recipe, args)
+        enough = _enough(recipe, args, folder, 1 / 3)
+        trainer.train_dataset = store_rows(drawn, folder / STORED / "train", trainer, recipe, encoder, enough)
+        enough = _enough(recipe, args, folder, 1 / 20) if limited else None
+        measured = trainer.eval_dataset
+        trainer.eval_dataset = store_rows(measured, folder / STORED / "eval", trainer, recipe, encoder, enough)
+    say(f"features          of {len(trainer.train_dataset):,} of {len(drawn):,} rows, as many as time allows")
+
+
+def _enough(recipe: RecipeArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:
+    """Whether storing features, as many as a run can, has taken its share of the time or half of the free disk."""
     if recipe.store_rows != -1:
         return None
     start, free = Pace.clock(), shutil.disk_usage(folder).free
-    seconds = 20 * args.max_minutes if args.max_minutes else math.inf
+    seconds = share * 60 * args.max_minutes if args.max_minutes else math.inf
     return lambda: Pace.clock() - start > seconds or shutil.disk_usage(folder).free < free / 2
 
 

@@ -60,6 +60,7 @@ class DFlashTrainer(AtomicTrainer):
             [`~dflash_hf.data.examples.make_example`]; or [`~dflash_hf.training.features.StoredFeatures`], several of
             them as a `ConcatDataset`.
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
+        card_facts (`dict`, *optional*): What the card says of the training besides its arguments.
         kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
     Attributes:
@@ -81,6 +82,7 @@ class DFlashTrainer(AtomicTrainer):
         train_dataset=None,
         eval_dataset=None,
         data_collator=None,
+        card_facts: dict | None = None,
         **kwargs,
     ):
         if args is None:
@@ -98,6 +100,7 @@ class DFlashTrainer(AtomicTrainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
+        self.card_facts = dict(card_facts or {})
         known, learns = self.draft.config.trained_length is not None, not args.head_only
         if known and learns and train_dataset is not None and has_rows(train_dataset):
             self.draft.config.trained_length = max(self.draft.config.trained_length, longest_row(train_dataset))

@@ -6,6 +6,7 @@ from pathlib import Path
 from dflash_hf.files import read_json, write_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.repositories import origin
+from dflash_hf.training.held_out import PREFIX, taus
 
 
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
@@ -17,9 +18,14 @@ _OF_UPSTREAM = (
 
 def save_facts(trainer, folder: Path, steps: int) -> None:
     """Write what training knows into `card_facts.json` of weights after some steps; other facts in it are kept."""
-    training = {**training_facts(trainer.args), "optimizer_steps": steps}
+    training = {**training_facts(trainer.args), "optimizer_steps": steps, **trainer.card_facts}
     if isinstance(trainer.train_dataset, Sized):
         training["train_examples"] = len(trainer.train_dataset)
+    last = taus(trainer.state.log_history)
+    if PREFIX in last:  # a tau of the training rows alone would flatter
+        training["held_out_simulated_tau"] = round(last[PREFIX], 3)
+        if "training" in last:
+            training["training_simulated_tau"] = round(last["training"], 3)
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
     path, named = folder / FACTS_FILE, origin(trainer.target)
     known = read_json(path) if path.is_file() else {}

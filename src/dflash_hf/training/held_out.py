@@ -1,0 +1,107 @@
+"""
+Rows that a run does not train on, by which it is judged.
+
+The rows that a run reads again and again are learned by heart: their tau rises whatever the drafter has learned of
+other texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
+interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint and
+`held_out_simulated_tau` beside `training_simulated_tau` of the finished drafter.
+"""
+
+from pathlib import Path
+
+import torch
+
+from dflash_hf.data.held_out import hold_out
+from dflash_hf.data.prepare import CONVERSATION
+from dflash_hf.files import read_json
+from dflash_hf.hub.card import FACTS_FILE
+from dflash_hf.training.features import parts_of
+
+
+PREFIX = "held_out"  # of the metrics of these rows
+TAU = "simulated_tau"
+# With more of the training rows' accepted tokens than this lost on others, they were learned by heart: 500 answers
+# lose a fifth in 18 passes, 60 answers nine tenths in 56.
+_LOST_BY_HEART = 0.5
+
+
+def choice_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed: int) -> tuple[int | None, int]:
+    """
+    How many conversations a run holds out, and the seed that chooses them: as the run began that is resumed.
+
+    Args:
+        checkpoint (`str` or `Path`, *optional*): What it is resumed from. One that says nothing of held-out rows was
+            trained on all of them.
+        wanted (`int`, *optional*): `held_out_rows` of the recipe.
+        seed (`int`): The run's seed.
+
+    Raises:
+        `ValueError`: the recipe asks for another number than the run began with.
+    """
+    if checkpoint is None:
+        return wanted, seed
+    path = Path(checkpoint, FACTS_FILE)
+    training = read_json(path).get("training", {}) if path.is_file() else {}
+    before = training.get("held_out_rows", 0)
+    if wanted not in (None, before):
+        raise ValueError(
+            f"held_out_rows={wanted}, but {checkpoint} was trained with {before}: rows that were learned tell "
+            "nothing. Leave it out, or start a new run."
+        )
+    return before, training.get("seed", 0)  # facts that are 0 are left out
+
+
+def split_rows(rows, count: int | None, seed: int) -> tuple:
+    """
+    The rows to train on, those that are held out (`None` if there are none), and the conversations among these; see
+    [`~dflash_hf.data.held_out.hold_out`].
+
+    Args:
+        rows: An encoded `datasets.Dataset` with the column `conversation`, or stored features.
+    """
+    table = hasattr(rows, "remove_columns")
+    if table:
+        keys = rows[CONVERSATION]
+        rows = rows.remove_columns(CONVERSATION)
+    else:
+        keys = [key for part in parts_of(rows) for key in part.conversations]
+    trained, held_out, conversations = hold_out(list(keys), count, seed)
+    if not held_out:
+        return rows, None, 0
+    if table:
+        return rows.select(trained), rows.select(held_out), conversations
+    return torch.utils.data.Subset(rows, trained), torch.utils.data.Subset(rows, held_out), conversations
+
+
+def taus(log_history: list[dict]) -> dict[str, float]:
+    """The last simulated tau of each kind of rows in a trainer's log: `training`, `eval` and `held_out`."""
+    names = {"training": TAU, "eval": f"eval_{TAU}", PREFIX: f"{PREFIX}_{TAU}"}
+    last = {}
+    for kind, name in names.items():
+        values = [line[name] for line in log_history if name in line]
+        if values:
+            last[kind] = values[-1]
+    return last
+
+
+def learned_by_heart(training_tau: float, held_out_tau: float) -> bool:
+    """Whether a drafter accepts on rows that it was not trained on less than half of what it does on the others."""
+    return held_out_tau - 1 < (1 - _LOST_BY_HEART) * (training_tau - 1)
+
+
+def closing_line(trainer) -> str:
+    """The last line of a run: the tau of rows that it was not trained on, or that there were none."""
+    last = taus(trainer.state.log_history)
+    kind = PREFIX if PREFIX in last else "eval"
+    if kind not in last:
+        return (
+            "held-out tau      unknown: no row was held out (held_out_rows=N holds out N, eval_data names others); "
+            "the tau of the training rows says nothing of other texts"
+        )
+    where = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
+    line = f"held-out tau      {last[kind]:.2f}, simulated, of {where}"
+    if "training" in last:
+        line += f"; {last['training']:.2f} of the training rows"
+        if learned_by_heart(last["training"], last[kind]):
+            line += ", which were learned by heart"
+    return line
