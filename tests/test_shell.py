@@ -58,7 +58,13 @@ WORKS = {
 ERRORS = [
     ("nonsense", 2, "invalid choice: 'nonsense' (choose from "),
     ("chat --foo 1", 2, "dflash chat: error: unrecognized arguments: --foo 1 (see dflash chat --help)"),
-    ("train --learning-rate 1", 2, "unrecognized arguments: --learning-rate"),
+    ("train --learning-rate 1", 2, "unrecognized arguments: --learning-rate; write learning_rate=1 (see dflash train"),
+    ("train --max-minutes=9 --muon", 2, "--max-minutes=9 --muon; write max_minutes=9 muon=true (see dflash train"),
+    (
+        "train --data {w}/absent.jsonl blok_size=1",
+        1,
+        "did you mean 'block_size'? data='{w}/absent.jsonl': there is no",
+    ),
     ("generate --target x", 2, "--prompt"),
     ("demo --prompts 0", 2, "0 must be at least 1"),
     ("demo --runs many", 2, "argument --runs: invalid value 'many'; give a whole number"),

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from dflash_hf import terminal
@@ -128,6 +128,7 @@ def build_parser(name: str) -> "Parser":
     end = "all commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
     parser = Parser(f"dflash {name}", f"{summary[0].upper()}{summary[1:]}.", f"{examples}\n{end}")
     module.add_arguments(parser)
+    parser.remedy = getattr(module, "remedy", None)
     parser.shorten_usage()
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
@@ -154,8 +155,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, epilog: str):
         super().__init__(prog, None, description, epilog, formatter_class=Formatter, add_help=False)
+        self.remedy: Callable[[list[str], list[str]], str] | None = None  # what to write instead of unknown options
+        self.words: list[str] = []
+
+    def parse_intermixed_args(self, args=None, namespace=None):
+        self.words = list(args or ())
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str):
+        start, _, unknown = message.partition("unrecognized arguments: ")
+        if self.remedy is not None and unknown and not start:
+            message = f"{message}; {self.remedy(unknown.split(), self.words)}"
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message, 260)} (see {self.prog} --help)\n")
 
     def shorten_usage(self) -> None:
@@ -175,7 +185,8 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
     for name in ("target", "draft", "base", "gguf", "data", "folder"):
         if isinstance(given := getattr(arguments, name, None), str):
             setattr(arguments, name, os.path.expanduser(given))
-    check_files("data", getattr(arguments, "data", None))
+    if arguments.command != "train":  # which names its misspelt keys with it
+        check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
         if getattr(arguments, name, None) == "smollm2":

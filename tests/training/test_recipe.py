@@ -68,6 +68,9 @@ ERRORS = {
     "draft_config.selector_rnak=8": "draft_config: Unknown key 'selector_rnak'; did you mean 'selector_rank'",
     "data.x=1": "data='d.jsonl' has no entry 'x'; write data=value",
     "peft_config.r=2 peft_config.r.x=1": "r=2 has no entry 'x'; write r=value",
+    "blok_size=8 learning_rat=1": "'block_size'. Unknown key 'learning_rat'; did you mean 'learning_rate'",
+    "blok_size=8 data=absent.jsonl": "did you mean 'block_size'. data='absent.jsonl': there is no such file",
+    "draft_revision=main": "draft_revision='main' has no effect without a draft",
     "block_size=many": "block_size: invalid int value: 'many'",
     "block_size=2.5": "block_size: invalid int value: '2.5'",
     "block_size=true": "block_size: invalid int value: 'True'",
@@ -111,6 +114,13 @@ def test_every_key_has_one_owner_and_is_listed(capsys):
     assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
     assert main(["train", "--keys"]) == 0
     assert "block_size=None  Block size of a new drafter, including the anchor; default" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", presets.PAPER)
+def test_help_says_the_preset(name):
+    on_cpu, elsewhere, _ = presets._TABLE[name]
+    (line,) = [line for line in key_lines(name) if line.startswith(f"{name}=")]
+    assert line.endswith(f"default: {on_cpu} on a CPU, else {elsewhere}.")
 
 
 # ------------------------------------------------------------------------------------------------------------- presets

@@ -44,6 +44,21 @@ def add_arguments(parser) -> None:
     )
 
 
+def remedy(unknown: list[str], words: list[str]) -> str:
+    """What to write instead of options that `dflash train` does not have, among the words of its command line."""
+    settings = []
+    for option in unknown:
+        if not option.startswith("--"):
+            continue
+        name, equals, value = option.removeprefix("--").partition("=")
+        following = words[words.index(option) + 1 :] if option in words else []
+        if not equals:
+            has_value = bool(following) and not following[0].startswith("--") and "=" not in following[0]
+            value = following[0] if has_value else "true"
+        settings.append(shlex.quote(f"{name.replace('-', '_')}={value}"))
+    return f"write {' '.join(settings)}" if settings else "settings are written as key=value"
+
+
 def overrides_of(arguments) -> list[str]:
     """The settings given as flags and as `key=value`, all as `key=value`."""
     given = {key: getattr(arguments, name) for name, key in _FLAGS.items()}
@@ -75,6 +90,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.dry_run:
         _warn_of_long_texts(recipe, training)
         return _dry_run(settings, echo)
+    from dflash_hf.training.held_out import closing_line, taus
     from dflash_hf.training.train import leave_group, train
 
     trainer = train(recipe, training, echo)
@@ -83,7 +99,9 @@ def run(arguments, echo) -> Outcome:
         target = arguments.target_name or recipe.target
         words = ["dflash", "eval", "--target", target, "--draft", trainer.args.output_dir, "--data", "held_out.jsonl"]
         echo(f"Next, on prompts that it was not trained on: {shlex.join(words)}")
-    outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
+        echo(closing_line(trainer))
+    last = {f"{kind}_simulated_tau": tau for kind, tau in taus(trainer.state.log_history).items()}
+    outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step, **last})
     del trainer
     leave_group()
     return outcome
