@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.pairs import make_target
 from support.rows import counting_rows
+from support.runs import make_trainer
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
@@ -307,6 +309,10 @@ def test_survey_of_a_table_equals_that_of_a_list():
         ({"loss_mask": [0, 1]}, "Row 2 has 3 input_ids but 2 loss_mask"),
         ({"loss_mask": [0, 2, 1]}, "Row 2 has a loss_mask of"),
         ({"input_ids": [], "loss_mask": []}, "Row 2 has a loss_mask of zeros only"),
+        ({"loss_mask": [0, None, 1]}, "Row 2 has null at token 1 in its loss_mask; give a flat list"),
+        ({"input_ids": [None, 2, 3]}, "Row 2 has null at token 0 in its input_ids; give a flat list"),
+        ({"loss_mask": None}, "Row 2 has None in its loss_mask; give a flat list"),
+        ({"input_ids": None}, "Row 2 has None in its input_ids; give a flat list"),
     ],
 )
 def test_survey_names_the_row_that_teaches_nothing(columns, message):
@@ -316,3 +322,21 @@ def test_survey_names_the_row_that_teaches_nothing(columns, message):
     for kind in (list, datasets.Dataset.from_list):
         with pytest.raises(ValueError, match=message):
             survey(kind(rows))
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "int64", "large_list", "fixed"])
+def test_survey_reads_any_mask(kind, tmp_path):
+    """Booleans were an `ArrowTypeError` of DLPack, in tables alone."""
+    datasets = pytest.importorskip("datasets")
+    pa = pytest.importorskip("pyarrow")
+    rows = counting_rows(3)
+    mask = pa.array([row["loss_mask"] for row in rows])
+    types = {"bool": pa.bool_(), "int8": pa.int8()}
+    lists = {"large_list": pa.large_list(pa.int64()), "fixed": pa.list_(pa.int64(), 24)}
+    mask = mask.cast(lists.get(kind) or pa.list_(types.get(kind, pa.int64())))
+    ids = pa.array([row["input_ids"] for row in rows])
+    table = datasets.Dataset(pa.table({"input_ids": ids, "loss_mask": mask}))
+    assert torch.equal(survey(table), survey(rows)) and digest_of_rows(table) == digest_of_rows(rows)
+    args = {"num_anchors": 4, "max_steps": 1}
+    trainer = make_trainer(tmp_path, make_target(), table, **args)
+    assert trainer.train().training_loss > 0

@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.data.images import ImageReader
+from dflash_hf.terminal import one_line
 
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
@@ -42,7 +43,7 @@ def check_example(example: dict, name: str) -> None:
             f"{name} has no column {sorted(missing)}, only {sorted(example)}; `make_example(prompt_ids, "
             "response_ids)` makes both."
         )
-    num_ids, mask = len(example["input_ids"]), torch.as_tensor(example["loss_mask"])
+    num_ids, mask = len(numbers_of(example, "input_ids", name)), numbers_of(example, "loss_mask", name)
     if num_ids != len(mask):
         raise ValueError(f"{name} has {num_ids} input_ids but {len(mask)} loss_mask entries; give one for each token.")
     if not ((mask == 0) | (mask == 1)).all():
@@ -52,6 +53,28 @@ def check_example(example: dict, name: str) -> None:
             f"{name} has a loss_mask of zeros only ({len(mask)} tokens): the response is missing or was cut off; "
             "leave the row out, or allow more tokens."
         )
+
+
+def numbers_of(example: dict, column: str, name: str) -> torch.Tensor:
+    """
+    The numbers in a column of a row, `[T]`.
+
+    Raises:
+        `ValueError`: it holds something else, such as null. The message calls the row `name`.
+    """
+    value = example[column]
+    try:
+        numbers = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None or numbers.ndim != 1:
+        shown = one_line(repr(value), 60)
+        if isinstance(value, Sequence) and any(one is None for one in value):
+            shown = f"null at token {next(place for place, one in enumerate(value) if one is None)}"
+        raise ValueError(
+            f"{name} has {shown} in its {column}; give a flat list with a number for each token, or leave the row out."
+        )
+    return numbers
 
 
 def has_rows(dataset) -> bool:

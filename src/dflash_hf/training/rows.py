@@ -52,8 +52,11 @@ def lengths_of(dataset) -> torch.Tensor:
     """The tokens of each row, `[rows]`; of an Arrow table without reading the rows."""
     if not _is_table(dataset):
         return torch.tensor([len(row["input_ids"]) for row in dataset])
+    import pyarrow.compute as pc
+
     tables = dataset.select_columns("input_ids").with_format("arrow").iter(_BATCH)
-    return torch.cat([_lists(table, "input_ids")[1] for table in tables])
+    lengths = [pc.list_value_length(table.column("input_ids").combine_chunks()) for table in tables]
+    return torch.cat([torch.from_dlpack(one.fill_null(0)).long() for one in lengths])
 
 
 def _is_table(dataset) -> bool:
@@ -71,10 +74,13 @@ def _batches(dataset) -> Iterator[_Batch]:
 def _of_table(dataset) -> Iterator[_Batch]:
     """The rows of an Arrow table, all of them checked."""
     for number, table in enumerate(dataset.with_format("arrow").iter(_BATCH)):
-        (ids, lengths), (mask, of_mask) = (_lists(table, name) for name in ("input_ids", "loss_mask"))
-        if not (torch.equal(lengths, of_mask) and _is_fit(mask, lengths)):
-            first = number * _BATCH
-            for place in range(first, first + len(lengths)):
+        first = number * _BATCH
+        columns = [_lists(table, name) for name in ("input_ids", "loss_mask")]
+        whole = all(one is not None for one in columns)
+        if whole:
+            (ids, lengths), (mask, of_mask) = columns
+        if not whole or not torch.equal(lengths, of_mask) or not _is_fit(mask, lengths):
+            for place in range(first, first + table.num_rows):
                 check_example(dataset[place], f"Row {place}")
         yield _Batch(ids, mask, lengths)
 
@@ -86,10 +92,18 @@ def _is_fit(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
     return bool(((mask == 0) | (mask == 1)).all() and (supervised[ends] > supervised[ends - lengths]).all())
 
 
-def _lists(table, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of a column of lists, one list after the other, and the length of each; null is an empty list."""
+def _lists(table, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The values of a column of lists, one list after the other, and the length of each; `None` if any is null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     column = table.column(name).combine_chunks()
-    return torch.from_dlpack(column.flatten()), torch.from_dlpack(column.value_lengths().fill_null(0)).long()
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        return None
+    if pa.types.is_boolean(values.type):  # bits, which torch does not read
+        values = values.cast(pa.int8())
+    return torch.from_dlpack(values), torch.from_dlpack(pc.list_value_length(column)).long()
 
 
 def _of_list(dataset) -> Iterator[_Batch]:
