@@ -78,6 +78,7 @@ ERRORS = [
     (f"{GENERATE} x --device gpu", 2, "'gpu' is not a device; use cpu, cuda"),
     (f"{GENERATE} x --top-p 2", 2, "2 must be above 0 and at most 1"),
     (f"{GENERATE} x --top-p 0.9", 2, "--top-p 0.9 has no effect in greedy decoding; add --temperature"),
+    ("prompts --target t --count 1 --output {out}/q.jsonl --temperature 0", 2, "0 must be a positive number"),
     (f"{GENERATE} x --temperature inf", 2, "inf must be 0"),
     (f"{GENERATE} x --temperature nan", 2, "nan must be 0"),
     (f"{GENERATE} x --seed 4294967296", 2, "4294967296 is not a valid seed: 0 to 4294967295"),

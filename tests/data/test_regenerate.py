@@ -197,6 +197,42 @@ def test_other_settings_are_not_mixed(options, named, begun, folder, data, tmp_p
     assert "use the same settings, or choose another output" in error and output.read_bytes() == before
 
 
+def sampling_copy(folder, target, **settings):
+    """A copy of a target whose generation config samples."""
+    copied = shutil.copytree(folder, target, dirs_exist_ok=True)
+    path = copied / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "do_sample": True, **settings}), encoding="utf-8")
+    return copied
+
+
+def test_top_p_joins_the_targets_own_temperature(folder, data, tmp_path, capsys):
+    """It was refused without `--temperature`, which replaces the target's."""
+    target = sampling_copy(folder, tmp_path / "target", temperature=3.0)
+    texts = []
+    for name, options in (("own", ()), ("narrow", ("--top-p", "0.01"))):
+        code, _, error = regenerate(capsys, data, target, tmp_path / f"{name}.jsonl", *HERE, *options)
+        assert code == 0, error
+        texts.append([row["messages"][-1]["content"] for row in rows_of(tmp_path / f"{name}.jsonl")])
+    assert regenerate(capsys, data, folder, tmp_path / "greedy.jsonl", *HERE)[0] == 0
+    greedy = [row["messages"][-1]["content"] for row in rows_of(tmp_path / "greedy.jsonl")]
+    assert sorted(texts[1]) == sorted(greedy) != sorted(texts[0])
+
+
+def test_changed_generation_config_is_noticed(folder, data, tmp_path, capsys):
+    """The rows of a file were sampled with temperature 0.6, those after an interruption with 3."""
+    output = tmp_path / "out.jsonl"
+    target = sampling_copy(folder, tmp_path / "target", temperature=0.6)
+    assert regenerate(capsys, data, target, output, *HERE, "--limit", "3")[0] == 0
+    before = output.read_bytes()
+    sampling_copy(folder, target, temperature=3.0)
+    code, _, error = regenerate(capsys, data, target, output, *HERE)
+    assert code == 1 and "was started with generation_config={" in error and "'temperature': 0.6" in error
+    assert output.read_bytes() == before
+    sampling_copy(folder, target, temperature=0.6)
+    assert regenerate(capsys, data, target, output, *HERE)[0] == 0
+
+
 def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
     """A file of one unfinished line was taken for a response that a kill had cut off, and removed."""
     output, notes = tmp_path / "out.jsonl", tmp_path / "out.jsonl.settings.json"
@@ -258,6 +294,25 @@ def test_a_servers_answers_are_kept_as_they_are(data, tmp_path, capsys, monkeypa
     assert (body["max_tokens"], body["temperature"]) == (8, 0.0)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert body["logit_bias"] == {"16": -100}
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", "0.7"), ("--temperature", "0")])
+def test_each_row_has_its_own_seed(options, data, tmp_path, capsys):
+    """With one seed for all, every answer followed the same noise."""
+    output, given = tmp_path / "out.jsonl", ("--seed", "3", *options)
+    with chat_server(lambda body: "Yes.") as (url, received):
+        for limit in (5, 12):  # interrupted, and continued
+            words = ("--server", url, "--limit", limit, *given)
+            assert regenerate(capsys, data, "served", output, *words)[0] == 0
+        assert regenerate(capsys, data, "served", tmp_path / "again.jsonl", "--server", url, *given)[0] == 0
+    seeds = [
+        {body["messages"][0]["content"]: body.get("seed") for body in part} for part in (received[:12], received[12:])
+    ]
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 12
+    if options and options[1] == "0":
+        assert set(seeds[0].values()) == {None}
+    else:
+        assert len(set(seeds[0].values())) == 12 and all(0 <= seed < 2**31 for seed in seeds[0].values())
 
 
 def tool(name, **properties):
@@ -448,8 +503,8 @@ ELSEWHERE = ("--server", "http://127.0.0.1:1")
         (("--temperature", "-1"), 2, "argument --temperature: -1 must be 0"),
         (("--top-p", "2"), 2, "argument --top-p: 2 must be above 0"),
         (("--mask-token-id", "-7"), 2, "argument --mask-token-id: -7 is not a token id"),
-        (("--temperature", "0", "--top-p", "0.9"), 2, "--top-p 0.9 has an effect in sampling only; add --temperature"),
-        (("--top-p", "0.5"), 2, "--top-p 0.5 has an effect in sampling only; add --temperature, such as 1"),
+        (("--temperature", "0", "--top-p", "0.9"), 2, "--top-p 0.9 has no effect in greedy decoding; add"),
+        (("--top-p", "0.5"), 2, "--top-p 0.5 has no effect: the target's generation config is greedy; add --temper"),
         (("--target", "absent"), 1, "there is no such folder"),
         (("--output", "prompts.jsonl"), 2, "is the data itself, which would be overwritten; choose another file"),
         (("--data", "text.jsonl"), 1, "None of 1 rows of text.jsonl has a prompt: 1 because it has no column to read"),

@@ -9,12 +9,12 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 from dflash_hf.terminal import (
     Outcome,
+    amount,
     count,
     note,
     output_lines,
     positive,
     probability,
-    temperature,
     template_arguments,
 )
 
@@ -28,7 +28,7 @@ def add_arguments(parser) -> None:
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
-    parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--temperature", type=amount, default=1.0, help="above 0 (default: %(default)s)")
     parser.add_argument("--top-p", type=probability, default=0.95, help="nucleus sampling (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest request (default: %(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
@@ -49,7 +49,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.template import digests_of_tokenizer
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import rows_that_fit
+    from dflash_hf.responses import eos_ids, rows_that_fit
     from dflash_hf.target import digest_of_target
 
     known = {one.name for one in fields(PromptSettings)}
@@ -68,7 +68,8 @@ def run(arguments, echo) -> Outcome:
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = pair.target()
-        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
+        ends = sorted(eos_ids(target.generation_config))
+        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype), "eos_token_ids": ends})
         pack(arguments.packed, target)
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)

@@ -60,8 +60,7 @@ def run(arguments, echo) -> Outcome:
 
     if arguments.server and (ours := shared.given(arguments, _HERE)):
         raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
-    if arguments.top_p and not arguments.temperature:
-        raise UsageError(f"--top-p {arguments.top_p} has an effect in sampling only; add --temperature, such as 1.")
+    shared.check_sampling(arguments)
     shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
         kwargs, pair, tokenizer = template_kwargs(template_arguments(arguments.template_args), say=note), None, None
@@ -131,19 +130,43 @@ def _from_server(arguments, kwargs: dict):
     from dflash_hf.data.chat_client import ChatClient
     from dflash_hf.data.regenerate import ask_rows
 
-    options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
         options["logit_bias"] = {str(arguments.mask_token_id): -100}
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p}
     options |= {name: value for name, value in sampling.items() if value is not None}
     server = ChatClient(arguments.server, options, kwargs, arguments.timeout)
-    return partial(ask_rows, server, concurrency=arguments.concurrency)
+    seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
+    return partial(ask_rows, server, concurrency=arguments.concurrency, seed=seed)
+
+
+def _generation_config(target, arguments):
+    """
+    The target's generation configuration, with the sampling that is asked for.
+
+    Raises:
+        `UsageError`: `--top-p` for a target that decodes greedily.
+    """
+    import copy
+
+    config = copy.deepcopy(target.generation_config)
+    if arguments.temperature is not None:
+        config.do_sample = arguments.temperature > 0
+        config.temperature = arguments.temperature or None
+        if not config.do_sample:
+            config.top_p = config.top_k = None
+    if arguments.top_p is not None:
+        if not config.do_sample:
+            raise UsageError(
+                f"--top-p {arguments.top_p} has no effect: the target's generation config is greedy; add "
+                "--temperature, such as 1."
+            )
+        config.top_p = arguments.top_p
+    return config
 
 
 def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     """The rows as they are answered."""
-    import copy
-
     from dflash_hf.data.regenerate import generate_rows
     from dflash_hf.pairs import pack
     from dflash_hf.responses import rows_that_fit
@@ -163,16 +186,10 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
         written = tokenizer.decode([mask_token_id])
         note(f"--mask-token-id {mask_token_id} is the ordinary token {written!r}: answers are written without it")
     encoder = pair.encoder(kwargs, mask_token_id)
+    config = _generation_config(target, arguments)
+    generation = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
-    output.settle(known)
-    config = copy.deepcopy(target.generation_config)
-    if arguments.temperature is not None:
-        config.do_sample = arguments.temperature > 0
-        config.temperature = arguments.temperature or None
-        if not config.do_sample:
-            config.top_p = config.top_k = None
-    if arguments.top_p is not None:
-        config.top_p = arguments.top_p
+    output.settle({**known, "generation_config": generation})
     pack(arguments.packed, target)
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
     return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)

@@ -54,9 +54,11 @@ class ChatClient:
             base_url=base, api_key=key, timeout=timeout, max_retries=RETRIES, http_client=plain
         )
 
-    def answer(self, messages: list[dict], tools: list | None, template_kwargs: dict) -> tuple[dict, str]:
+    def answer(
+        self, messages: list[dict], tools: list | None, template_kwargs: dict, seed: int | None = None
+    ) -> tuple[dict, str]:
         """
-        Request an answer; returns the message and why it ended.
+        Request an answer, sampled with a seed if one is given; returns the message and why it ended.
 
         Raises:
             `UnusableRow`: this conversation is rejected, or its answer takes too long (`NoAnswer`).
@@ -65,6 +67,8 @@ class ChatClient:
         body, kwargs = {**self.options, "messages": messages}, {**self.template_kwargs, **template_kwargs}
         if tools:
             body["tools"] = tools
+        if seed is not None:
+            body["seed"] = seed
         if kwargs:
             body["extra_body"] = {"chat_template_kwargs": kwargs}
         try:

@@ -265,10 +265,13 @@ def _as_sent(message: Mapping) -> Mapping:
     return {**message, "content": content}
 
 
-def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int) -> Iterator[RowOrReason]:
+def ask_rows(
+    server: ChatClient, questions: Sequence[Question], concurrency: int, seed: int | None = None
+) -> Iterator[RowOrReason]:
     """
     Yield what a server makes of questions, as it answers. A conversation ends early where the server refuses what
-    follows, or where the answer calls a tool: nobody runs it.
+    follows, or where the answer calls a tool: nobody runs it. Each turn of each row is sampled with a seed of its own,
+    see [`seed_of`]; with `seed` of `None`, the server's own.
 
     Raises:
         `ServerError`: the server rejects everything, or has answered none of the last rows in time.
@@ -276,21 +279,27 @@ def ask_rows(server: ChatClient, questions: Sequence[Question], concurrency: int
     late = 0
     # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
     with ThreadPool(concurrency) as pool:
-        for row, reason in pool.imap_unordered(partial(_answered, server), questions):
+        for row, reason in pool.imap_unordered(partial(_answered, server, seed), questions):
             late = late + 1 if isinstance(reason, NoAnswer) and row is None else 0
             if late == _SILENT:
                 raise ServerError(f"{late} rows in a row: {reason}.")
             yield row, None if reason is None else str(reason)
 
 
-def _answered(server: ChatClient, question: Question) -> tuple[dict | None, UnusableRow | None]:
+def seed_of(seed: int, row: int, turn: int) -> int:
+    """The seed of a turn of a row, 0 to 2^31 - 1: with one seed for all, their samples would follow the same noise."""
+    return Random(f"{seed} {row}.{turn}").getrandbits(31)
+
+
+def _answered(server: ChatClient, seed: int | None, question: Question) -> tuple[dict | None, UnusableRow | None]:
     """The row of a question, as far as the server answers it, and why it goes no further."""
     answers: list[Answer] = []
     reason = None
     try:
         while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
             messages = [_as_sent(one) for one in conversation(question, answers)]
-            message, ended = server.answer(messages, question.tools, question.template_kwargs)
+            own = None if seed is None else seed_of(seed, question.index, len(answers))
+            message, ended = server.answer(messages, question.tools, question.template_kwargs, own)
             answer = {"role": "assistant", "content": message.get("content") or ""}
             if thought := message.get("reasoning_content") or message.get("reasoning"):
                 answer["reasoning_content"] = thought
