@@ -423,13 +423,15 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
         return _ROWS
     slots, device = _Slots(target, 1), input_device(target)
     slots.step({0: (0, room_for_answer(target, 1, length))})  # allocates its buffers
-    fit = int(free_memory(device) / 2 / slots.memory)
+    devices = {one.device for one in target.parameters() if not one.is_meta}  # each holds about as many layers
+    fit = int(len(devices) * min(map(free_memory, devices)) / 2 / slots.memory)
     return max(1, min(128 if device.type == "cpu" else 256, texts // 2, fit))
 
 
 def free_memory(device: torch.device) -> int:
-    from accelerate.utils import get_max_memory
+    """Free bytes of a device. No other one is touched: a context on each visible card takes half a GB of everybody's."""
+    if device.type in ("cpu", "mps"):  # Metal uses main memory
+        import psutil
 
-    memory = get_max_memory()
-    name = "cpu" if device.type == "cpu" else device.index or 0
-    return memory[name if name in memory else "mps"]  # Metal uses main memory
+        return psutil.virtual_memory().available
+    return getattr(torch, device.type).mem_get_info(device)[0]

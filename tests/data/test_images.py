@@ -33,6 +33,11 @@ def chat(part, answer="Hello.", **more):
     return {"messages": [user, {"role": "assistant", "content": [{"type": "text", "text": answer}]}], **more}
 
 
+def llava(text):
+    """A conversation as LLaVA's data have it: the place of an image is a mark in a text."""
+    return [{"from": "human", "value": text}, {"from": "gpt", "value": "Hello."}]
+
+
 TEXT = {"messages": [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hm."}]}
 
 
@@ -55,6 +60,8 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
         chat({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}),
         chat({"type": "image"}, images=[image]),
         chat({"type": "image"}, image={"bytes": png(image), "path": None}),
+        {"image": str(path), "conversations": llava("<image>\nHi")},
+        {"images": [image], "messages": None, "conversations": llava("<image>Hi")},
     ]
     examples = [example for row in rows for example in encode(row)]
     collator = DFlashCollator(0, encode.reader)

@@ -202,7 +202,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     (tmp_path / "plain.jsonl.gz").write_text(good, encoding="utf-8")
     (tmp_path / "mark.csv").write_text("\ufeff", encoding="utf-8")
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
-    (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
+    (tmp_path / "notes.md").write_text("Hi", encoding="utf-8")
     (tmp_path / "commas.csv").write_text("id,prompt,completion\n1,Hi,Yes, indeed.\n", encoding="utf-8")
     (tmp_path / "latin.csv").write_text("prompt,completion\nHi,Größe\n", encoding="latin-1")
     (tmp_path / "wide.jsonl").write_text(good + "\n", encoding="utf-16")
@@ -220,7 +220,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("plain.jsonl.gz", (), "plain.jsonl.gz' cannot be read: "),
         ("mark.csv", (), "mark.csv' cannot be read: it has no rows"),
         ("bad.parquet", (), "bad.parquet' cannot be read: "),
-        ("notes.txt", (), "must be of one kind: .jsonl"),
+        ("notes.md", (), "must be of one kind: .jsonl"),
         ("commas.csv", (), "commas.csv' cannot be read: line 2 has more fields than the header; put texts that"),
         ("latin.csv", (), f"Line 2 of {tmp_path}/latin.csv is not UTF-8; convert the file: iconv -f LATIN1"),
         ("wide.jsonl", (), f"Line 1 of {tmp_path}/wide.jsonl is not UTF-8; convert the file: iconv -f UTF-16"),

@@ -15,6 +15,7 @@ from dflash_hf.data.messages import UnusableRow, tools_of
 from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.data.sources import load_rows
+from dflash_hf.evaluation.sets import rows_of as eval_lines
 
 
 datasets = pytest.importorskip("datasets")
@@ -58,6 +59,24 @@ FILES = {  # rows of a file, as JSON
         f'{{"prompt": [{HI}], "completion": "Hello."}}',
         '{"prompt": "1 + 1 =", "completion": null}',
     ],
+    "requests": [
+        '{"instruction": "Add.", "input": "1, 2", "output": "3."}',
+        '{"instruction": "Say hello.", "input": "", "output": "Hello."}',
+        '{"question": "1 + 1?", "answer": "2."}',
+        '{"system_prompt": "Be kind.", "question": "1 + 1?", "context": "Sums.", "response": "2."}',
+        '{"question": "1 + 1?", "answer": 2}',
+        '{"question": "1 + 1?"}',
+        '{"instruction": "", "output": "Hello."}',
+    ],
+    "images": [
+        '{"image": "data:image/png;base64,AA==", "conversations": [{"from": "human", "value": "<image>\\nWhat?"}, '
+        '{"from": "gpt", "value": "A cat."}]}',
+        '{"image": "absent.png", "conversations": [{"from": "human", "value": "<image>\\nWhat?"}, '
+        '{"from": "gpt", "value": "A cat."}]}',
+        '{"images": ["data:image/png;base64,AA=="], "conversations": [{"from": "human", "value": "<image> <image>"}, '
+        '{"from": "gpt", "value": "Cats."}]}',
+        '{"conversations": [{"from": "human", "value": "What is <image>?"}, {"from": "gpt", "value": "A mark."}]}',
+    ],
     "texts": ['{"text": "Hello."}'],
     "prompts": ['{"prompt": "Hi"}'],
     "said": ['{"messages": "Hello."}'],
@@ -73,7 +92,9 @@ def outcome(row: str) -> str:
         return f"left out: {reason}"
     except ValueError as error:
         return f"error: {error}"
-    return f"`{colored_example(example, tokenizer, color=False, longest_run=999)}`".replace(SPECIAL[END], "⏎")
+    return f"`{colored_example(example, tokenizer, color=False, longest_run=999)}`".replace(SPECIAL[END], "⏎").replace(
+        "\n", "\\n"
+    )
 
 
 def test_the_guide_shows_what_becomes_of_rows():
@@ -178,10 +199,34 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):
         '{"messages": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello."}]}',
         f'{{"messages": null, "conversations": [{HI}, {HELLO}]}}',
         f'{{"messages": null, "prompt": [{HI}]}}',
+        '{"prompt": "Hi"}',
+        '{"instruction": "Hi", "input": "", "output": "Hello."}',
+        '{"instruction": "Hi", "input": null}',
+        '{"question": "Hi", "answer": "Hello.", "messages": null}',
     ],
 )
 def test_every_layout_has_the_same_prompt(row):
     assert prompt_of(json.loads(row), True) == [json.loads(HI)]
+
+
+@pytest.mark.parametrize("row", ['{"instruction": "Hi", "input": "you"}', '{"question": "Hi\\n\\nyou"}'])
+def test_request_without_a_template_is_text(row):
+    assert prompt_of(json.loads(row), False) == "Hi\n\nyou"
+
+
+def test_text_file_has_a_prompt_in_each_line(target, tmp_path, capsys):
+    """`eval` read it, and `regenerate` knew no such kind of file."""
+    path, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfHi\r\n\r\n  1 + 1?\nlast")
+    prompts = ["Hi", "  1 + 1?", "last"]
+    assert [row["prompt"] for row in load_rows(path)] == [row["prompt"] for row in eval_lines(str(path))] == prompts
+    words = ["regenerate", "--target", target, "--data", path, "--output", output, "--max-new-tokens", 4]
+    assert main([str(word) for word in (*words, "--device", "cpu")]) == 0
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert {row["row"]: row["messages"][0]["content"] for row in rows} == dict(enumerate(prompts))
+    capsys.readouterr()
+    assert main(["prepare", "--target", str(target), "--data", str(path)]) == 1
+    assert "have the target answer the prompts with `dflash regenerate`" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

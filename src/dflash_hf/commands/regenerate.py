@@ -30,7 +30,7 @@ _HERE = (*("raw", "chat_template", "packed", "batch_size", "device", "revision",
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: folder, Hub name, or name on --server")
-    add_data(parser, template="none")
+    add_data(parser, template="none", files=".jsonl, .json, .parquet, .csv, .txt")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer anew: ")
     help = "share of rows with enable_thinking, drawn by --seed"

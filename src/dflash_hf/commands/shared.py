@@ -141,9 +141,9 @@ def given(arguments, names: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
-def add_data(parser, template: str = "those of the data") -> None:
+def add_data(parser, template: str = "those of the data", files: str = ".jsonl, .json, .parquet, .csv") -> None:
     """The arguments of every command that reads training data; `template`: the shown default of `--template-args`."""
-    parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet, .csv file or Hub dataset")
+    parser.add_argument("--data", required=True, help=f"a {files} file or Hub dataset")
     parser.add_argument("--split", help="split of the data (default: train, or the only)")
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")

@@ -43,8 +43,8 @@ class Example(NamedTuple):
 
 
 COLUMNS = (
-    "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
-    "`loss_mask` or `labels`"
+    "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, `instruction` and "
+    "`output`, `question` and `answer`, or `input_ids` with `loss_mask` or `labels`"
 )
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses

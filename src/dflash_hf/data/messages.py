@@ -21,6 +21,13 @@ _OF_THE_TARGET = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  #
 _TEXTS = {"text", "input_text", "output_text"}
 UNSEEN = "a message has an image, which this target does not read"
 _IMAGES = {"image", "image_url", "input_image"}
+_MARK = "<image>"  # in LLaVA's and ShareGPT's texts, the place of the next image of the row
+# The columns of a request, of what completes it, of its answer, and of a system prompt, as Alpaca, Dolly and OpenOrca
+# name them.
+_REQUESTS = ("instruction", "question")
+_COMPLETE = ("input", "context")
+_ANSWERS = ("output", "answer", "response")
+_SYSTEM = ("system", "system_prompt")
 
 
 class UnusableRow(ValueError):
@@ -43,17 +50,46 @@ def conversation_column(row: Mapping) -> str | None:
     return column_of(row, "messages", "conversations", "prompt")
 
 
+def request_column(row: Mapping) -> str | None:
+    """The column of a request that is text in a column of its own; `None` if there is none."""
+    return column_of(row, *_REQUESTS)
+
+
+def _request_in(row: Mapping, name: str) -> list[dict]:
+    """A request in columns of its own as messages."""
+    texts = []
+    for names in (_SYSTEM, (name,), _COMPLETE, _ANSWERS):
+        column = column_of(row, *names)
+        text = "" if column is None else row[column]
+        if not isinstance(text, str):
+            raise UnusableRow(f"its `{column}` is of the type {type(text).__name__}; give text")
+        texts.append(text)
+    system, request, more, answer = texts
+    if not request.strip():
+        raise UnusableRow(f"its `{name}` is empty")
+    if column_of_images(row):
+        raise UnusableRow(f"it has an image beside its `{name}`, and no place says where it belongs")
+    messages = [{"role": "user", "content": f"{request}\n\n{more}" if more else request}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    if answer:
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
 def conversation_in(row: Mapping) -> tuple[str | None, str | list[dict]]:
     """
     The column of a row's conversation, and what it holds: messages, or a `prompt` that is text. `None` and no messages
-    if there is no such column.
+    if there is no such column. An `instruction` or a `question` is the message of a user, with `input` or `context` if
+    there is any; `output`, `answer` or `response` is that of the assistant.
 
     Raises:
         `UnusableRow`, `ValueError`: as [`messages_in`].
     """
     name = conversation_column(row)
     if name is None:
-        return None, []
+        name = request_column(row)
+        return name, [] if name is None else _request_in(row, name)
     return name, row[name] if name == "prompt" and isinstance(row[name], str) else messages_in(row, name)
 
 
@@ -61,7 +97,8 @@ def messages_in(row: Mapping, name: str) -> list[dict]:
     """
     The messages in a column: a list, or its JSON text. Roles have the names of chat templates, texts in parts are
     parts of the type `text`, and images of the type `image` with a path or a `data:` URI. Images that name none are
-    those of the column `images`, in order. In ShareGPT's layout, a column `system` is the first message.
+    those of the column `images`, in order; where there are no parts, they belong to the marks `<image>`. In
+    ShareGPT's layout, a column `system` is the first message.
 
     Raises:
         `UnusableRow`: there are none, or one that cannot be read.
@@ -77,12 +114,44 @@ def messages_in(row: Mapping, name: str) -> list[dict]:
         raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with {LAYOUTS}.")
     images = iter(column_of_images(row))
     messages = [_message(one or {}, name, images) for one in value]
-    if name != "completion" and next(images, None) is not None:
-        raise UnusableRow(f"it has more images than its `{name}` has parts of the type 'image'")
+    left = list(images)
+    if name != "completion" and left:
+        messages = _with_images_at_marks(messages, left, name)
     system = row.get("system") if name == "conversations" else None
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _with_images_at_marks(messages: list[dict], images: list, name: str) -> list[dict]:
+    """
+    Messages whose texts have a mark for each of some images, in order, with these as parts. A line break between mark
+    and text only sets them apart, and is dropped.
+    """
+    marked = [isinstance(one.get("content"), str) and one["role"] != "assistant" for one in messages]
+    marks = sum(one["content"].count(_MARK) for one, marks_it in zip(messages, marked, strict=True) if marks_it)
+    if marks == 0:
+        raise UnusableRow(f"it has more images than its `{name}` has parts of the type 'image'")
+    if marks != len(images):
+        raise UnusableRow(f"its `{name}` has {marks} marks {_MARK} for {len(images)} images")
+    following = iter(images)
+    changed = []
+    for message, marks_it in zip(messages, marked, strict=True):
+        if marks_it and _MARK in message["content"]:
+            message = {**message, "content": _parts_of(message["content"], following)}
+        changed.append(message)
+    return changed
+
+
+def _parts_of(text: str, images: Iterator) -> list[dict]:
+    """A text as parts: an image at each mark, and the texts between them."""
+    parts = []
+    for place, piece in enumerate(text.split(_MARK)):
+        if place > 0:
+            parts.append({"type": "image", "image": image_uri(next(images))})
+        if piece.strip("\n"):
+            parts.append({"type": "text", "text": piece.strip("\n")})
+    return parts
 
 
 def _message(given: Mapping, name: str, images: Iterator) -> dict:

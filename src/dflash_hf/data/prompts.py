@@ -10,6 +10,7 @@ from dflash_hf.data.messages import (
     UnusableRow,
     as_text,
     conversation_in,
+    request_column,
     tools_of,
     with_arguments,
     without_columns,
@@ -24,9 +25,9 @@ Prompt = str | list[dict]
 
 def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
     """
-    The prompt of a row: its messages (or `conversations`) without assistant turns at the end; or `prompt`, as a user
-    message if it is text and `as_chat`. Arguments of tool calls become JSON text, which servers expect and files can
-    hold.
+    The prompt of a row: its messages (or `conversations`) without assistant turns at the end; or `prompt`,
+    `instruction` or `question`, as a user message if it is text and `as_chat`. Arguments of tool calls become JSON
+    text, which servers expect and files can hold.
 
     Raises:
         `UnusableRow`: the row has no such column, or its messages cannot be read.
@@ -42,7 +43,9 @@ def whole_conversation(row: Mapping, as_chat: bool) -> Prompt:
     """As [`prompt_of`], with the assistant turns at the end."""
     name, said = conversation_in(row)
     if name is None:
-        raise without_columns(row, "give `messages`, `conversations` or `prompt`")
+        raise without_columns(row, "give `messages`, `conversations`, `prompt`, `instruction` or `question`")
+    if name == request_column(row) and not as_chat:
+        return "\n\n".join(one["content"] for one in said if one["role"] != "assistant")
     if isinstance(said, str):
         return [{"role": "user", "content": said}] if as_chat and said else said
     return [dict(with_arguments(one, as_text)) for one in said]

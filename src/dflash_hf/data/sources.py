@@ -19,7 +19,7 @@ from dflash_hf.terminal import needs, one_line, read_text
 
 _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
-    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
+    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "txt"},
 }
 _TEXT = "text"  # the column of JSON text
 _HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # of a surrogate pair, perhaps without its other half
@@ -51,8 +51,8 @@ def load_rows(
     The rows of a dataset.
 
     Args:
-        data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder written by
-            `save_to_disk`, or the name of a dataset on the Hub.
+        data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`; `.txt` with a prompt in each line) or several
+            of one kind, a folder written by `save_to_disk`, or the name of a dataset on the Hub.
         split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`, or several with `+`. Files, and a
             folder of one dataset, are `"train"`.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
@@ -127,7 +127,7 @@ def _texts(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
     for path in (Path(name) for name, *_ in files):
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as binary:
             file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
-            for text in (_table if _LOADERS[_suffix(path)] == "csv" else _objects)(file, path.suffix.lower()):
+            for text in _READERS[_LOADERS[_suffix(path)]](file, path.suffix.lower()):
                 yield {_TEXT: text}
                 empty = False
     if empty:
@@ -172,6 +172,16 @@ def _table(file: TextIO, suffix: str) -> Iterator[str]:
             yield json.dumps(row)
     finally:
         csv.field_size_limit(limit)
+
+
+def _requests(file: TextIO, suffix: str) -> Iterator[str]:
+    """The lines of a text, each a prompt."""
+    for line in file:
+        if line.strip():
+            yield json.dumps({"prompt": line.rstrip("\r\n")})
+
+
+_READERS = {"json": _objects, "csv": _table, "txt": _requests}
 
 
 def _parsed(batch: dict) -> dict:
