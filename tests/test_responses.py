@@ -7,11 +7,14 @@ import random
 import pytest
 import torch
 from support.pairs import make_target
+from support.tiny_models import tiny_model
+from support.watch import Watch
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf import responses as module
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.responses import Choice, cut_at, decodes_in_slots, drawn, responses, rows_that_fit
+from dflash_hf.target import generate_responses
 
 
 STOPS = [7, 11, 13, 17, 19, 23]
@@ -252,6 +255,32 @@ def test_rows_follow_memory_and_texts(target, monkeypatch):
     slots.step({0: (0, 40)})
     monkeypatch.setattr(module, "free_memory", lambda device: 2 * 5.5 * slots.memory)
     assert rows(1000) == 5
+
+
+def test_memory_is_asked_of_the_targets_devices(monkeypatch):
+    """The library's function made a context on every visible card: half a GB of each, also for a target on the CPU."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(str(device)) or (7, 9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("all cards"))
+    assert module.free_memory(torch.device("cuda", 3)) == 7 and asked == ["cuda:3"]
+    assert module.free_memory(torch.device("cpu")) > 7 and asked == ["cuda:3"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_answers_keep_no_graph_and_no_memory(family):
+    """With weights as they are loaded, which want gradients; the second has a state that is rolled back."""
+    target = tiny_model(family).train().eval().requires_grad_(True)
+    config = GenerationConfig(do_sample=True, eos_token_id=1, pad_token_id=0)
+    prompts = make_prompts(40, longest=12)
+    list(responses(target, enumerate(prompts[:4]), 8, config, 4))  # what is found out once
+    watch = Watch(target)
+    ends = []
+    for _ in responses(target, enumerate(prompts), 8, config, 4):
+        ends.append(max(watch.alive))
+    rows_that_fit(target, config, 20, 40)
+    generate_responses(target, prompts[:4], 8, None, generation_config=config)
+    assert len(ends) == 40 and not watch.graphs
+    assert ends[-1] < 1.05 * ends[19]  # after all rows as after half of them
 
 
 def test_rows_of_an_offloaded_target():

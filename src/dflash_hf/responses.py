@@ -423,13 +423,14 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
         return _ROWS
     slots, device = _Slots(target, 1), input_device(target)
     slots.step({0: (0, room_for_answer(target, 1, length))})  # allocates its buffers
-    devices = {one.device for one in target.parameters() if not one.is_meta}  # each holds about as many layers
+    # Of a target on several devices, each holds about as many layers; an offloaded one's weights are on none.
+    devices = {one.device for one in target.parameters() if not one.is_meta} or {device}
     fit = int(len(devices) * min(map(free_memory, devices)) / 2 / slots.memory)
     return max(1, min(128 if device.type == "cpu" else 256, texts // 2, fit))
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of a device. No other one is touched: a context on each visible card takes half a GB of everybody's."""
+    """Free bytes of a device. No other is touched: a context takes half a GB of a card, also of somebody else."""
     if device.type in ("cpu", "mps"):  # Metal uses main memory
         import psutil
 
