@@ -172,7 +172,8 @@ def test_a_run_with_little_time_stores_few_rows(target, tmp_path):
     rows, draft = counting_rows(600), make_draft(target)
     run = SimpleNamespace(target=target, draft=draft, args=SimpleNamespace(has_teacher=False, process_index=0))
     recipe, encoder = SimpleNamespace(target="some/target"), RowEncoder(make_tokenizer(), max_length=64)
-    stored = store_rows(rows, tmp_path / "features", run, recipe, encoder, lambda: True)
+    store_rows(rows, tmp_path / "features", run, recipe, encoder, lambda: True)
+    stored = StoredFeatures(tmp_path / "features")
     assert 0 < stored.lengths.sum() <= 4096 < sum(len(row["input_ids"]) for row in rows)
 
 

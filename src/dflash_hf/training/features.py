@@ -387,20 +387,16 @@ def _opened(path: str, changed: int):
         raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
 
 
-def store_rows(
-    rows, folder: Path, trainer, recipe, encoder, enough: Callable[[], bool] | None = None
-) -> StoredFeatures | None:
-    """Features of a trainer's rows, if there are any: the first process stores them, the others follow."""
+def store_rows(rows, folder: Path, trainer, recipe, encoder, enough: Callable[[], bool] | None = None) -> None:
+    """Store the features of a trainer's rows, if there are any; `enough`: see [`store_features`]."""
     if rows is None:
-        return None
+        return
     target, layer_ids, states = trainer.target, trainer.draft.config.target_layer_ids, trainer.args.has_teacher
-    if trainer.args.process_index == 0:
-        dtype = str(target.dtype).removeprefix("torch.")
-        made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
-        collator = DFlashCollator(0, encoder.reader)
-        size = _TOKENS * made_with.token_bytes
-        store_features(target, rows, folder, made_with, shard_bytes=size, enough=enough, collator=collator)
-    return StoredFeatures(folder)
+    dtype = str(target.dtype).removeprefix("torch.")
+    made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
+    collator = DFlashCollator(0, encoder.reader)
+    size = _TOKENS * made_with.token_bytes
+    store_features(target, rows, folder, made_with, shard_bytes=size, enough=enough, collator=collator)
 
 
 def stored_output(batch: dict, states: bool) -> TargetOutput:

@@ -39,6 +39,7 @@ from dflash_hf.training.features import (
     stored_tokens,
 )
 from dflash_hf.training.held_out import PREFIX, choice_of_checkpoint, split_rows
+from dflash_hf.training.nodes import fewest, meet, one_process_first, writes_to
 from dflash_hf.training.pace import BarAlone, LogLines, Pace, StepCount, duration
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import survey
@@ -69,7 +70,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     target_config = check_run(recipe, args)
-    with args.main_process_first(desc="data"):
+    with one_process_first(args):
         rows, eval_rows = _rows(recipe)
     source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
     tokenizer = load_tokenizer(*source, empty=rows is None or "input_ids" in rows[0])  # only texts need a vocabulary
@@ -88,7 +89,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 3. Data, encoded by one process for all, and the drafter.
     encoder = _encoder(recipe, target, tokenizer, reader, tell)
-    with args.main_process_first(desc="data"):
+    with one_process_first(args):
         eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
         rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say, conversations=True)
     if recipe.features:
@@ -109,12 +110,16 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         check_same_drafter(Path(resume), draft)
 
     with ExitStack() as stack:
+        anew = not training.get("resume_from_checkpoint")
         if first:
-            _begin(folder, not training.get("resume_from_checkpoint"), stack)
-        trainer.accelerator.wait_for_everyone()
+            _begin(folder, anew, stack)
+        meet(args)
+        writes = writes_to(folder, args)
+        if writes and not first:
+            _begin(folder, anew, stack)
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
-            _store(trainer, recipe, encoder, limited=held_out is not None, say=say)
+            _store(trainer, recipe, encoder, writes, say)
         # 6. Training.
         if resume:
             say(f"resuming from {resume}")
@@ -125,7 +130,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         if held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
         save(trainer, adapted=bool(recipe.peft_config))
-    if first:
+    if writes:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all: {passes}")
@@ -316,21 +321,30 @@ def _drawn(rows, recipe: RecipeArguments, args):
     return rows.select(order[: count if count > 0 else None].tolist())
 
 
-def _store(trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, limited: bool, say) -> None:
+def _store(trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, writes: bool, say) -> None:
     """
-    Replace a trainer's rows by their stored features; `limited`: as many of the rows to measure on, too, as fit into
-    their share of the time.
+    Replace a trainer's rows by their features. One process stores them on each disk, as it `writes`; the others wait.
     """
     args = trainer.args
-    folder = Path(args.output_dir)
-    with args.main_process_first(desc="features"):
-        drawn = _drawn(trainer.train_dataset, recipe, args)
-        enough = _enough(recipe, args, folder, 1 / 3)
-        trainer.train_dataset = store_rows(drawn, folder / STORED / "train", trainer, recipe, encoder, enough)
-        enough = _enough(recipe, args, folder, 1 / 20) if limited else None
-        measured = trainer.eval_dataset
-        trainer.eval_dataset = store_rows(measured, folder / STORED / "eval", trainer, recipe, encoder, enough)
+    folder = Path(args.output_dir) / STORED
+    drawn, measured = _drawn(trainer.train_dataset, recipe, args), trainer.eval_dataset
+    if writes:
+        enough = _enough(recipe, args, folder.parent, 1 / 3)
+        store_rows(drawn, folder / "train", trainer, recipe, encoder, enough)
+        # Held-out rows, too, as many as fit into their share of the time; evaluation data are the user's.
+        enough = None if recipe.evaluates else _enough(recipe, args, folder.parent, 1 / 20)
+        store_rows(measured, folder / "eval", trainer, recipe, encoder, enough)
+    meet(args)
+    trainer.train_dataset = _common_rows(StoredFeatures(folder / "train"), trainer)
+    if measured is not None:
+        trainer.eval_dataset = _common_rows(StoredFeatures(folder / "eval"), trainer)
     say(f"features          of {len(trainer.train_dataset):,} of {len(drawn):,} rows, as many as time allows")
+
+
+def _common_rows(dataset: StoredFeatures, trainer: DFlashTrainer):
+    """The rows that every node has stored: in the same time a slower one stores fewer, of the same order."""
+    count = fewest(len(dataset), trainer)
+    return dataset if count == len(dataset) else torch.utils.data.Subset(dataset, range(count))
 
 
 def _enough(recipe: RecipeArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:

@@ -1,0 +1,39 @@
+"""One process of a run on two nodes, each of which is this machine under another name."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from dflash_hf.training import features, train
+from dflash_hf.training.recipe import read_recipe
+from dflash_hf.training.train import leave_group
+
+
+def main(settings):
+    """Train, storing features as slowly as asked, and write down what this process did."""
+    given = json.loads(settings)
+    stored = []
+    target_forward = features.target_forward
+
+    def forward(*arguments, **options):
+        time.sleep(given["delay"])
+        stored.append(1)
+        return target_forward(*arguments, **options)
+
+    features.target_forward = forward
+    trainer = train.train(*read_recipe(None, given["recipe"]))
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    held_out = [line for line in trainer.state.log_history if "held_out_loss" in line]
+    facts = {
+        "stored": len(stored),
+        "losses": losses,
+        "rows": len(trainer.train_dataset),
+        "held_out": held_out[-1]["held_out_simulated_tau"],
+    }
+    Path(given["result"]).write_text(json.dumps(facts))
+    leave_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
