@@ -11,7 +11,14 @@ from dflash_hf.decoding.settings import DFlashDecodingConfig
 from dflash_hf.decoding.strategy import strategy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.read import tensor_names
-from dflash_hf.layouts.weights import check_checkpoint, checkpoint_files, has_own_table, read_mask_embedding
+from dflash_hf.layouts.weights import (
+    check_checkpoint,
+    check_quantization_is_read,
+    check_weights_are_loaded,
+    checkpoint_files,
+    has_own_table,
+    read_mask_embedding,
+)
 from dflash_hf.modeling import modeling_dflash
 from dflash_hf.modeling.heads_dflash import CandidateSelector, Correction, MarkovTables, PrefixGRU
 
@@ -42,6 +49,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         r"^lm_head\.",
         "d2t",
         "t2d",
+        r"\.(input|output)_(global_)?(scale|zero_point)$",  # of activations, beside quantised weights
     ]
 
     def __getattr__(self, name: str):
@@ -114,12 +122,12 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
         renamed = {**(key_mapping or {}), **tensor_names()}
         # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; upstream's report decides there.
-        quantized, embedding = getattr(config, "quantization_config", None) is not None, None
+        config = copy.deepcopy(config)
+        quantized, embedding = check_quantization_is_read(str(name), config), None
         if name is not None:
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
             # This file overrides a tensor of the same name, as in the engines.
             embedding = read_mask_embedding(str(name), config, **hub)
-            config = copy.deepcopy(config)
             config.own_mask_embedding |= embedding is not None
             config.has_embed_tokens |= has_own_table(files, config, renamed)
             if quantized and config.interleaved_rotary:
@@ -134,17 +142,22 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             model, info = load(name, *model_args, config=config, key_mapping=renamed, **kwargs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        except ImportError as error:
+            if not quantized:
+                raise
+            raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             found = set(info[problem]) - ({"mask_embedding"} if embedding is not None else set())
             if quantized and found:
                 keys = ", ".join(sorted(map(str, found))[:5])
                 raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
-        # Upstream would restore the source's names; a drafter is always written in the published layout.
-        model._weight_conversions = [
-            conversion
-            for conversion in getattr(model, "_weight_conversions", None) or []
-            if not set(conversion.source_patterns) & set(renamed)
-        ]
+        if quantized:
+            check_weights_are_loaded(str(name), model)
+        # Upstream would restore the source's names, and bits; a drafter is always written in the published layout.
+        conversions = getattr(model, "_weight_conversions", None) or []
+        if quantized and getattr(model.config, "quantization_config", None) is None:
+            conversions = []  # its weights are plain ones now
+        model._weight_conversions = [one for one in conversions if not set(one.source_patterns) & set(renamed)]
         if embedding is not None:
             model.mask_embedding.data.copy_(embedding)
         if config.interleaved_rotary:

@@ -1,7 +1,12 @@
 """Drafters with quantised weights, loaded by upstream's quantisers: they draft alike, and the text is the target's."""
 
+import json
+import re
+import sys
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
@@ -71,3 +76,111 @@ def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
         hidden = again(block, context).last_hidden_state
         block[:, 1:] = own  # behind the anchor
         assert torch.equal(hidden, quantised(block, context).last_hidden_state)
+
+
+# ---------------------------------------------------------------------------------------------- as others publish them
+
+
+def small_pair():
+    target = make_target(hidden_size=128)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16}
+    return target, make_draft(target, intermediate_size=128, **sizes)
+
+
+def publish(draft, folder, config, dtype, scale=None, key="quantization_config"):
+    """A folder whose projections are stored in eight bits, with scales of this name and shape if there is one."""
+    draft.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **({key: config} if config else {})}))
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            stored[name] = weight
+            continue
+        step = float(weight.abs().max()) / (127 if dtype == torch.int8 else 448)
+        stored[name] = (weight / step).to(dtype)
+        if scale is not None:
+            suffix, rows, columns = scale
+            stored[f"{name}{suffix}"] = torch.full((weight.shape[0] // rows, columns(weight)), step)
+            stored[name.replace(".weight", ".input_scale")] = torch.ones(1)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+EIGHT_BITS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "fc"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": EIGHT_BITS}},
+}
+FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+PUBLISHED = {
+    "fine-grained": (FINE_GRAINED, ("_scale_inv", 32, lambda weight: weight.shape[1] // 32)),
+    "compressed-tensors": (COMPRESSED, ("_scale", 1, lambda weight: 1)),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_eight_bit_drafter_is_loaded_as_a_plain_one(kind, tmp_path):
+    """It loaded, and ended in its first product: `expected m1 and m2 to have the same dtype`."""
+    if kind == "compressed-tensors":
+        pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    target, draft = small_pair()
+    config, scale = PUBLISHED[kind]
+    folder = publish(draft, tmp_path / "draft", config, torch.float8_e4m3fn, scale)
+    loaded = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    for (name, weight), expected in zip(loaded.named_parameters(), draft.parameters(), strict=True):
+        assert weight.dtype == torch.float32 and (weight - expected).norm() < 0.05 * expected.norm(), name
+    prompt = torch.tensor([[5, 9, 11, 60]])
+    alone = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=loaded), alone)
+    loaded.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    again = DFlashDraftModel.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), loaded.parameters(), strict=True))
+
+
+F8, I8 = torch.float8_e4m3fn, torch.int8
+REFUSED = {
+    "eight bits": (
+        None,
+        F8,
+        "has dtype F8_E4M3, not one of .*: it is quantised, but config.json has no quantization_",
+    ),
+    "integers": (None, I8, "has dtype I8, not one of .*: it is quantised, but config.json has no quantization_config"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        F8,
+        "is quantised with quant_method='modelopt', for which transformers has no quantiser: load its weights in bf16",
+    ),
+    "without scales": (
+        FINE_GRAINED,
+        F8,
+        "q_proj.weight is still of torch.float8_e4m3fn after loading: the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_weights_that_cannot_be_read_are_refused(kind, tmp_path):
+    """An unknown method was skipped by the library, and its integers were taken for weights."""
+    config, dtype, message = REFUSED[kind]
+    folder = publish(small_pair()[1], tmp_path / "draft", config, dtype)
+    with pytest.raises(ValueError, match=f"{re.escape(str(folder))}.*{message}"):
+        DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_weights_of_mlx_are_refused(tmp_path):
+    folder = publish(small_pair()[1], tmp_path / "draft", {"group_size": 64, "bits": 4}, I8, key="quantization")
+    with pytest.raises(ValueError, match="draft is quantised for MLX .*, which is not read: load its weights in bf16"):
+        DFlashDraftModel.from_pretrained(folder)
+
+
+def test_missing_library_is_named_with_the_drafter(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    monkeypatch.setattr("transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False)
+    folder = publish(small_pair()[1], tmp_path / "draft", COMPRESSED, F8, PUBLISHED["compressed-tensors"][1])
+    with pytest.raises(ImportError, match="draft is quantised, and its library is missing: .*compressed-tensors"):
+        DFlashDraftModel.from_pretrained(folder)

@@ -8,6 +8,7 @@ import os
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dflash_hf.layouts.read import canonical_name, is_left_out
@@ -15,6 +16,58 @@ from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Methods whose weights upstream can turn into plain ones as it loads them. Else their layers need kernels of some GPU,
+# or wait for a forward of the whole model, which drafting never calls.
+_DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "nvfp4", "mxfp4")
+
+
+def check_quantization_is_read(name: str, config) -> bool:
+    """
+    Prepare a configuration for loading a quantised checkpoint by upstream's quantisers: weights in 8 or 4 bits of
+    compressed-tensors and the like are loaded as plain ones.
+
+    Args:
+        name (`str`): Folder or repository, for errors.
+        config (`PreTrainedConfig`): Changed in place.
+
+    Returns:
+        `bool`: Whether the checkpoint is quantised.
+
+    Raises:
+        `ValueError`: upstream has no quantiser for it, and would take the stored numbers for weights.
+    """
+    remedy = "load its weights in bf16 if they are published, or have the engine that they were made for serve it"
+    if isinstance(getattr(config, "quantization", None), dict):
+        raise ValueError(f"{name} is quantised for MLX (`quantization` in config.json), which is not read: {remedy}.")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return False
+    if not isinstance(quantization, dict):
+        return True
+    method = quantization["quant_method"]
+    if not AutoHfQuantizer.supports_quant_method(quantization):
+        raise ValueError(
+            f"{name} is quantised with quant_method={method!r}, for which transformers has no quantiser: {remedy}."
+        )
+    if method in _DEQUANTIZED:
+        config.quantization_config = {"dequantize": True, **quantization}
+    return True
+
+
+def check_weights_are_loaded(name: str, model) -> None:
+    """
+    Raises:
+        `ValueError`: a plain layer of a quantised checkpoint holds numbers that are no weights.
+    """
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if type(module) is torch.nn.Linear and (weight is None or weight.dtype not in _DTYPES):
+            stored = "packed" if weight is None else f"of {weight.dtype}"
+            raise ValueError(
+                f"{name}: {path}.weight is still {stored} after loading: the checkpoint lacks its scales, or this "
+                "version of transformers cannot turn its weights into plain ones; upgrade it, or load weights in bf16."
+            )
 
 
 def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_arguments) -> list[str]:
@@ -165,5 +218,10 @@ def check_checkpoint(
     for name in found:
         tensor = wanted[name]
         allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)
+        if found[name][0] not in allowed and tensor.is_floating_point():
+            raise ValueError(
+                f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}: it is quantised, "
+                "but config.json has no quantization_config that says how; load the weights in bf16."
+            )
         if found[name][0] not in allowed:
             raise ValueError(f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}.")
