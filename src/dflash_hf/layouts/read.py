@@ -220,8 +220,10 @@ def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
 
 
 def _from_speculators(config: dict) -> dict:
-    """Nested layer configuration, which may leave out Qwen3's defaults."""
+    """Nested layer configuration, or a flat one, which may leave out Qwen3's defaults."""
     layers = config.pop("transformer_layer_config", None)
+    if layers is None and "hidden_size" in config:
+        layers = {}  # its keys lie beside the others
     require(isinstance(layers, dict), "a dictionary that describes the draft layers", transformer_layer_config=layers)
     model_type = layers.get("model_type", "qwen3")
     if model_type not in ("qwen3", "llama", "qwen2", "mistral", "gpt_oss"):
