@@ -115,7 +115,7 @@ def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--packed", "--tree-nodes", "9", "--output", tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for part in ("target alone, packed", "plain call", "whole blocks", "over packed", "tau, draft trees"):
+    for part in ("target alone, packed", "plain call", "whole blocks", "over packed", "draft trees       tau "):
         assert part in printed, part
     report = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
     block, tree = (report["methods"][name] for name in ("dflash", "dflash_tree"))

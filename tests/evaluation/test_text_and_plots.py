@@ -7,10 +7,10 @@ from support.tiny_chat import make_tokenizer
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
-from dflash_hf.evaluation.methods import DFLASH, PROMPT_LOOKUP, TARGET
-from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.methods import AUTO, DFLASH, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.plots import draw_report, plot_report
 from dflash_hf.evaluation.report import save_report
-from dflash_hf.evaluation.text import colored_answer, origins, summary_lines, token_texts
+from dflash_hf.evaluation.text import colored_answer, headline, origins, summary_lines, token_texts
 
 
 def test_where_tokens_come_from():
@@ -53,6 +53,28 @@ def test_the_table_names_every_figure(report):
     assert "WRONG" in "\n".join(summary_lines(report))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_headline_comes_first(packed, report):
+    """Two taus, two speed-ups and two counts, none of which was the result."""
+    report.methods[AUTO] = MethodReport(250.0, 2.5, [250.0], 60, 20, 3, speedup_over_packed=2.0, draft_sizes=[0, 4, 7])
+    if packed:
+        report.methods[TARGET_PACKED] = MethodReport(125.0, 1.25, [125.0], 60, 60, 3, speedup_over_packed=1.0)
+        for name in (TARGET, DFLASH, PROMPT_LOOKUP):
+            report.methods[name].speedup_over_packed = 1.0
+    else:
+        report.methods[AUTO].speedup_over_packed = None
+    first, second, *others = summary_lines(report)
+    speed = "2.00x the speed of the target alone, packed: 250 against 125 tokens/s"
+    assert (
+        first
+        == f"plain call        {speed if packed else '2.50x the speed of the target alone: 250 against 100 tokens/s'}"
+    )
+    assert second == "tau               6.57 tokens per verification in whole blocks"
+    assert headline(report).startswith(f"plain call 2.{'00x over the packed' if packed else '50x over the'} target")
+    text = "\n".join(others)
+    assert "of 3 verifications" in text and "tau 6.57 over 7 verifications" in text and "rounds" not in text
+
+
 def test_the_verdict_is_said(report):
     """It led with "1 of 10 outputs equal" where none was wrong, and ended without a word at 0.56x."""
     report.methods[DFLASH] = MethodReport(56.0, 0.56, [56.0], 60, 13, 1)
@@ -71,6 +93,32 @@ def test_a_picture_is_drawn(report, tmp_path):
         header = path.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") > 1000
+
+
+LONG = "-".join(["Qwen3-Coder-480B-A35B-Instruct-FP8"] * 5)
+
+
+@pytest.mark.parametrize("title", ["short", f"{LONG} + {LONG}\n{LONG}", "x" * 300], ids=["short", "names", "word"])
+@pytest.mark.parametrize("others", [(), ("prompt_lookup", "a method of somebody else, with a very long name")])
+def test_no_text_leaves_the_picture(title, others, report):
+    """The names of README's first picture were cut at both edges."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    report.methods |= {name: MethodReport(310.0, 3.1, [310.0, 310.0, 310.0], 60, 45, 3) for name in others}
+    figure = draw_report(report, title)
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    boxes = [text.get_window_extent() for text in texts]
+    for text, box in zip(texts, boxes, strict=True):
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert inside, (text.get_text(), box, figure.bbox)
+    titles = [
+        box for text, box in zip(texts, boxes, strict=True) if text.get_fontsize() >= 10 and " " in text.get_text()
+    ]
+    overlapping = [one for one in titles for other in titles if one is not other and one.overlaps(other)]
+    assert not overlapping
+    assert "".join(figure.get_suptitle().split()) == "".join(title.split())
 
 
 def test_report_without_a_picture_keeps_no_old_one(report, tmp_path, monkeypatch):

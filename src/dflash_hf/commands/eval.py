@@ -55,16 +55,15 @@ def run(arguments, echo) -> Outcome:
     if missing:
         raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
     _check_output(arguments.output, Path(arguments.draft))
-    from dflash_hf.evaluation.plots import headline
     from dflash_hf.evaluation.report import save_report
-    from dflash_hf.evaluation.text import summary_lines
+    from dflash_hf.evaluation.text import headline, summary_lines
 
     report = _measure(arguments)
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
         names = " + ".join(Path(name).name for name in (arguments.target_name or arguments.target, arguments.draft))
-        title = f"{names}: {headline(report)}"
+        title = f"{names}\n{headline(report)}"
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

@@ -19,9 +19,8 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.measure import EvalReport, evaluate
-from dflash_hf.evaluation.plots import headline
 from dflash_hf.evaluation.report import save_report
-from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
+from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
 from dflash_hf.smollm2 import Pair, data_folder
 from dflash_hf.terminal import bar
 
@@ -86,7 +85,7 @@ def run_demo(
         [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.AUTO, ways.DFLASH],
         progress=bar("compare"),
     )
-    title = f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"
+    title = f"SmolLM2-135M-Instruct with its drafter\n{headline(report)}"
     written = [] if output is None else ["", *(f"written   {path}" for path in save_report(report, output, title))]
     for line in [*sample_lines(pair, rows, report, color), "", *summary_lines(report), *written]:
         say(line)

@@ -1,5 +1,6 @@
 """The plot of a report: speed and acceptance."""
 
+import textwrap
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
@@ -12,6 +13,8 @@ from dflash_hf.terminal import needs
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
 _COLORS |= dict.fromkeys(DRAFTED, "#1a7f5a")
 _COMPILED_COLOR, _OTHER_COLOR = "#0f5a3e", "#6b7fb3"
+_WIDTH, _LINE_HEIGHT = 9, 0.25  # of the figure and of a line of its title, in inches
+_LONGEST_LABEL = 26  # characters of a line of a method's name
 
 
 def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
@@ -29,31 +32,55 @@ def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
     Raises:
         `ImportError`: matplotlib is not installed.
     """
-    with needs("Pictures need matplotlib", "plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    # With its own canvas: the user's backend and open figures are not touched.
-    height = max(3.2, 0.9 + 0.36 * len(report.methods)) + (0.4 if title else 0)  # inches
-    figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    if title:
-        figure.suptitle(title, fontsize=12, fontweight="bold")
-    places = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    for axes, draw in zip(places, (_draw_speed, _draw_positions), strict=True):
-        draw(axes, report)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.title.set_fontsize(10)
+    figure = draw_report(report, title)
     path = Path(path)
     with atomic(path) as half:
         figure.savefig(half, format="png")
     return path
 
 
-def headline(report: EvalReport) -> str:
-    """The best speed-up over the fairest baseline and tau, as a title."""
-    over = " over the packed target" if TARGET_PACKED in report.methods else ""
-    return f"{report.methods[report.fastest].gain:.2f}x{over}, tau {report.tau:.2f} in blocks"
+def draw_report(report: EvalReport, title: str = ""):
+    """
+    The figure of a report, as a `matplotlib.figure.Figure`. No text in it leaves the figure, however long the title or
+    a method's name is: long texts are broken into lines, and the figure grows.
+
+    Args:
+        report (`EvalReport`): What to draw.
+        title (`str`): Title of the figure; may have several lines.
+
+    Raises:
+        `ImportError`: matplotlib is not installed.
+    """
+    with needs("Pictures need matplotlib", "plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    # With its own canvas: the user's backend and open figures are not touched.
+    height = max(3.2, 0.9 + 0.36 * len(report.methods))  # inches
+    figure = Figure(figsize=(_WIDTH, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        heading = figure.suptitle(title, fontsize=12, fontweight="bold")
+        _break_lines(heading, 0.97 * figure.bbox.width)
+        figure.set_figheight(height + _LINE_HEIGHT * (1 + heading.get_text().count("\n")))
+    places = figure.subplots(1, 2, width_ratios=[1.5, 1])
+    for axes, draw in zip(places, (_draw_speed, _draw_positions), strict=True):
+        draw(axes, report)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_fontsize(10)
+    figure.draw_without_rendering()  # places the axes, whose widths limit their titles
+    for axes in places:
+        _break_lines(axes.title, axes.get_window_extent().width)
+    return figure
+
+
+def _break_lines(text, width: float) -> None:
+    """Break a matplotlib `Text` into lines of at most `width` pixels: between words, at hyphens, else anywhere."""
+    lines = text.get_text().splitlines()
+    longest = max(map(len, lines), default=0)  # characters
+    while longest > 1 and text.get_window_extent().width > width:
+        longest -= 1
+        text.set_text("\n".join(part for line in lines for part in textwrap.wrap(line, longest)))
 
 
 def _draw_speed(axes, report: EvalReport) -> None:
@@ -67,7 +94,8 @@ def _draw_speed(axes, report: EvalReport) -> None:
             spread = [[speed - slowest], [fastest - speed]]
             axes.errorbar(speed, place, xerr=spread, color="#333333", capsize=3, linewidth=1)
         axes.text(fastest * 1.02, place, f" {rate(speed)} ({method.gain:.2f}x)", va="center", fontsize=8.5)
-    axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8.5)
+    labels = [textwrap.fill(LABELS.get(name, name), _LONGEST_LABEL) for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=8.5)
     axes.invert_yaxis()
     baseline = "the packed target" if TARGET_PACKED in names else "the target alone"
     spread = f"; median of {runs} runs, slowest to fastest" if runs > 1 else ""

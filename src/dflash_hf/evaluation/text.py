@@ -34,17 +34,17 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
     """
-    How many tokens the rounds verified, drafted or copied.
+    How many tokens each verification read, drafted or copied.
 
     Args:
-        sizes (`Sequence[int]`): `draft_sizes` of one or more outputs.
+        sizes (`Sequence[int]`): `draft_sizes` of one or more outputs, one entry a verification.
         speedup (`float`, *optional*): The `estimated_speedup`.
     """
     bins = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))
     named = Counter(next((name for most, name in bins if size <= most), "more") for size in sizes)
     counts = ", ".join(f"{name} in {named[name]}" for name in [*(name for _, name in bins), "more"] if named[name])
     estimate = "" if speedup is None else f"; an estimated {speedup:.2f}x of the target alone"
-    return f"drafted or copied tokens verified: {counts} of {len(sizes)} rounds{estimate}"
+    return f"drafted or copied tokens verified: {counts} of {len(sizes)} verifications{estimate}"
 
 
 def rate(tokens_per_second: float) -> str:
@@ -52,13 +52,26 @@ def rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.{0 if tokens_per_second >= 9.95 else 1}f}"
 
 
+def headline(report: EvalReport) -> str:
+    """What a user who sets nothing gains, and tau, each with its method: one line, as for a title."""
+    over = "over the packed target" if ways.TARGET_PACKED in report.methods else "over the target alone"
+    gain = report.methods[report.usual].gain
+    return f"{LABELS[report.usual]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[ways.DFLASH]}"
+
+
 def summary_lines(report: EvalReport) -> list[str]:
-    """The table of a report, and the lines below it."""
+    """A report for a terminal: the two figures of its headline, the table, and the lines below it."""
     packed = ways.TARGET_PACKED in report.methods  # shows the gain of packing alone
+    usual, baseline = report.methods[report.usual], report.methods[ways.TARGET_PACKED if packed else ways.TARGET]
+    target = "the target alone, packed" if packed else "the target alone"
+    speeds = f"{rate(usual.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens/s"
     lines = [
+        f"{LABELS[report.usual]:18}{usual.gain:.2f}x the speed of {target}: {speeds}",
+        f"tau               {report.tau:.2f} tokens per verification in {LABELS[ways.DFLASH]}",
+        "",
         f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
         + (f"{'over packed':>12}" if packed else "")
-        + f"{'tokens/forward':>16}{'equal':>9}"
+        + f"{'tokens/forward':>16}{'equal':>9}",
     ]
     for name, method in report.methods.items():
         spread = f"{rate(min(method.runs))}-{rate(max(method.runs))}"
@@ -71,14 +84,14 @@ def summary_lines(report: EvalReport) -> list[str]:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
     if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
         chosen = chosen_line(auto.draft_sizes)
-        lines += ["", f"{LABELS[ways.AUTO]:18}each round chooses how much to draft; {chosen}"]
+        lines += ["", f"{LABELS[ways.AUTO]:18}chooses each time how much to draft; {chosen}"]
     trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
         "",
-        f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
-        f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
-        *[f"tau, draft trees  {tau:.2f} with trees of {nodes} tokens" for tau in trees[:1]],
+        f"{LABELS[ways.DFLASH]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
+        f"bonus included, prompts excluded; mean of the answers' means {report.tau_per_response:.2f}",
+        *[f"{LABELS[ways.TREE]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in trees[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
         _lossless_line(report),
         *_divergence_lines(report),
