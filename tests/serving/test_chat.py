@@ -189,11 +189,34 @@ def test_refused_message_is_not_in_the_conversation(folder, pair, monkeypatch, c
         return lines.pop(0)
 
     lines = ["1" * 300, "Say 1"]
+    nothing_waits, _ = os.pipe()
     monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
+    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True, fileno=lambda: nothing_waits))
     (turn,) = make_chat(folder, PROMPTS, Echo(), False).run()
     assert turn["text"] == pieces_of(pair, "Say 1", None)[0].text
     assert "error: The prompt has " in capsys.readouterr().err
+
+
+def test_each_slash_is_answered(folder, monkeypatch, capsys):
+    """`/draft off` and `/reset` said nothing, and an unknown command showed the help as if it were none."""
+    said = {
+        "/draft off": "without the drafter",
+        "/draft on": "with the drafter",
+        "/reset": "A new conversation",
+        "/help": "/reset      start",
+        "/regenerate 3": "/regenerate 3 is unknown; ",
+    }
+    for line, answer in said.items():
+        assert chatted(folder, f"{line}\n", monkeypatch) == []
+        assert answer in capsys.readouterr().err, line
+    (turn,) = chatted(folder, " /etc/hosts\n", monkeypatch)
+    assert turn["prompt"] == "/etc/hosts"
+
+
+def test_drafts_without_a_drafter_are_refused(folder, monkeypatch, capsys):
+    monkeypatch.setattr("support.serving.scripted", lambda *_: None)
+    assert chatted(folder, "/draft on\n", monkeypatch) == []
+    assert "There is no drafter; --draft names one" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
@@ -218,9 +241,9 @@ def _in_its_terminal() -> None:
 class Terminal:
     """A chat in a terminal of its own."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, term: str = "xterm"):
         ours, theirs = pty.openpty()
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "xterm", "NO_COLOR": ""}
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": term, "NO_COLOR": ""}
         command = [sys.executable, "-m", "support.serving", "chat", str(folder), *PROMPTS]
         self.process = subprocess.Popen(
             command,
@@ -271,3 +294,22 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(folder):
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=30) == 0
+
+
+MARKED, BARE = ("\x1b[200~", "\x1b[201~\r"), ("", "\n")
+
+
+@pytest.mark.parametrize("term, marks", [("xterm", MARKED), ("xterm", BARE), ("dumb", BARE)])
+def test_a_pasted_block_is_one_message(term, marks, folder):
+    """Its first line was the message, and each of the others the next."""
+    terminal = Terminal(folder, term)
+    terminal.until("> ")
+    terminal.type(f"{marks[0]}Say 1\n\n  Say 2\nSay 3{marks[1]}")
+    terminal.until(" tokens in ")
+    terminal.until("> ")
+    terminal.type("/reset\n")  # a command stays one, whatever follows
+    terminal.until("A new conversation")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=30) == 0
+    assert " tokens in " not in terminal.until("messages: ")
+    assert terminal.until("\n").strip() == repr(["Say 1\n\n  Say 2\nSay 3"])

@@ -58,7 +58,7 @@ def serve(folder: Path, prompts: list[str]) -> None:
 
 
 def chat(folder: Path, prompts: list[str]) -> None:
-    """A chat in this terminal; every piece takes a while."""
+    """A chat in this terminal, where every piece takes a while; at its end the messages."""
     from dflash_hf.terminal import Echo
 
     class Slow(Echo):
@@ -66,7 +66,8 @@ def chat(folder: Path, prompts: list[str]) -> None:
             super().write(text)
             time.sleep(0.05)
 
-    make_chat(folder, prompts, Slow(), True).run()
+    turns = make_chat(folder, prompts, Slow(), True).run()
+    say(f"messages: {[turn['prompt'] for turn in turns]}")
 
 
 def make_chat(folder: Path, prompts: list[str], echo, color: bool = False, **options):

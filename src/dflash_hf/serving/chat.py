@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import select
 import sys
 from collections.abc import Callable, Iterator
 
@@ -13,12 +14,14 @@ from dflash_hf.responses import cut_at
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.request import Request
-from dflash_hf.terminal import Echo, after_the_text, stdin_lines
+from dflash_hf.terminal import Echo, after_the_text, one_line, stdin_lines
 
 
 HELP = """/draft off  answer without the drafter; /draft on uses it again
 /reset      start a new conversation
-Ctrl-C stops an answer, Ctrl-D exits."""
+/help       show this
+Ctrl-C stops an answer, Ctrl-D exits. A pasted block of lines is one message."""
+SECONDS_IN_A_PASTE = 0.05  # between the lines of a pasted block, which a terminal passes on at once
 
 
 class Chat:
@@ -44,22 +47,37 @@ class Chat:
             if self.color and self.drafts:
                 self.note("Green tokens were drafted and accepted; the others are the target's own.")
             self.note(HELP)
-        for line in self._typed() if sys.stdin.isatty() else stdin_lines():
-            line = line.strip()
-            if line == "/reset":
-                self.messages = []
-            elif line in ("/draft on", "/draft off") and self.decoder.draft is not None:
-                self.drafts = line == "/draft on"
-            elif line.startswith("/"):
-                self.note(HELP)
-            elif line:
-                self._turn(line)
+        for message in self._typed() if sys.stdin.isatty() else stdin_lines():
+            if message.startswith("/"):
+                self._command(message.strip())
+            elif message.strip():
+                self._turn(message.strip())
         return self.turns
 
+    def _command(self, command: str) -> None:
+        """Do what a line with a slash says, and say what was done."""
+        if command == "/reset":
+            self.messages = []
+            self.note("A new conversation: what was said before is forgotten.")
+        elif command in ("/draft on", "/draft off") and self.decoder.draft is None:
+            self.note("There is no drafter; --draft names one.")
+        elif command in ("/draft on", "/draft off"):
+            self.drafts = command == "/draft on"
+            self.note("From now on with the drafter." if self.drafts else "From now on without the drafter.")
+        elif command == "/help":
+            self.note(HELP)
+        else:
+            self.note(f"{one_line(command, 60)} is unknown; a message may begin with a space and a slash.\n{HELP}")
+
     def _typed(self) -> Iterator[str]:
+        """Messages from a terminal: a line that is typed, or all lines of a pasted block."""
         while True:
             try:
-                yield input("\n> ")
+                message = input("\n> ")
+                # Terminals that mark what is pasted have handed over the block; of others its lines come one by one.
+                while not message.startswith("/") and _more_is_waiting():
+                    message += "\n" + input()
+                yield message
             except (KeyboardInterrupt, EOFError) as end:
                 self.write("\n")
                 if isinstance(end, EOFError):
@@ -103,3 +121,12 @@ class Chat:
 
     def _show(self, piece: str, source: int) -> None:
         self.write(f"\x1b[{shade(source)}m{piece}" if self.color else piece)
+
+
+def _more_is_waiting() -> bool:
+    """Whether a terminal has passed on more than the line just read. Windows, whose consoles cannot tell, has not."""
+    try:
+        readable, _, _ = select.select([sys.stdin.fileno()], [], [], SECONDS_IN_A_PASTE)
+    except OSError:
+        return False
+    return bool(readable)
