@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from dflash_hf.names import SHORT_DTYPES
 
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
+SECONDS_BETWEEN_LINES = 30.0  # of progress, where no bar is shown
+_MARKS = (("\u27e6", "\u27e7"), ("\u00ab", "\u00bb"))
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 
@@ -305,6 +308,22 @@ def wants_color(choice: bool | None, stream) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
+def marks_around(text: str, stream) -> tuple[str, str]:
+    """
+    An opening and a closing mark for parts of a text without colour: a pair that the text does not hold, and that the
+    stream can print. Code is full of brackets.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    for opening, closing in _MARKS:
+        printable = (opening + closing).encode(encoding, "replace").decode(encoding) == opening + closing
+        if printable and opening not in text and closing not in text:
+            return opening, closing
+    length = 2
+    while "<" * length in text or ">" * length in text:
+        length += 1
+    return "<" * length, ">" * length
+
+
 @contextlib.contextmanager
 def after_the_text() -> Iterator[None]:
     """Holds the log and warnings back, which would be in the middle of a streamed text, until that is complete."""
@@ -327,24 +346,52 @@ def after_the_text() -> Iterator[None]:
 
 
 def bar(desc: str) -> Callable[[Iterable], Iterable]:
-    """A progress bar around some items, which disappears when they are done."""
-    from transformers.utils import logging
+    """
+    Progress around some items: on a terminal a bar, which disappears when they are done; elsewhere a line now and
+    then, since a bar in a file is one endless line.
+    """
+    from tqdm import tqdm
 
-    return lambda items: logging.tqdm(items, desc=desc, leave=False)
+    def around(items: Iterable) -> Iterable:
+        if sys.stderr.isatty():
+            return tqdm(items, desc=desc, leave=False)
+        return _with_lines(items, desc)
+
+    return around
+
+
+def _with_lines(items: Iterable, desc: str) -> Iterator:
+    """Yields items, and notes how many are done every `SECONDS_BETWEEN_LINES`, unless `--quiet` is set."""
+    total = f" of {len(items)}" if isinstance(items, Sized) else ""
+    last = time.monotonic()
+    for number, item in enumerate(items, start=1):
+        yield item
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES and not os.environ.get("TQDM_DISABLE"):
+            note(f"{desc}: {number}{total}")
+            last = time.monotonic()
 
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress bars of transformers meanwhile."""
+    """No progress bars of transformers and `datasets` meanwhile; downloads from the Hub keep theirs."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    downloads_shown, bars_shown = not are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets = sys.modules.get("datasets")  # whoever shows its bars has imported it
+    datasets_shown = datasets is not None and datasets.are_progress_bars_disabled() is False
+    logging.disable_progress_bar()  # and those of downloads
+    if downloads_shown:
+        enable_progress_bars()
+    if datasets_shown:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
+        if bars_shown:
             logging.enable_progress_bar()
+        if datasets_shown:
+            datasets.enable_progress_bars()
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:

@@ -58,7 +58,7 @@ def test_sample_is_of_average_acceptance(pair):
     report = EvalReport({}, [[4, 4], [1], [2, 2]], answers, 8)
     empty, request, counts, answer = demo.sample_lines(pair, rows, report, color=False)
     assert (empty, request) == ("", "Say 2") and counts.startswith("(2 tokens in 2 verifications")
-    assert re.sub(r"[\[\]]", "", answer) == "ef"
+    assert re.sub("[⟦⟧]", "", answer) == "ef"
 
 
 def test_answers_of_one_token(pair):

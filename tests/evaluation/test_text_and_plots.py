@@ -1,5 +1,6 @@
 """A report as a table and as a picture, and an answer with its drafts marked."""
 
+import io
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from dflash_hf.evaluation.methods import AUTO, DFLASH, PROMPT_LOOKUP, TARGET, TA
 from dflash_hf.evaluation.plots import draw_report, plot_report
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, origins, summary_lines, token_texts
+from dflash_hf.terminal import marks_around
 
 
 def test_where_tokens_come_from():
@@ -18,13 +20,22 @@ def test_where_tokens_come_from():
     assert origins([3, 1, 2], 5) == [0, 1, 1, 0, 0]
 
 
-def test_a_sample_in_colour_and_in_brackets():
+def test_a_sample_in_colour_and_between_marks():
     pieces = ["a", "b", "c", "d", "e", "f", "g"]
-    assert colored_answer(pieces, [3, 1, 2], color=False) == "a[bc]de[f]g"
-    assert colored_answer(pieces[:6], [3, 1, 2], color=False) == "a[bc]de[f]"
+    assert colored_answer(pieces, [3, 1, 2], color=False) == "a⟦bc⟧de⟦f⟧g"
+    assert colored_answer(pieces[:6], [3, 1, 2], color=False, marks=("<", ">")) == "a<bc>de<f>"
     colored = colored_answer(pieces, [3, 1, 2], color=True)
     assert re.sub(r"\x1b\[\d+m", "", colored) == "abcdefg"
     assert colored.count("\x1b[32m") == 2 and colored.endswith("\x1b[0m")
+
+
+def test_marks_are_not_in_the_text():
+    """Brackets in `return input_str[::-1]` could not be told from marks."""
+    unicode, ascii_ = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "ascii")
+    assert marks_around("return input_str[::-1]", unicode) == ("⟦", "⟧")
+    assert marks_around("⟦ is a mark", unicode) == ("«", "»")
+    assert marks_around("return input_str[::-1]", ascii_) == ("<<", ">>")
+    assert marks_around("1 << 2, ⟦, «, a >>> b", unicode) == ("<<<<", ">>>>")
 
 
 def test_a_character_of_several_tokens_comes_with_the_last():

@@ -10,7 +10,7 @@ import time
 
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
-from dflash_hf.terminal import Outcome, UsageError, after_the_text, stdin_lines, wants_color
+from dflash_hf.terminal import Outcome, UsageError, after_the_text, marks_around, stdin_lines, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -76,8 +76,10 @@ def run(arguments, echo) -> Outcome:
         if arguments.show_drafts:
             from dflash_hf.evaluation.text import chosen_line, colored_answer, token_texts
 
-            pieces = token_texts(tokenizer, ids)
-            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, echo.stream))}")
+            pieces, color = token_texts(tokenizer, ids), wants_color(arguments.color, echo.stream)
+            marks = marks_around("".join(pieces), echo.stream)
+            echo.note(f"\ndrafted and accepted: {'green' if color else 'between these marks'.join(marks)}")
+            echo(colored_answer(pieces, lengths, color, marks))
             if output.draft_sizes:
                 echo.note(f"\n{chosen_line(output.draft_sizes, output.estimated_speedup)}")
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")

@@ -8,6 +8,7 @@
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -22,7 +23,7 @@ from dflash_hf.evaluation.measure import EvalReport, evaluate
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
 from dflash_hf.smollm2 import Pair, data_folder
-from dflash_hf.terminal import bar
+from dflash_hf.terminal import bar, marks_around
 
 
 logger = logging.get_logger(__name__)
@@ -103,10 +104,11 @@ def sample_lines(pair: Pair, rows: list[dict], report: EvalReport, color: bool) 
     index = order[len(order) // 2]
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
     pieces, rounds = token_texts(pair.tokenizer, answer), lengths[index]
-    marked = "green" if color else "[in brackets]"
+    marks = marks_around("".join(pieces), sys.stdout)
+    marked = "green" if color else "between these marks".join(marks)
     return [
         "",
         rows[index]["messages"][-1]["content"].splitlines()[0],
         f"({len(pieces)} tokens in {len(rounds)} verifications; drafted and accepted: {marked})",
-        colored_answer(pieces, rounds, color),
+        colored_answer(pieces, rounds, color, marks),
     ]

@@ -160,14 +160,25 @@ def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
-    """An answer's text, with accepted draft tokens in green, alternating by verification, or in brackets."""
+def colored_answer(
+    pieces: list[str], lengths: list[int], color: bool, marks: tuple[str, str] = ("\u27e6", "\u27e7")
+) -> str:
+    """
+    An answer's text, with accepted draft tokens in green, alternating by verification; without colour between
+    `marks`, for which see [`~dflash_hf.terminal.marks_around`].
+    """
+    opening, closing = marks
     text, previous = "", 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
             text += f"\x1b[{shade(source)}m{piece}" if source != previous else piece
         else:
-            text += ("]" if previous and source != previous else "") + ("[" if source and source != previous else "")
+            if previous and source != previous:
+                text += closing
+            if source and source != previous:
+                text += opening
             text += piece
         previous = source
-    return text + ("\x1b[0m" if color else "]" if previous else "")
+    if color:
+        return text + "\x1b[0m"
+    return text + closing if previous else text
