@@ -1,10 +1,12 @@
 """Between the published layout and transformers' own; whole vocabularies; what is refused. GGUF: `test_gguf.py`."""
 
+import errno
 import json
 import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.pairs import make_draft
 from transformers import AutoModel
@@ -168,10 +170,14 @@ def test_files_of_the_user_are_named(folder, tmp_path, refused):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["new.gguf", "--to", "gguf"], "--to gguf needs --target"),
-        (["new", "--target", "t"], "--to gguf needs --target"),
-        (["new", "--to", "gguf", "--target", "t"], "new must end in .gguf with --to gguf, and only then"),
-        (["new.gguf"], "new.gguf must end in .gguf with --to gguf"),
+        (
+            ["new.gguf", "--to", "gguf"],
+            "new.gguf needs the target's tokenizer, which a GGUF file contains; add --target",
+        ),
+        (["new.gguf"], "new.gguf needs the target's tokenizer, which a GGUF file contains; add --target"),
+        (["new", "--target", "t"], "--target t is for GGUF files only; name OUTPUT.gguf"),
+        (["new", "--to", "gguf", "--target", "t"], "new must end in .gguf, as --to gguf writes a file"),
+        (["new.gguf", "--to", "native"], "new.gguf would be a folder with --to native; leave --to out for a file"),
         (["new", "--dtype", "q8_0"], "--dtype q8_0 is for GGUF files only, not for --to z-lab"),
     ],
 )
@@ -196,6 +202,45 @@ def test_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         convert(folder, tmp_path / "native", to="native")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "empty", "full"]
+
+
+@pytest.mark.parametrize("full", ["copy", "weights"])
+def test_full_disk_names_the_destination(full, folder, tmp_path, monkeypatch, refused):
+    """It named a file of this package, which was copied."""
+
+    def copy(source, destination):
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(destination))
+
+    def save(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    if full == "copy":
+        monkeypatch.setattr("dflash_hf.modeling.modeling_dflash.shutil.copyfile", copy)
+    else:
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", save)
+    code, line = refused("convert", folder, tmp_path / "new")
+    assert code == 1 and line.startswith(f"dflash convert: error: the disk is full ({tmp_path / 'new'}): free some"), (
+        line
+    )
+
+
+def test_errors_speak_of_options(target, tmp_path, refused):
+    """Of a class and of arguments of Python: `to="z-lab"`, `share_head=True`."""
+    reduced = make_draft(target, draft_vocab_size=24)
+    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    reduced.save_pretrained(tmp_path / "reduced")
+    _, line = refused("convert", tmp_path / "reduced", tmp_path / "native", "--to", "native")
+    assert "(--to native): draft_vocab_size=24, which" in line and "; add --share-head, which" in line
+    assert "MuseGlimmer" not in line and 'to="' not in line
+    make_draft(target, is_causal=True).save_pretrained(tmp_path / "causal")
+    _, line = refused("convert", tmp_path / "causal", tmp_path / "native", "--to", "native")
+    assert "; keep it in the default layout (--to z-lab)" in line and "--share-head" not in line
+
+
+def test_a_conversion_shows_no_bars_of_libraries(folder, tmp_path, capsys):
+    assert main(["convert", str(folder), str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"Wrote {tmp_path / 'new'} (z-lab).\n" and printed.err == ""
 
 
 def test_empty_current_folder_is_filled(folder, tmp_path, monkeypatch):

@@ -303,6 +303,14 @@ def test_replaced_file_is_read_again(folder, tiny_file, tmp_path):
         assert (load_file(unpacked / "model.safetensors")["norm.weight"] == number).all()
 
 
+def test_a_destination_says_that_it_is_a_file(folder, tiny_file, tmp_path, capsys):
+    """It had to be said twice; and the file that came of it was called a folder."""
+    out = tmp_path / "dflash.gguf"
+    assert main(["convert", str(folder), str(out), "--target", str(tiny_file)]) == 0
+    assert main(["check", str(out)]) == 0
+    assert capsys.readouterr().out == f"Wrote {out} (gguf).\nNo findings.\nThis file is read by llama.cpp.\n"
+
+
 def test_missing_gguf_package_is_named(folder, tiny_file, tmp_path, monkeypatch):
     """The file was said to be incomplete: "download it again"."""
     convert(folder, tmp_path / "dflash.gguf", to="gguf", target=tiny_file)

@@ -110,10 +110,10 @@ ERRORS = [
     ("prepare --target {w}/target --data {w}/binary.jsonl", 1, "of {w}/binary.jsonl is not UTF-8"),
     ("prepare --target {w}/target --data {w}/empty.jsonl", 1, "is an empty file"),
     ("prepare --target {w}/target --data {w}/cut.jsonl", 1, "/cut.jsonl' cannot be read: line 6 is not a JSON object"),
-    ("prepare --target {w}/target --data {w}/long.jsonl --max-length 64", 1, "beyond max_length=64"),
-    ("eval --target t --draft d --data absent.jsonl", 1, "data='absent.jsonl': there is no such file"),
+    ("prepare --target {w}/target --data {w}/long.jsonl --max-length 64", 1, "beyond --max-length 64"),
+    ("eval --target t --draft d --data absent.jsonl", 1, "error: --data absent.jsonl: there is no such file"),
     (f"eval {PAIR} --data {{w}}/latin.txt", 1, "Line 2 of {w}/latin.txt is not UTF-8"),
-    ("doctor --target t --draft d --data absent.jsonl", 1, "data='absent.jsonl': there is no such file"),
+    ("doctor --target t --draft d --data absent.jsonl", 1, "error: --data absent.jsonl: there is no such file"),
     ("prepare --data {w}/rows.jsonl --target {w}/target --mask-token-id 99999", 1, "99999 is outside the target's"),
     ("features --data {w}/rows.jsonl --target t --output {w}/rows.jsonl/f", 2, "cannot be written: Not a directory"),
     ("regenerate --data {w}/rows.jsonl --target t --output {w}/rows.jsonl/r.jsonl", 2, "cannot be written: Not a dir"),
@@ -124,10 +124,26 @@ ERRORS = [
     (
         "train --target {w}/target --data absent.jsonl --output {out}/t",
         1,
-        "data='absent.jsonl': there is no such file",
+        "error: --data absent.jsonl: there is no such file",
     ),
     ("check {w}/draft --target {w}/absent", 1, "there is no such folder"),
     ("check {w}/absent", 1, "there is no such folder"),
+    ("demo --prompts 9999", 1, "error: --prompts 9999, but only"),
+    (
+        "generate --prompt x --target SmolLM2-135M",
+        2,
+        "--target SmolLM2-135M: there is no such folder; did you mean smol",
+    ),
+    (
+        "eval --target smollm2 --draft smolm2 --data gsm8k",
+        2,
+        "--draft smolm2: there is no such folder; did you mean sm",
+    ),
+    (
+        "convert {w}/draft {out}/d.gguf",
+        2,
+        "d.gguf needs the target's tokenizer, which a GGUF file contains; add --target",
+    ),
 ]
 
 
@@ -405,6 +421,10 @@ MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can
     ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "the disk is full (/full/x): free some space"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/a", None, "/full/b"),
+            "the disk is full (/full/b): free some space",
+        ),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "full: free some space, then run the same"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."), "out of memory (CUDA out of memory"),
         (RuntimeError(MEMORY), "out of memory (DefaultCPUAllocator: can't allocate memory: you)"),

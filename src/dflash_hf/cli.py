@@ -8,8 +8,10 @@ standard error, `dflash NAME: error: ...`.
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -93,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        terminal.note(f"dflash {arguments.command}: error: {explain(error, again)}")
+        message = explain(error, again, getattr(arguments, "output", None))
+        terminal.note(f"dflash {arguments.command}: error: {_in_options(message, arguments)}")
         return 2 if isinstance(error, terminal.UsageError) else 1
 
 
@@ -180,6 +183,19 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
+def _in_options(message: str, arguments: argparse.Namespace) -> str:
+    """A message about arguments of Python, as `max_length=64`, in the words of the command line, `--max-length 64`."""
+    for action in build_parser(arguments.command)._actions:
+        value = getattr(arguments, action.dest, None)
+        if value is None or value is False or not action.option_strings:
+            continue
+        words = value if isinstance(value, list) else [value]
+        option = action.option_strings[0] if value is True else " ".join(map(str, [action.option_strings[0], *words]))
+        for written in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
+            message = re.sub(rf"(?<![\w.-]){re.escape(written)}(?!\w|\.\w)", lambda _, option=option: option, message)
+    return message
+
+
 def _resolve_names(arguments: argparse.Namespace) -> None:
     """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
     for name in ("target", "draft", "base", "gguf", "data", "folder"):
@@ -189,10 +205,24 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
         check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
-        if getattr(arguments, name, None) == "smollm2":
+        given = getattr(arguments, name, None)
+        if isinstance(given, str):
+            _check_spelling(name, given)
+        if given == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
+
+
+def _check_spelling(name: str, value: str) -> None:
+    """
+    Raises:
+        `UsageError`: a model's name is almost `smollm2`.
+    """
+    if value == "smollm2" or "/" in value or os.path.exists(value):
+        return
+    if value.lower().startswith("smollm2") or difflib.get_close_matches(value.lower(), ["smollm2"], cutoff=0.8):
+        raise terminal.UsageError(f"--{name} {value}: there is no such folder; did you mean smollm2?")
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

@@ -17,7 +17,7 @@ from dflash_hf.configs import departures
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.names import LAYOUTS
-from dflash_hf.terminal import UsageError
+from dflash_hf.terminal import UsageError, without_bars
 from dflash_hf.weights import save_folder
 
 
@@ -68,7 +68,8 @@ def convert(
     # Windows keeps the files of tensors that are in use.
     place = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
     with place as scratch:
-        draft = _read(src, Path(scratch, "unpacked"), revision)
+        with without_bars():
+            draft = _read(src, Path(scratch, "unpacked"), revision)
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:
             write_gguf(draft, dst, target, dtype)
@@ -79,7 +80,8 @@ def convert(
         if to == "native":
             _save_native(draft, result)
         else:
-            draft.save_pretrained(result)
+            with without_bars():
+                draft.save_pretrained(result)
         if dst.is_dir():  # an empty one, which may be somebody's current folder
             for made in result.iterdir():
                 made.rename(dst / made.name)
@@ -95,10 +97,14 @@ def _check_words(to: str, dst: str, dtype: str | None, target) -> None:
     """
     if to not in LAYOUTS:
         raise UsageError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
-    if (to == "gguf") != dst.endswith(".gguf"):
-        raise UsageError(f"{dst} must end in .gguf with --to gguf, and only then.")
-    if (to == "gguf") != (target is not None):
-        raise UsageError("--to gguf needs --target, whose tokenizer the file contains; other layouts do not take it.")
+    if to == "gguf" and not dst.endswith(".gguf"):
+        raise UsageError(f"{dst} must end in .gguf, as --to gguf writes a file; name it {dst}.gguf.")
+    if to != "gguf" and dst.endswith(".gguf"):
+        raise UsageError(f"{dst} would be a folder with --to {to}; leave --to out for a file, or name a folder.")
+    if to == "gguf" and target is None:
+        raise UsageError(f"{dst} needs the target's tokenizer, which a GGUF file contains; add --target.")
+    if to != "gguf" and target is not None:
+        raise UsageError(f"--target {target} is for GGUF files only; name OUTPUT.gguf, or leave it out.")
     if dtype == "q8_0" and to != "gguf":
         raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
 
@@ -141,7 +147,7 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
     for name, tensor in shared.state_dict().items():
         if tensors[name].shape != tensor.shape:
             raise ValueError(
-                f"share_head=True: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
+                f"--share-head: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
                 f"is part of its {draft.config.head.name}; train it over the whole vocabulary instead."
             )
     shared.load_state_dict(tensors)
@@ -151,10 +157,10 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     obstacle = native_obstacle(draft)
     if obstacle is not None:
-        raise ValueError(
-            f"This drafter cannot be written for transformers' MuseGlimmerAssistantModel: {obstacle}. Keep it in the "
-            'z-lab layout (`to="z-lab"`), which this package and the engines read.'
-        )
+        remedy = "keep it in the default layout (--to z-lab), which this package and the engines read"
+        if draft.config.has_own_head and obstacle.startswith("draft_vocab_size"):
+            remedy = f"add --share-head, which drafts all tokens with the target's head, or {remedy}"
+        raise ValueError(f"This drafter cannot be written for transformers alone (--to native): {obstacle}; {remedy}.")
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}

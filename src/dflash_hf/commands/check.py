@@ -4,10 +4,12 @@
     dflash check my-drafter --target Qwen/Qwen3-0.6B
     dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
     dflash check my-drafter --engine llama.cpp --target target.gguf
+
+The exit status is 1 if an engine of --engine cannot read it; without --engine, if transformers or all servers cannot.
 """
 
 from dflash_hf.commands.shared import add_revision
-from dflash_hf.names import ENGINES, LLAMA_CPP
+from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
 from dflash_hf.terminal import Outcome
 
 
@@ -21,12 +23,26 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the table; exit status 1 if there is an error, else 0."""
-    from dflash_hf.hub.check import check, render
+    """
+    `echo` the table and who can read the drafter. The exit status is 1 if an engine that was asked for cannot; if none
+    was, only if transformers or all of the servers cannot.
+    """
+    from dflash_hf.hub.check import check, readers, render
     from dflash_hf.repositories import is_gguf
 
-    engines = arguments.engine or ([LLAMA_CPP] if is_gguf(arguments.draft) else ENGINES)
+    file = is_gguf(arguments.draft)
+    engines = arguments.engine or ([LLAMA_CPP] if file else ENGINES)
     findings = check(arguments.draft, engines, arguments.target, arguments.revision)
     echo(render(findings))
-    code = int(any(finding.severity == "error" for finding in findings))
-    return Outcome(code, {"findings": [vars(finding) for finding in findings]})
+    can_read = readers(findings, engines)
+    able = [engine for engine in engines if can_read[engine]]
+    unable = [engine for engine in engines if not can_read[engine]]
+    if able:
+        echo(f"This {'file' if file else 'folder'} is read by {', '.join(able)}.")
+    if unable:
+        echo(f"It is not read by {', '.join(unable)}." if able else f"No engine reads it: not {', '.join(unable)}.")
+    failed = bool(unable)
+    if arguments.engine is None and not file:
+        servers_fail = not any(can_read[engine] for engine in SERVERS)
+        failed = servers_fail or not can_read["transformers"]
+    return Outcome(int(failed), {"findings": [vars(finding) for finding in findings], "read_by": can_read})

@@ -4,19 +4,20 @@
     dflash convert downloaded my-drafter
     dflash convert my-drafter for-transformers --to native
     dflash convert my-drafter half --dtype bfloat16 --share-head
-    dflash convert my-drafter dflash-my-drafter.gguf --to gguf --target target.gguf --dtype f16
+    dflash convert my-drafter dflash-my-drafter.gguf --target target.gguf --dtype f16
 """
 
-from dflash_hf.commands.shared import add_choice, add_revision
+from dflash_hf.commands.shared import add_revision
 from dflash_hf.names import DTYPES, LAYOUTS, Q8
 from dflash_hf.terminal import Outcome, dtype, output_path
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="folder, Hub name or .gguf file of a drafter")
-    parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or .gguf file with --to gguf")
-    add_choice(parser, "--to", LAYOUTS, "z-lab")
-    parser.add_argument("--target", help="with --to gguf: the target, for its tokenizer; .gguf file, folder or name")
+    parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or a file that ends in .gguf")
+    layouts = f"{', '.join(LAYOUTS)} (default: gguf if OUTPUT ends in .gguf, else z-lab)"
+    parser.add_argument("--to", choices=LAYOUTS, metavar="TO", help=layouts)
+    parser.add_argument("--target", help="for a .gguf file: the target, for its tokenizer; .gguf file, folder or name")
     known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
@@ -38,9 +39,10 @@ def run(arguments, echo) -> Outcome:
     if not is_gguf(arguments.draft):
         check_is_drafter(read_config(arguments.draft, what, arguments.revision), what)
     options = {"dtype": arguments.dtype, "share_head": arguments.share_head, "target": arguments.target}
-    folder = convert(arguments.draft, arguments.output, arguments.to, arguments.revision, **options)
+    layout = arguments.to or ("gguf" if arguments.output.suffix == ".gguf" else "z-lab")
+    folder = convert(arguments.draft, arguments.output, layout, arguments.revision, **options)
     facts = Path(arguments.draft) / FACTS_FILE
     if facts.is_file() and folder.is_dir():  # the card's facts about training
         shutil.copyfile(facts, folder / FACTS_FILE)
-    echo(f"Wrote {folder} ({arguments.to}).")
-    return Outcome(facts={"folder": str(folder), "layout": arguments.to})
+    echo(f"Wrote {folder} ({layout}).")
+    return Outcome(facts={"folder": str(folder), "layout": layout})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dflash_hf.repositories import SECONDS, looks_local
-from dflash_hf.terminal import needs, one_line, read_text
+from dflash_hf.terminal import needs, one_line, read_text, without_bars
 
 
 _LOADERS = {
@@ -94,7 +94,8 @@ def load_rows(
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}; see the guide on data.")
     kind = kinds.pop()
     try:
-        rows = _of_files(datasets, kind, paths)
+        with without_bars():
+            rows = _of_files(datasets, kind, paths)
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow, json or csv

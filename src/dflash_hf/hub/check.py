@@ -68,10 +68,16 @@ def check(
     return _merged(_findings(_local(str(folder), revision), config), engines)
 
 
+def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool]:
+    """Whether each engine can read the drafter: it can, if no error concerns it."""
+    unable = {engine for finding in findings if finding.severity == "error" for engine in finding.engines}
+    return {engine: engine not in unable for engine in engines}
+
+
 def render(findings: Sequence[Finding]) -> str:
-    """A table of findings for a terminal, or one line when there are none."""
+    """A table of findings for a terminal, or one line if there are none."""
     if not findings:
-        return "No findings: the folder is ready to be served."
+        return "No findings."
     rows = [(finding.severity, ", ".join(finding.engines), finding.key, finding.message) for finding in findings]
     head = ("severity", "engines", "key", "finding")
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
