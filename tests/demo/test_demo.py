@@ -41,7 +41,7 @@ def test_requests_were_not_trained_on():
 def test_every_way_of_decoding_in_turn(pair, tmp_path):
     lines = []
     report = demo.run_demo(pair, demo.requests(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
-    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_auto"}
+    alone, ours = {"target", "target_packed"}, {"dflash", "dflash_auto"}
     assert report.lossless and set(report.methods) == alone | ours
     text = "\n".join(lines)
     for part in ("compare   3 requests", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):

@@ -1,5 +1,7 @@
 """Faults put into a good pair one by one: the doctor names each, and nothing on the good pair."""
 
+import json
+
 import pytest
 import torch
 from support.chat_pair import OFF, requests
@@ -8,7 +10,18 @@ from support.pairs import make_target
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.doctor import Case, Counts, Experiment, Result, Text, diagnose, likeliest, measure
+from dflash_hf.doctor import (
+    Case,
+    Counts,
+    Diagnosis,
+    Experiment,
+    Result,
+    Text,
+    Training,
+    diagnose,
+    likeliest,
+    measure,
+)
 from dflash_hf.evaluation.measure import in_blocks
 from dflash_hf.responses import generate_one
 
@@ -38,7 +51,7 @@ def test_each_fault_is_named(fault, case, tmp_path):
     fault(case, folder=tmp_path)
     found = diagnose(case)
     assert found.cause is not None and found.cause.key == FAULTS[fault], "\n".join(found.lines())
-    assert found.lines()[-1].endswith(found.cause.remedy)
+    assert f"remedy            {found.cause.remedy}" in found.lines()[:6]
 
 
 def test_what_is_counted_is_what_decoding_accepts(case):
@@ -65,7 +78,7 @@ def test_a_damaged_target_is_told_from_other_ids(case):
     other_target(case, spoil)
     found = diagnose(case)
     assert found.loss > found.guess and found.cause.key == "base" and "fits the base" in found.cause.cause
-    assert found.lines()[-1].endswith(found.cause.remedy)
+    assert f"remedy            {found.cause.remedy}" in found.lines()[:6]
 
 
 def test_likelihood_knows_a_fault_that_costs_little(case):
@@ -75,6 +88,45 @@ def test_likelihood_knows_a_fault_that_costs_little(case):
     assert tried["name"] == "bidirectional blocks" and tried["nats"] > 0.1
     # 1.5 times as far on one processor and 1.37 on another, for which the pair was trained with other roundings.
     assert tried["nats_standard_errors"] > 1.25 * tried["standard_errors"] > 3
+
+
+def test_rows_learned_by_heart_are_named(case):
+    """56 passes over 60 rows gave tau 3.95 there and 1.26 elsewhere, and the doctor advised more training."""
+    case.rows = case.rows[:8]
+    case.training = Training(rows=60, passes=56.5, tau=9.0)
+    found = diagnose(case)
+    assert (
+        found.cause.key == "by_heart" and "60 rows were learned by heart, in 56 passes: tau 9.00" in found.cause.cause
+    )
+    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, found.as_given.tau), Training(9000, 56.5, 9.0)):
+        case.training = other
+        assert diagnose(case).cause is None, other
+
+
+def test_training_is_read_from_the_folder(tmp_path):
+    assert Training.of_folder(tmp_path) is None and Training.of_folder("someone/draft") is None
+    facts = {"training": {"train_examples": 60, "optimizer_steps": 847, "per_device_train_batch_size": 4}}
+    (tmp_path / "card_facts.json").write_text(json.dumps(facts))
+    assert Training.of_folder(tmp_path) == Training(60, 847 * 4 / 60)
+    for step, tau in ((400, 2.0), (847, 3.95)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        history = [{"step": step, "simulated_tau": tau}, {"step": step, "eval_simulated_tau": 1.0}]
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    assert Training.of_folder(tmp_path).tau == 3.95
+
+
+def test_changes_of_nothing_are_one_line():
+    """A dozen rows of +0.00 stood before the remedy."""
+
+    def counts(more):
+        return Counts([(10 + i % 3 + more, [], 10) for i in range(12)])
+
+    results = [Result(Experiment(f"change {more}"), counts(0), counts(more)) for more in (0, 0, 3)]
+    results.append(Result(Experiment("raw"), counts(0), Counts([(0, [], 0)])))
+    lines = Diagnosis(counts(0), results, results[2].experiment, 1.0, 2.0, []).lines()
+    assert lines[-1] == "no difference     change 0, change 0, raw (no text)"
+    assert [line.startswith("change") for line in lines].count(True) == 1
+    assert lines.index("") < [line.startswith("remedy") for line in lines].index(True) < lines.index("", 4)
 
 
 def test_smallest_of_like_changes_is_the_cause():

@@ -14,7 +14,7 @@ AGAIN = "the same command starts again"
 
 def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct (default: the bundled one)")
-    parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--prompts", type=positive, default=8, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
     shared.add_dtype(parser, ("auto", "bfloat16", "float32"), "auto")

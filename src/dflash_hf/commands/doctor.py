@@ -30,7 +30,7 @@ def run(arguments, echo) -> Outcome:
     from dataclasses import replace
 
     from dflash_hf.configs import check_names
-    from dflash_hf.doctor import Case, diagnose
+    from dflash_hf.doctor import Case, Training, diagnose
     from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
     from dflash_hf.pairs import Loading, load_target
     from dflash_hf.target import freeze
@@ -48,6 +48,7 @@ def run(arguments, echo) -> Outcome:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
     case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
+    case.training = Training.of_folder(arguments.draft)
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)

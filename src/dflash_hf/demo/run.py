@@ -2,7 +2,7 @@
 `dflash demo`: a real model answers requests that its drafter never saw, with each decoding method in turn.
 
     1. requests   held out from the drafter's data, one of each kind in turn, and some sums
-    2. compare    target alone, packed, with prompt lookup, with the drafter   (evaluation)
+    2. compare    target alone, packed, with the drafter   (evaluation)
     3. show       one answer as it was drafted, the table, the plot
 """
 
@@ -83,7 +83,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.AUTO, ways.DFLASH],
+        [ways.TARGET, ways.TARGET_PACKED, ways.AUTO, ways.DFLASH],
         progress=bar("compare"),
     )
     title = f"SmolLM2-135M-Instruct with its drafter\n{headline(report)}"
