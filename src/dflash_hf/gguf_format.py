@@ -23,7 +23,7 @@ from dflash_hf.modeling.heads_dflash import Head, MarkovHead, PathSelector
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.repositories import is_gguf
 from dflash_hf.target import digest_of_parameters
-from dflash_hf.terminal import needs, without_bars
+from dflash_hf.terminal import needs, without_standard_error
 from dflash_hf.weights import save_folder
 
 
@@ -265,7 +265,7 @@ def _embedding_and_head(target) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     source, options = (Path(target).parent, {"gguf_file": Path(target).name}) if is_gguf(target) else (target, {})
-    with without_bars():
+    with without_standard_error():
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **options)
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from dflash_hf.failures import is_full
 from dflash_hf.files import default_cache_dir, digest_of_file
-from dflash_hf.terminal import without_bars
+from dflash_hf.terminal import without_standard_error
 
 
 logger = logging.get_logger(__name__)
@@ -140,7 +140,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         building = Path(scratch) / folder.name
         try:
-            with without_bars():
+            with without_standard_error():
                 for part in _unpack(gguf):
                     part.save_pretrained(building)
         except Exception as error:  # safetensors has an error of its own

@@ -3,6 +3,7 @@
 import argparse
 import codecs
 import contextlib
+import io
 import json
 import logging
 import math
@@ -392,6 +393,16 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
         if datasets_shown:
             datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def without_standard_error() -> Iterator[None]:
+    """
+    Nothing on standard error meanwhile, for bars that heed no setting, as those of GGUF files; also as
+    [`without_bars`]. Errors are raised as always.
+    """
+    with without_bars(), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from functools import cached_property
 
-from dflash_hf.terminal import UsageError, template_arguments
+from dflash_hf.terminal import UsageError, note, template_arguments
 
 
 SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`
@@ -113,9 +113,10 @@ class NamedPair:
         return draft
 
     def target(self):
-        """The target, in evaluation mode."""
+        """The target, in evaluation mode; that it is loaded is said, as it may take minutes."""
         from dflash_hf.pairs import load_target
 
+        note(f"loading {getattr(self.arguments, 'target_name', None) or self.arguments.target}")
         return load_target(self.arguments.target, self.loading, self.device)
 
     def ready(self) -> tuple:
