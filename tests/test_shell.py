@@ -447,6 +447,22 @@ def test_other_errors_are_one_line(error, message, refused, monkeypatch, capsys)
     assert main(["env"]) == 1 and "Traceback" in capsys.readouterr().err
 
 
+def test_progress_without_a_terminal_is_lines(monkeypatch, capsys):
+    """A bar in a file was one endless line, and `0it` without a length."""
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
+    assert list(terminal.bar("decoding")([1, 2])) == [1, 2] == list(terminal.bar("reading")(iter([1, 2])))
+    assert capsys.readouterr().err == "decoding: 1 of 2\ndecoding: 2 of 2\nreading: 1\nreading: 2\n"
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert list(terminal.bar("decoding")([1])) == [1] and capsys.readouterr().err == ""
+
+
+def test_bars_of_libraries_are_not_shown(run, world):
+    """`Loading weights` came twice, `Generating train split` once, and each filled a line of a log."""
+    code, _, err = run(f"eval {PAIR} --data {{w}}/rows.jsonl --runs 1 --max-new-tokens 4 --device cpu")
+    assert code == 0 and "loading " in err
+    assert not any(bar in err for bar in ("Loading weights", "Generating", "%|", "0it"))
+
+
 def test_error_does_not_hang_on_a_progress_bar(refused, monkeypatch):
     """Its line began somewhere behind a bar of the trainer."""
     from tqdm import tqdm

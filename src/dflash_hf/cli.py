@@ -192,7 +192,8 @@ def _in_options(message: str, arguments: argparse.Namespace) -> str:
         words = value if isinstance(value, list) else [value]
         option = action.option_strings[0] if value is True else " ".join(map(str, [action.option_strings[0], *words]))
         for written in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
-            message = re.sub(rf"(?<![\w.-]){re.escape(written)}(?!\w|\.\w)", lambda _, option=option: option, message)
+            whole = rf"(?<![\w.-]){re.escape(written)}(?!\w|\.\w)"
+            message = re.sub(whole, option.replace("\\", r"\\"), message)
     return message
 
 

@@ -354,6 +354,8 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
     from tqdm import tqdm
 
     def around(items: Iterable) -> Iterable:
+        if os.environ.get("TQDM_DISABLE"):  # --quiet; tqdm itself reads it when it is imported
+            return items
         if sys.stderr.isatty():
             return tqdm(items, desc=desc, leave=False)
         return _with_lines(items, desc)
@@ -362,12 +364,12 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
 
 
 def _with_lines(items: Iterable, desc: str) -> Iterator:
-    """Yields items, and notes how many are done every `SECONDS_BETWEEN_LINES`, unless `--quiet` is set."""
+    """Yields items, and notes how many are done every `SECONDS_BETWEEN_LINES`."""
     total = f" of {len(items)}" if isinstance(items, Sized) else ""
     last = time.monotonic()
     for number, item in enumerate(items, start=1):
         yield item
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES and not os.environ.get("TQDM_DISABLE"):
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             note(f"{desc}: {number}{total}")
             last = time.monotonic()
 
@@ -384,14 +386,14 @@ def without_bars() -> Iterator[None]:
     logging.disable_progress_bar()  # and those of downloads
     if downloads_shown:
         enable_progress_bars()
-    if datasets_shown:
+    if datasets is not None and datasets_shown:
         datasets.disable_progress_bars()
     try:
         yield
     finally:
         if bars_shown:
             logging.enable_progress_bar()
-        if datasets_shown:
+        if datasets is not None and datasets_shown:
             datasets.enable_progress_bars()
 
 
