@@ -147,7 +147,7 @@ def test_wheel_holds_the_package_alone(built):
     for folder, inside in ((SOURCE, "dflash_hf"), (MODELING, "dflash_hf/modeling"), (CARDS, "dflash_hf/hub_cards")):
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
-    pair = ("smollm2*/*.json", "smollm2*/model.safetensors", "smollm2*/data/*")
+    pair = ("smollm2*/*.json", "smollm2*/model.safetensors", "smollm2*/data/*", "smollm2*/custom_generate/*.py")
     shipped = [path for one in ("*.py", "recipes/*", "accelerate/*", *pair) for path in EXAMPLES.glob(one)]
     expected |= {f"dflash_hf/examples/{path.relative_to(EXAMPLES).as_posix()}" for path in shipped}
     found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}

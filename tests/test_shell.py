@@ -132,12 +132,12 @@ ERRORS = [
     (
         "generate --prompt x --target SmolLM2-135M",
         2,
-        "--target SmolLM2-135M: there is no such folder; did you mean smol",
+        "error: SmolLM2-135M: there is no such folder; did you mean smollm2",
     ),
     (
         "eval --target smollm2 --draft smolm2 --data gsm8k",
         2,
-        "--draft smolm2: there is no such folder; did you mean sm",
+        "error: smolm2: there is no such folder; did you mean smollm2?",
     ),
     (
         "convert {w}/draft {out}/d.gguf",

@@ -208,14 +208,14 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
     for name in ("target", "draft", "base", "gguf"):
         given = getattr(arguments, name, None)
         if isinstance(given, str):
-            _check_spelling(name, given)
+            _check_spelling(given)
         if given == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
 
 
-def _check_spelling(name: str, value: str) -> None:
+def _check_spelling(value: str) -> None:
     """
     Raises:
         `UsageError`: a model's name is almost `smollm2`.
@@ -223,7 +223,7 @@ def _check_spelling(name: str, value: str) -> None:
     if value == "smollm2" or "/" in value or os.path.exists(value):
         return
     if value.lower().startswith("smollm2") or difflib.get_close_matches(value.lower(), ["smollm2"], cutoff=0.8):
-        raise terminal.UsageError(f"--{name} {value}: there is no such folder; did you mean smollm2?")
+        raise terminal.UsageError(f"{value}: there is no such folder; did you mean smollm2?")
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`
