@@ -88,9 +88,11 @@ class Call:
 
     @property
     def asked_for(self) -> int | None:
-        """`num_assistant_tokens` of the generation config, unless it is the default, 20."""
+        """`num_assistant_tokens`, if the caller or the target's settings name it."""
+        default = 20  # which upstream fills in; without the hook nobody knows who asked for it
         asked = self.config.num_assistant_tokens
-        return None if asked in (None, 20) else max(int(asked), 0)
+        asked = getattr(self.config, "_dflash_num_assistant_tokens", None if asked == default else asked)
+        return None if asked is None else max(int(asked), 0)
 
 
 class Strategy:

@@ -8,6 +8,9 @@ import os
 import warnings
 
 
+ASKED = "num_assistant_tokens"
+
+
 def drafter_of(assistant_model):
     """
     The assistant itself if it implements the DFlash protocol, `None` if it is not a drafter. Wrappers of
@@ -44,7 +47,7 @@ def _wrapped_by(model):
 
 
 def install_hook() -> None:
-    """Wrap the two methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
+    """Wrap three methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
     # Not imported at the top of this file: the package calls this function as soon as that import is done.
     from transformers import GenerationMixin
 
@@ -75,6 +78,20 @@ def _drafter_for(generation_config, assistant_model):
     return drafter_of(assistant_model)
 
 
+def _wrap_prepare(original):
+    """Note the number of drafted tokens that is asked for: later it cannot be told from upstream's default."""
+
+    @functools.wraps(original)
+    def _prepare_generation_config(self, generation_config, *args, **kwargs):
+        prepared = original(self, generation_config, *args, **kwargs)
+        settings = (generation_config, self.generation_config)
+        asked = [kwargs.get(ASKED), *(getattr(config, ASKED, None) for config in settings)]
+        setattr(prepared[0], f"_dflash_{ASKED}", next((number for number in asked if number is not None), None))
+        return prepared
+
+    return _prepare_generation_config
+
+
 def _wrap_validate(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -98,4 +115,8 @@ def _wrap_decode(original):
     return _assisted_decoding
 
 
-_WRAPPERS = {"_validate_generation_mode": _wrap_validate, "_assisted_decoding": _wrap_decode}
+_WRAPPERS = {
+    "_prepare_generation_config": _wrap_prepare,
+    "_validate_generation_mode": _wrap_validate,
+    "_assisted_decoding": _wrap_decode,
+}

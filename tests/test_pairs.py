@@ -118,6 +118,15 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
     assert caplog.text.count("this processor has no units for bf16 (--dtype bfloat16") == (dtype != asked)
 
 
+def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
+    """A drafter in float16 took as long as 47 rounds without drafts, and nothing said why."""
+    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: dtype == torch.float16)
+    target = make_target()
+    draft = make_draft(target).half()
+    target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
+    assert "no units for float16" in caplog.text
+
+
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
 def test_avx2_has_no_units_for_bf16():
     code = "import torch; from dflash_hf.decoding.packing import emulated; "

@@ -19,6 +19,7 @@ SIGNATURES = {
     "generation_mode_kwargs",
     "transformers:GenerationMixin._assisted_decoding": "input_ids logits_processor stopping_criteria "
     "generation_config synced_gpus streamer inputs_tensor assistant_model assistant_tokenizer tokenizer model_kwargs",
+    "transformers:GenerationMixin._prepare_generation_config": "generation_config kwargs",
     "transformers:GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
     "transformers:GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config "
     "synced_gpus streamer model_kwargs",
@@ -46,6 +47,9 @@ NAMES = [
     "transformers.cache_utils:DynamicLayer",
     "transformers.cache_utils:DynamicSlidingWindowLayer",
     "transformers.masking_utils:create_masks_for_generate",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.masking_utils:eager_mask",
+    "transformers.masking_utils:sdpa_mask",
     "transformers.cache_utils:LinearAttentionCacheLayerMixin",
     "transformers.models.qwen3.modeling_qwen3:eager_attention_forward",
     "transformers.models.qwen3.modeling_qwen3:rotate_half",
@@ -53,6 +57,8 @@ NAMES = [
     "torch.nn:Module._compiled_call_impl",
     "torch._dynamo.convert_frame:compile_lock",
     "torch._dynamo.exc:InvalidBackend",
+    "torch.compiler:is_dynamo_compiling",
+    "torch.nn.modules.module:_has_any_global_hook",
     "torch.utils._pytree:tree_map_only",
     "torch:ops.mkldnn._linear_pointwise",
     "torch:ops.mkldnn._reorder_linear_weight",

@@ -1,6 +1,7 @@
 """Ways of calling `generate` that broke other implementations."""
 
 import contextlib
+import copy
 import gc
 from threading import Thread
 
@@ -126,6 +127,21 @@ def test_settings_of_others_are_followed_or_named(target, draft, caplog):
         output = target.generate(PROMPT, **options, assistant_model=draft, **{name: value})
         assert torch.equal(output.sequences, expected.sequences) and max(output.acceptance_lengths[0]) == 4
         assert f"drafter ignores {name}={value}" in caplog.text
+
+
+def test_asking_for_the_default_is_asking(target, draft):
+    """Upstream fills in 20 drafted tokens where nobody asks for any; then sizes are chosen."""
+    draft.decoding_config.block_size = None
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(PROMPT, **options)
+    draft = scripted(draft, expected.sequences, error_rate=0.0)
+    assert target.generate(PROMPT, **options, assistant_model=draft).draft_sizes is not None
+    settings = copy.deepcopy(target.generation_config)
+    settings.update(**options, num_assistant_tokens=20)
+    for asked in ({**options, "num_assistant_tokens": 20}, {"generation_config": settings}):
+        output = target.generate(PROMPT, **asked, assistant_model=draft)
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.draft_sizes is None and set(output.acceptance_lengths[0][:-1]) == {draft.config.block_size}
 
 
 def test_misspelt_setting_names_the_fields(draft):

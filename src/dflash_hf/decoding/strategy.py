@@ -40,6 +40,7 @@ _throughputs: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 def strategy(call: Call) -> Strategy:
     """The strategy of a call: for the sizes in its settings, or for the fastest sizes."""
     warn_if_emulated(call.target)
+    warn_if_emulated(call.draft)
     _warn_of_ignored(call.config)
     config = call.draft.decoding_config
     if config.compile:
