@@ -5,7 +5,9 @@ process of their own.
     python -m support.serving serve|chat|page FOLDER PROMPT ...
 """
 
+import asyncio
 import importlib.util
+import json
 import sys
 import threading
 import time
@@ -97,6 +99,35 @@ def page(folder: Path, prompts: list[str]) -> None:
     _, url, _ = app.page(target, tokenizer, draft).launch(css=app.STYLE, quiet=True, prevent_thread_lock=True)
     say(f"serving {folder} at {url}")
     threading.Event().wait()
+
+
+def answer_of(app, path: str, body, leave: threading.Event | None = None) -> tuple[int, str]:
+    """
+    Status and text of what an ASGI application answers, without a connection; the client is gone once `leave` is set.
+    """
+
+    async def asked() -> tuple[int, str]:
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        sent: list[dict] = []
+
+        async def receive() -> dict:
+            if messages:
+                return messages.pop()
+            while leave is None or not leave.is_set():
+                await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "GET" if body is None else "POST", "path": path, "headers": headers}
+        scope |= {"query_string": b"", "asgi": {"version": "3.0", "spec_version": "2.4"}}
+        await app(scope, receive, send)
+        text = b"".join(message.get("body", b"") for message in sent[1:])
+        return (sent[0]["status"], text.decode()) if sent else (0, "")
+
+    return asyncio.run(asyncio.wait_for(asked(), 60))
 
 
 def say(line: str) -> None:

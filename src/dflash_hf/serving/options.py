@@ -27,6 +27,8 @@ class Options(BaseModel):
 
     messages: list[dict] | None = None
     prompt: str | None = None
+    input: str | list[dict] | None = None
+    instructions: str | list[dict] | None = None
     chat_template_kwargs: dict | None = None
     generation_config: str | None = None
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
@@ -37,6 +39,7 @@ class Options(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stream: bool | None = None
     stream_options: dict | None = None
     logit_bias: dict[int, float] | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = None

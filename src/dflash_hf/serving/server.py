@@ -34,6 +34,7 @@ from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
 from dflash_hf.responses import eos_ids
 from dflash_hf.serving.decoder import Decoder
+from dflash_hf.serving.messages import check_items, check_strings, read_messages, template_arguments_of
 from dflash_hf.serving.options import Grammars, LogProbs, Options
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.stop_strings import UpToStop, without_stop
@@ -42,6 +43,8 @@ from dflash_hf.terminal import one_line
 
 _COMPLETED = ('"usage":', 'data: {"error":')  # what is completed of upstream's streams
 _HANDLERS = {"chat/completions": ChatCompletionHandler, "completions": CompletionHandler, "responses": ResponseHandler}
+_PATHS = {handler: path for path, handler in _HANDLERS.items()}
+_INPUTS = {ChatCompletionHandler: "messages", CompletionHandler: "prompt", ResponseHandler: "input"}
 # How upstream parses an answer that is a call, as `schema_of_answer` has it; one that was cut keeps what there is.
 _CALL = {
     "open_pattern": r'\{\s*"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"arguments"\s*:\s*',
@@ -62,14 +65,14 @@ class Exchange:
         processors (`list[LogitsProcessor]`): Of this answer.
 
     Attributes:
-        request (`Request`): What the decoder was asked.
+        request (`Request`, *optional*): What the decoder was asked, once it was.
     """
 
-    request: Request
     _compile = False
 
     def __init__(self, decoder: Decoder, say: Callable[[str], None], options: Options, processors=()):
         self.decoder, self.say, self.options = decoder, say, options
+        self.request: Request | None = None
         self.logprobs = None if options.likely is None else LogProbs(decoder.tokenizer, options.likely)
         self.processors = [*processors, *([] if self.logprobs is None else [self.logprobs])]
 
@@ -278,15 +281,35 @@ class Server:
         ready = {"status": "ready", "model": self._pinned(body.get("model", self.name)), "cached": True}
         return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
 
+    def _check_input(self, handler: type, body: dict) -> None:
+        """
+        Check what upstream's handler reads of a body without a look, and keep of the template's arguments its own.
+
+        Raises:
+            `ValueError`: it is missing, or of the wrong kind.
+        """
+        name = _INPUTS[handler]
+        if name not in body:
+            raise ValueError(f"The body has no {name!r}, which /v1/{_PATHS[handler]} answers.")
+        if handler is ResponseHandler and not isinstance(body["input"], str):
+            check_items(body["input"])
+        asked = body.get("chat_template_kwargs")
+        if asked:
+            body["chat_template_kwargs"] = template_arguments_of(self.processor, asked)
+
     async def _answer(self, handler: type, body: dict, request: HTTPRequest) -> Response:
         """
         As upstream's handler, but with an error message for invalid requests, which upstream drops silently or
         misinterprets, and with the options that it ignores.
         """
+        body = {key: value for key, value in body.items() if value is not None}  # `null` is as left out
         self._pinned(body.get("model") or self.name)
         name = request.headers.get("x-request-id") or str(uuid.uuid4())
+        exchange = None
         try:
+            check_strings(body)
             options = Options.of(body)
+            self._check_input(handler, body)
             if body.get("tools") and "tools" not in str(getattr(self.processor, "chat_template", None)):
                 raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
             schema = options.schema_of_answer()
@@ -294,7 +317,9 @@ class Server:
             exchange = Exchange(self.decoder, self.say, options, grammars)
             own = handler(ModelManager, exchange, self.template)
             own._resolve_model = lambda _: (self.name, self.target, self.calls if options.is_call else self.processor)
-            own.get_processor_inputs_from_messages = functools.partial(_inputs, own.get_processor_inputs_from_messages)
+            own.get_processor_inputs_from_messages = functools.partial(
+                read_messages, own.get_processor_inputs_from_messages
+            )
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
             work = asyncio.ensure_future(own.handle_request(body, name))
             gone = asyncio.ensure_future(request.receive())  # of a body that was read: the end of the connection
@@ -307,7 +332,9 @@ class Server:
         except HTTPException as error:
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         except Exception as error:
-            ours = isinstance(error, RuntimeError | OSError | MemoryError)
+            # Until the decoder has it, reading the body fails: its template, its tools, its images.
+            read = exchange is not None and exchange.request is not None
+            ours = isinstance(error, MemoryError) or (read and isinstance(error, RuntimeError | OSError))
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
         if isinstance(answer, StreamingResponse):
@@ -353,22 +380,6 @@ def _reads_calls(processor, settings):
     calls = {**_CALL, "close_pattern": rf"\s*\}}\s*(?:{ends}|\Z)"}
     tokenizer.response_template = {"start_anchor": "\0", "fields": {"tool_calls": calls}}  # nothing of the prompt
     return own
-
-
-def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
-    """
-    As upstream, which drops parts of a message that the model cannot read, and the text beside an empty `tool_calls`.
-    """
-    messages = [{key: value for key, value in one.items() if key != "tool_calls" or value} for one in messages]
-    for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if "text" not in part and not read([{"role": "user", "content": [part]}], modality)[0]["content"]:
-                raise ValueError(f"content has a part of type {part['type']!r}, which the model cannot read.")
-            image = part.get("image_url") or ""
-            address = image.get("url") if isinstance(image, dict) else image
-            if address and not str(address).startswith("data:"):
-                raise ValueError("image_url must be a data: URI; this server fetches no addresses and opens no files.")
-    return read(messages, modality)
 
 
 async def _as_openai_does(request, error):
