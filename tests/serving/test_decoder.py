@@ -1,5 +1,7 @@
 """Requests that share a pair: drafted alone or decoded together, and the caches of conversations."""
 
+import asyncio
+import concurrent.futures
 import copy
 import threading
 from concurrent.futures import wait
@@ -13,7 +15,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf.modeling.drafting_dflash import CONTEXTS
 from dflash_hf.serving.conversations import Conversations
-from dflash_hf.serving.decoder import Decoder
+from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.request import Request
 
 
@@ -357,3 +359,213 @@ def test_contexts_of_drafters_are_counted(decoder, world):
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in one.cache.layers)
     assert contexts > 0 and one.memory >= targets + contexts
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+class Unshowable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+ERRORS = [TypeError("injected"), SystemExit("injected"), KeyboardInterrupt(), StopIteration("injected"), Unshowable()]
+ERRORS += [MemoryError("injected"), asyncio.CancelledError(), concurrent.futures.CancelledError()]
+
+
+class Broken:
+    """A streamer, or a processor, whose calls of one name raise an error."""
+
+    def __init__(self, name, error, after=0):
+        self.name, self.error, self.after = name, error, after
+
+    def _called(self, name):
+        if name == self.name:
+            self.after -= 1
+            if self.after < 0:
+                raise self.error
+
+    def put(self, value):
+        self._called("put")
+
+    def next_round(self, drafted):
+        self._called("next_round")
+
+    def end(self):
+        self._called("end")
+
+    def take(self, token):
+        self._called("take")
+
+    def __call__(self, input_ids, scores):
+        self._called("call")
+        return scores
+
+
+def failing(error):
+    def fail(*args, **more):
+        raise error
+
+    return fail
+
+
+def fails_once(owner, name, error, patch):
+    """Replace a method by one that raises an error in its first call."""
+    original, calls = getattr(owner, name), []
+
+    def fail(*args, **more):
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        return original(*args, **more)
+
+    patch.setattr(owner, name, fail, raising=False)
+    return calls
+
+
+SHORT = 8  # tokens
+
+
+def begun(world, which) -> list[list[int]]:
+    """The texts with so many tokens."""
+    return [world[4][i][: world[3][i]["input_ids"].shape[1] + SHORT] for i in which]
+
+
+def check_alive(decoder, world):
+    """A request, and two at once, are answered as ever."""
+    assert decoder.alive
+    for which in ([1], [0, 1]):
+        assert texts_of(answered(decoder, world, which, max_new_tokens=SHORT)) == begun(world, which)
+
+
+def check_broken(request, error):
+    """It fails with its error, or with one that can be shown."""
+    with pytest.raises(Exception) as raised:
+        request.done.result(timeout=15)
+    assert type(raised.value) in (type(error), RuntimeError) and str(raised.value)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_broken_streamer_fails_its_request(error, decoder, world):
+    """Errors that are no `Exception` ended the thread from a batch."""
+    for name, after in (("put", 0), ("put", 3), ("next_round", 0), ("next_round", 1), ("end", 0)):
+        (broken,) = answered(decoder, world, [0], streamers=[Broken(name, error, after)], max_new_tokens=SHORT)
+        check_broken(broken, error)
+    for name, after in (("put", 0), ("put", 3), ("end", 0)):
+        streamers = [Broken(name, error, after)]
+        broken, *others = answered(decoder, world, range(2), streamers=streamers, max_new_tokens=SHORT)
+        assert texts_of(others) == begun(world, [1])
+        check_broken(broken, error)
+    assert not decoder.failures
+    check_alive(decoder, world)
+
+
+@pytest.mark.parametrize("error", ERRORS[:3], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", ["call", "take"])
+def test_a_broken_processor_fails_its_request(name, error, decoder, world):
+    broken = request(decoder, world[3][0])
+    broken.processors = [Broken(name, error, 2)]
+    check_broken(decoder.submit(broken), error)
+    check_alive(decoder, world)
+
+
+@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "step", ["begin", "text", "left", "over", "take", "next_round", "finish", "ended", "prompt", "settings", "inputs"]
+)
+def test_a_request_that_breaks_is_alone(step, error, decoder, world):
+    """Each of these was read before the guard of a request that is decoded alone."""
+
+    class Breaks(Request):
+        pass
+
+    for number in (1,) if step in ("next_round", "inputs") else (1, 2):  # a batch needs neither
+        requests = [request(decoder, world[3][i], max_new_tokens=SHORT) for i in range(number)]
+        kind = decoder.kind_of(requests[0])
+        requests[0].__class__ = Breaks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Breaks, step, property(failing(error)), raising=False)
+            patch.setattr(decoder, "kind_of", lambda request, kind=kind: kind)
+            for one in requests:
+                decoder.submit(one)
+            check_broken(requests[0], error)
+            assert texts_of(one.done.result(timeout=60) for one in requests[1:]) == begun(world, range(1, number))
+    decoder.failures = 0
+    check_alive(decoder, world)
+
+
+@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", ["generate", "_joins", "_cache_of", "_keep"])
+def test_an_error_of_a_step_is_one_request_s(step, error, decoder, world, monkeypatch):
+    owner = world[0] if step == "generate" else decoder
+    fails_once(owner, step, error, monkeypatch)
+    check_broken(decoder.submit(request(decoder, world[3][0])), error)
+    monkeypatch.undo()
+    check_alive(decoder, world)
+
+
+@pytest.mark.parametrize("step", ["take", "keep"])
+def test_a_broken_cache_costs_time_alone(step, decoder, world, monkeypatch):
+    """The caches that broke it are dropped, or each request would fail."""
+    answered(decoder, world, [0])
+    monkeypatch.setattr(decoder.conversations, step, failing(TypeError("injected")))
+    assert texts_of(answered(decoder, world, [1])) == [world[4][1]]
+    assert len(decoder.conversations.kept) == (step == "take")  # what was read anew is kept
+    monkeypatch.undo()
+    check_alive(decoder, world)
+
+
+@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "step",
+    ["_manager", "_join", "_take", "add_request", "get_result", "is_running", "cancel_request", "start", "stop"],
+)
+def test_an_error_of_a_batch_loses_nothing(step, error, decoder, world, monkeypatch):
+    """Its requests go on one by one, from where the batch has left them."""
+    managers = continuous_api.ContinuousBatchingManager
+    fails_once(decoder if step.startswith("_") else managers, step, error, monkeypatch)
+    left = Then(lambda: None)
+    found = answered(decoder, world, range(2), streamers=[left], max_new_tokens=SHORT)
+    assert texts_of(found) == begun(world, range(2)) and left.seen == 1 + len(found[0].tokens)
+    monkeypatch.undo()
+    decoder.failures = 0
+    check_alive(decoder, world)
+
+
+def test_broken_leavers_do_not_end_a_batch_s_end(decoder, world, monkeypatch):
+    """The guard of a batch was itself unguarded."""
+    managers = continuous_api.ContinuousBatchingManager
+    monkeypatch.setattr(managers, "get_result", failing(Unshowable()))
+    monkeypatch.setattr(managers, "cancel_request", failing(SystemExit()))
+    assert texts_of(answered(decoder, world, range(3))) == world[4][:3]
+    monkeypatch.undo()
+    decoder.failures = 0
+    check_alive(decoder, world)
+
+
+def test_an_error_of_nobody_is_survived(decoder, world, monkeypatch):
+    fails_once(decoder, "_receive", SystemExit(), monkeypatch)
+    check_alive(decoder, world)
+
+
+def test_all_are_told_when_the_thread_ends(world):
+    """They waited for ever."""
+    target, tokenizer, draft, *_ = world
+    decoder, ready = Decoder(target, tokenizer, draft), threading.Event()
+    first = decoder.submit(request(decoder, world[3][0], Then(ready.wait)))
+    waiting = [decoder.submit(request(decoder, world[3][0], repetition_penalty=1.2)) for _ in range(2)]
+    decoder.inbox.put(None)
+    ready.set()
+    assert first.done.result(timeout=60).text == world[4][0]
+    for one in waiting:
+        with pytest.raises(DecoderEnded, match="restart the server"):
+            one.done.result(timeout=60)
+    decoder.thread.join(timeout=60)
+    with pytest.raises(DecoderEnded):
+        decoder.submit(request(decoder, world[3][0]))
+    assert not decoder.alive
+    # It may end between the look and the inbox.
+    decoder.__class__ = type("Ending", (Decoder,), {"alive": property(lambda self: next(looks))})
+    looks = iter([True, False])
+    with pytest.raises(DecoderEnded):
+        decoder.submit(request(decoder, world[3][0])).done.result(timeout=1)

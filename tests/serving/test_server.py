@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 import torch
-from support.serving import MAX_TOKENS, chat_ids, save_readable_target
+from support.serving import MAX_TOKENS, answer_of, chat_ids, save_readable_target
 from support.tiny_chat import CHATML, END
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, set_seed
 from transformers.utils.import_utils import is_serve_available
@@ -275,6 +275,22 @@ def test_one_model_is_served_and_stays_loaded(server):
     assert server.client.models.retrieve(server.model).id == server.model
     assert answered(server, "/health", None, "GET")[2] == '{"status":"ok"}'
     assert '"ready"' in answered(server, "/load_model", json.dumps({"model": server.model}).encode())[2]
+
+
+def test_health_says_when_the_thread_has_ended(folder):
+    """It said `ok`, and requests waited for ever."""
+    from dflash_hf.serving.server import Server
+
+    server = Server(
+        AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), None, "a", print
+    )
+    app, body = server.app(), {"messages": SAID, "max_tokens": 1}
+    assert answer_of(app, "/health", None) == (200, '{"status":"ok"}')
+    assert answer_of(app, "/v1/chat/completions", body)[0] == 200
+    server.decoder.stop()
+    for path, stream in (("/health", None), ("/v1/chat/completions", True), ("/v1/chat/completions", False)):
+        status, text = answer_of(app, path, stream if stream is None else {**body, "stream": stream})
+        assert status == 503 and "The thread that decodes has ended" in json.loads(text)["error"]["message"]
 
 
 def test_a_stream_ends_as_openai_s(server):

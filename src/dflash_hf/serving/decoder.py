@@ -1,12 +1,20 @@
 """
 Decoding for several requests with one pair, in one thread: a request that waits alone is decoded with the drafter;
 it and all that come before its end are decoded together, by transformers' continuous batching.
+
+The thread serves everybody, so what fails belongs to somebody. An error while a request is decoded alone, or of its
+own streamer or processors, is that request's: its `done` has it, and the next request is answered. An error of a batch
+is nobody's: its requests go on one by one. Caches of conversations only save time: an error of theirs is logged, and
+the text is read anew. When the thread ends nevertheless, `alive` is false and nobody waits: all requests fail, those
+that wait and those that come later.
 """
 
+import contextlib
 import copy
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -23,6 +31,7 @@ from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.private import with_own_config
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.request import Request
+from dflash_hf.terminal import one_line
 
 
 logger = logging.get_logger(__name__)
@@ -36,6 +45,12 @@ _MEMORY = 0.1  # share of the free memory for such a cache
 _CPU_TOKENS = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
 _NEWS = 0.1  # seconds without a token after which a batch looks whether it still runs
 _LONGEST_REST = 31  # requests without the drafter
+_ENDED = "The thread that decodes has ended, and no request is answered any more; restart the server."
+_PAUSE = 0.1  # seconds after an error that belongs to nobody, so that one that repeats does not take a whole core
+
+
+class DecoderEnded(RuntimeError):
+    """No request is answered any more."""
 
 
 class Decoder:
@@ -64,10 +79,24 @@ class Decoder:
         self.thread.start()
 
     def submit(self, request: Request) -> Request:
-        """Answer a request; see its `done`."""
+        """
+        Answer a request; see its `done`.
+
+        Raises:
+            `DecoderEnded`: the thread has ended.
+        """
+        if not self.alive:
+            raise DecoderEnded(_ENDED)
         request.kind = self.kind_of(request)
         self.inbox.put(request)
+        if not self.alive:  # it ended meanwhile, and has looked into its inbox for the last time
+            self._fail_waiting()
         return request
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered."""
+        return self.thread.is_alive()
 
     def kind_of(self, request: Request) -> tuple | None:
         """What the requests of a batch must share; `None` if a request cannot be batched."""
@@ -91,11 +120,23 @@ class Decoder:
     # In the thread.
 
     def _run(self) -> None:
-        while not self.stopped:
-            self._receive(wait=not self.waiting)
-            if not self.waiting:  # the end
-                continue
-            request = self.waiting.popleft()
+        try:
+            while not self.stopped:
+                try:
+                    self._receive(wait=not self.waiting)
+                    if self.waiting:
+                        self._serve(self.waiting.popleft())
+                except BaseException as error:  # of no request
+                    _log("The thread that decodes goes on after an error", error)
+                    time.sleep(_PAUSE)
+        finally:
+            self._fail_waiting()
+
+    def _serve(self, request: Request) -> None:
+        """Answer a request, and with it those that may be decoded together with it."""
+        try:
+            if request.done.done():  # it has failed
+                return
             if request.over:  # nobody waits any more
                 request.finish()
             elif self._joins(request.kind):
@@ -103,6 +144,20 @@ class Decoder:
                 self._together(request.kind)
             else:
                 self._alone(request)
+        except BaseException as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):  # the next one may need what they take
+                self.conversations.kept.clear()
+            request.fail(error)
+
+    def _fail_waiting(self) -> None:
+        """Tell those that wait that nobody will answer."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self.inbox.get_nowait()
+                if request is not None:
+                    self.waiting.append(request)
+        while self.waiting:
+            self.waiting.popleft().fail(DecoderEnded(_ENDED))
 
     def _receive(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
@@ -129,39 +184,56 @@ class Decoder:
             leaves = self._joins(request.kind)
             return torch.full((len(input_ids),), request.over or leaves, device=input_ids.device)
 
-        inputs, settings, text = request.inputs, copy.copy(request.settings), request.text
+        inputs = request.inputs
+        settings = copy.copy(request.settings)
+        text = request.text
         if request.tokens:
             ids = torch.tensor([text], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         settings.max_new_tokens, settings.return_dict_in_generate = request.left, True
         options: dict = {"assistant_model": self.draft if drafts else None}
         keeps = not set(inputs) - _TEXT_ONLY and (settings.num_beams or 1) == 1 and not settings.cache_implementation
+        request.begin()
+        if keeps:
+            options[CACHE_NAME], request.cached = self._cache_of(text)
+        device = self.target.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
+            if request.seed is not None:
+                torch.manual_seed(request.seed)
+            output = self.target.generate(
+                **inputs,
+                **options,
+                generation_config=settings,
+                streamer=request,
+                logits_processor=[*request.processors],
+                stopping_criteria=[ends],
+            )
+        if keeps:
+            self._keep(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
+        speedup = output.get("estimated_speedup")
+        if speedup is not None:  # the loop that can draft costs time, too
+            self.rest = self.resting = 0 if speedup > 1 else min(2 * self.rest + 1, _LONGEST_REST)
+        if leaves and request.left and not request.over and not request.ended:
+            self.waiting.appendleft(request)
+        else:
+            request.finish()
+
+    def _cache_of(self, text: list[int]) -> tuple[Any, int]:
+        """The cache of the longest beginning of a text, and its length."""
         try:
-            request.begin()
-            if keeps:
-                options[CACHE_NAME], request.cached = self.conversations.take(text)
-            device = self.target.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
-                if request.seed is not None:
-                    torch.manual_seed(request.seed)
-                output = self.target.generate(
-                    **inputs,
-                    **options,
-                    generation_config=settings,
-                    streamer=request,
-                    logits_processor=[*request.processors],
-                    stopping_criteria=[ends],
-                )
-            if keeps:
-                self.conversations.keep(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
-            if (speedup := output.get("estimated_speedup")) is not None:  # the loop that can draft costs time, too
-                self.rest = self.resting = 0 if speedup > 1 else min(2 * self.rest + 1, _LONGEST_REST)
-            if leaves and request.left and not request.over and not request.ended:
-                self.waiting.appendleft(request)
-            else:
-                request.finish()
-        except BaseException as error:
-            request.done.set_exception(error)
+            return self.conversations.take(text)
+        except Exception as error:
+            _log("The caches of conversations are dropped after an error", error)
+            self.conversations.kept.clear()
+            return None, 0
+
+    def _keep(self, text: list[int], prompt: int, cache) -> None:
+        """Keep the cache of a text for its next turn."""
+        try:
+            self.conversations.keep(text, prompt, cache)
+        except Exception as error:
+            _log("The caches of conversations are dropped after an error", error)
+            self.conversations.kept.clear()
 
     def _together(self, kind: tuple) -> None:
         """Decode in a batch until it is empty; requests that arrive meanwhile join it, up to one of another kind."""
@@ -180,17 +252,27 @@ class Decoder:
                     raise RuntimeError("it has ended")
                 if output is not None and output.request_id in running:
                     self._take(output, manager, running)
-        except Exception as error:
-            logger.warning(f"Continuous batching failed; its requests continue one by one ({error}).")
-            self.failures += 1
-            for request in reversed(running.values()):
-                request.kind = None
-                self.waiting.appendleft(request)
-            if kind in self.managers:
-                manager = self.managers.pop(kind)
-                for name in running:
-                    manager.cancel_request(name)
-                threading.Thread(target=manager.stop, daemon=True).start()  # which may never end
+        except BaseException as error:
+            _log("Continuous batching failed; its requests continue one by one", error)
+            self._leave_batch(kind, running)
+
+    def _leave_batch(self, kind: tuple | None, running: dict[str, Request]) -> None:
+        """After an error the requests of a batch go on alone, from where it has left them."""
+        self.failures += 1
+        if not running and self.waiting:  # it could not even begin, perhaps because of the first
+            self.waiting[0].kind = None
+        for request in reversed(running.values()):
+            request.kind = None
+            self.waiting.appendleft(request)
+        manager = self.managers.pop(kind, None)
+        if manager is None:
+            return
+        try:
+            for name in running:
+                manager.cancel_request(name)
+            threading.Thread(target=manager.stop, daemon=True).start()  # which may never end
+        except BaseException as error:
+            _log("A batch cannot be ended", error)
 
     def _manager(self, kind: tuple):
         if kind not in self.managers:
@@ -212,13 +294,21 @@ class Decoder:
 
     def _join(self, manager, running: dict[str, Request]) -> None:
         """The first waiting request joins a batch."""
-        request, settings = self.waiting[0], self.waiting[0].settings
-        own = {_PER_REQUEST[one]: getattr(settings, _PER_REQUEST[one]) for one in request.kind[1:]}
-        name, ends = f"request {next(self.numbers)}", settings.eos_token_id
-        request.begin()
-        if not manager.add_request(request.text, name, request.left, streaming=True, eos_token_id=ends, **own):
+        request = self.waiting[0]
+        settings = request.settings
+        try:
+            own = {_PER_REQUEST[warper]: getattr(settings, _PER_REQUEST[warper]) for warper in request.kind[1:]}
+            text = request.text
+            request.begin()
+        except BaseException as error:  # of its streamer
+            self.waiting.popleft()
+            request.fail(error)
+            return
+        name = f"request {next(self.numbers)}"
+        ends = settings.eos_token_id
+        if not manager.add_request(text, name, request.left, streaming=True, eos_token_id=ends, **own):
             raise RuntimeError("it takes no more requests")
-        request.batched = len(request.text)
+        request.batched = len(text)
         running[name] = self.waiting.popleft()
 
     def _take(self, output, manager, running: dict[str, Request]) -> None:
@@ -228,10 +318,22 @@ class Decoder:
             raise RuntimeError(output.error)
         try:
             request.take(output.generated_tokens[len(request.text) - request.batched :])
-        except Exception as error:  # of its streamer
-            running.pop(output.request_id).done.set_exception(error)
-        else:
-            if request.over or output.is_finished():
-                running.pop(output.request_id).finish()
-        if output.request_id not in running and not output.is_finished():
-            manager.cancel_request(output.request_id)
+            complete = request.over or output.is_finished()
+            if complete:
+                request.finish()
+        except BaseException as error:
+            complete = True
+            request.fail(error)
+        if complete:
+            del running[output.request_id]
+            if not output.is_finished():
+                manager.cancel_request(output.request_id)
+
+
+def _log(what: str, error: BaseException) -> None:
+    """Log an error that no request has, even one that cannot be shown."""
+    try:
+        shown = one_line(error)
+    except Exception:
+        shown = ""
+    logger.warning(f"{what} ({type(error).__name__}: {shown}).")

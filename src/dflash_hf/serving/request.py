@@ -1,9 +1,10 @@
 """A request: what is asked for, and how its answer grows."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -138,9 +139,20 @@ class Request:
         try:
             if self.streamer is not None:
                 self.streamer.end()
-            self.done.set_result(self)
-        except Exception as error:  # of its streamer
-            self.done.set_exception(error)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self._settle(self.done.set_result, self)
+
+    def fail(self, error: BaseException) -> None:
+        """The answer ends with an error, which a server can await and show; unless it has ended already."""
+        self._settle(self.done.set_exception, _showable(error))
+
+    def _settle(self, settle: Callable, value) -> None:
+        """Set the result once. Futures log what their callbacks raise, but not what would end a thread."""
+        if not self.done.done():
+            with contextlib.suppress(BaseException):
+                settle(value)
 
     def status(self) -> str:
         """Tokens, speed, tau and waiting time until now, as they are logged."""
@@ -153,3 +165,20 @@ class Request:
             f"{read} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "
             f"after {begun - self.arrived:.2f} s in the queue{together}"
         )
+
+
+def _showable(error: BaseException) -> Exception:
+    """
+    An error that can be raised where somebody waits for the answer: `SystemExit` and its like would end the server's
+    loop, a `StopIteration` cannot be set in a future of asyncio, and some errors have no text.
+    """
+    try:
+        text = str(error)
+    except BaseException:
+        text = "its text cannot be read"
+    else:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
+            return error
+    shown = RuntimeError(f"{type(error).__name__}: {text}")
+    shown.__cause__ = error
+    return shown

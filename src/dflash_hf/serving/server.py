@@ -33,7 +33,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import DirectStreamer, _StreamError
 
 from dflash_hf.responses import eos_ids
-from dflash_hf.serving.decoder import Decoder
+from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.messages import check_items, check_strings, read_messages, template_arguments_of
 from dflash_hf.serving.options import Grammars, LogProbs, Options
 from dflash_hf.serving.request import Request
@@ -111,7 +111,7 @@ class Exchange:
         except asyncio.CancelledError:
             request.gone.set()
             raise
-        except ValueError:  # caused by the request
+        except (ValueError, DecoderEnded):  # caused by the request, or by none
             raise
         except Exception as error:
             raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
@@ -261,7 +261,7 @@ class Server:
         app.add_api_route("/v1/models", lambda: {"object": "list", "data": [served]})
         app.add_api_route("/v1/models/{name:path}", lambda name: served | {"id": self._pinned(name)})
         app.add_api_route("/load_model", self._loaded, methods=["POST"])
-        app.add_api_route("/health", lambda: {"status": "ok"})
+        app.add_api_route("/health", self._health, response_model=None)
         for kind in (StarletteHTTPException, RequestValidationError, Exception):
             app.add_exception_handler(kind, _as_openai_does)
         if api_key is not None:
@@ -275,6 +275,12 @@ class Server:
         if name != self.name:
             raise HTTPException(404, f"The model {name!r} does not exist; this server serves '{self.name}'.")
         return name
+
+    def _health(self):
+        """Whether requests are answered."""
+        if self.decoder.alive:
+            return {"status": "ok"}
+        return _error(503, "The thread that decodes has ended; restart the server.")
 
     async def _loaded(self, body: dict) -> Response:
         """What `transformers chat` asks first."""
@@ -331,6 +337,8 @@ class Server:
             answer = work.result()
         except HTTPException as error:
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
+        except DecoderEnded as error:
+            raise HTTPException(503, str(error)) from error
         except Exception as error:
             # Until the decoder has it, reading the body fails: its template, its tools, its images.
             read = exchange is not None and exchange.request is not None
