@@ -158,3 +158,30 @@ def test_an_engine_that_is_not_there(world, capsys, monkeypatch):
     assert "--engine vllm is not installed (" in capsys.readouterr().err
     assert main(["serve", "--target", str(world / "target"), "--engine", "vllm"]) == 2
     assert "needs --draft" in capsys.readouterr().err
+
+
+def test_trust_covers_the_drafter_of_an_engine(world, capsys):
+    """Neither engine has an option for the target alone; `--help` said that the drafter's code never runs."""
+    for engine in ("vllm", "sglang"):
+        assert main(serve(world, "--engine", engine, "--trust-remote-code", "--dry-run")) == 0
+        printed = capsys.readouterr()
+        assert "--trust-remote-code" in printed.out and "it runs the drafter's code, too" in printed.err
+        assert main(serve(world, "--engine", engine, "--dry-run")) == 0
+        printed = capsys.readouterr()
+        assert "trust" not in printed.out and "the drafter's code" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("host", "open"),
+    [("0.0.0.0", True), ("::", True), ("10.1.2.3", True), ("a.host", True)]
+    + [("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False)],
+)
+def test_an_open_door_is_told(host, open, world, capsys, monkeypatch):
+    """It was opened without a word."""
+    command = serve(world, "--engine", "vllm", "--dry-run", "--host", host)
+    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert (f"warning: --host {host} lets other machines use the server without a key" in told) == open
+    assert main([*command, "--api-key", "x"]) == 0
+    assert "without a key" not in capsys.readouterr().err

@@ -33,7 +33,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
     shared.add_threads(parser)
     shared.add_template_arguments(parser)
-    shared.add_loading(parser)
+    shared.add_loading(parser, trusted="the target's own code; vllm and sglang then run the drafter's, too")
     shared.add_speed(parser)
 
 
@@ -43,6 +43,11 @@ def run(arguments, echo) -> Outcome:
 
     take_default(arguments, echo.note)
     arguments.api_key = arguments.api_key or os.environ.get("DFLASH_API_KEY") or None
+    if arguments.api_key is None and not _is_loopback(arguments.host):
+        echo.note(
+            f"warning: --host {arguments.host} lets other machines use the server without a key; "
+            "set DFLASH_API_KEY or --api-key."
+        )
     if arguments.engine != "transformers":
         return _engine(arguments, echo)
     if arguments.dry_run:
@@ -67,6 +72,16 @@ def run(arguments, echo) -> Outcome:
     app = server.app(arguments.api_key, arguments.enable_cors)
     server.run(at, app, "info" if arguments.verbose else "warning")
     return Outcome()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _engine(arguments, echo) -> Outcome:
@@ -100,6 +115,8 @@ def _engine(arguments, echo) -> Outcome:
     echo.note(render(findings))
     if any(finding.severity == "error" for finding in findings):
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
+    if loading.trust_remote_code:
+        echo.note(f"warning: {engine} has one --trust-remote-code for both models: it runs the drafter's code, too.")
     environment, command = launch_command(engine, *of_pair, loading, template)
     command += ["--host", arguments.host, "--port", str(arguments.port)]
     if name := arguments.served_model_name or arguments.target_name:

@@ -20,14 +20,14 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
     parser.add_argument("--draft", required=required, help=f"its drafter: a folder or Hub name{alone}")
 
 
-def add_loading(parser, draft: bool = True, title: str = "models"):
-    """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
+def add_loading(parser, draft: bool = True, title: str = "models", trusted: str = "the target's own code"):
+    """How models are loaded: see [`~dflash_hf.pairs.Loading`]; `trusted` is the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
     known = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
     group.add_argument("--device", type=terminal.device, help=known)
     add_revision(group, draft)
-    group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
+    group.add_argument("--trust-remote-code", action="store_true", help=f"run {trusted}")
     return group
 
 

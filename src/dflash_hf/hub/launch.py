@@ -16,7 +16,8 @@ def launch_command(
         engine (`str`): `"vllm"`, `"sglang"` or `"llama.cpp"`.
         target, draft (`str`): Folders or Hub names; for llama.cpp, GGUF files or Hub names.
         config (`DFlashDraftConfig`): The drafter's configuration.
-        loading (`Loading`, *optional*): Dtype and revisions; devices are left to the engine.
+        loading (`Loading`, *optional*): Dtype and revisions; devices are left to the engine. Its `trust_remote_code`
+            is for both models there: neither vLLM nor SGLang has one for the target alone.
         template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang accepts them
             only in requests.
 
