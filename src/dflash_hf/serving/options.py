@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 
 # Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty
@@ -18,6 +18,84 @@ _ONLY |= dict.fromkeys(("reasoning", "reasoning_effort", "web_search_options", "
 _ONLY |= {"previous_response_id": None, "conversation": None, "n": 1, "best_of": 1, "presence_penalty": 0}
 _ONLY |= {"modalities": ["text"], "echo": False, "background": False, "truncation": "disabled"}
 Length = Annotated[int, Field(ge=1)]
+Id = Annotated[int, Field(ge=0)]
+_GENERATED_BY = {"transformers_version", "_from_model_config"}  # what `GenerationConfig.to_json_string` adds
+
+
+class Settings(BaseModel, extra="forbid", strict=True):
+    """
+    What a body's `generation_config` may set: how tokens are chosen, and when an answer ends. Not that several answers
+    are kept at once (beams), that other code, caches or models are loaded, or that scores and states are returned.
+    """
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    epsilon_cutoff: Annotated[float, Field(ge=0, lt=1)] | None = None
+    eta_cutoff: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    bad_words_ids: Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(max_length=1000)] | None = None
+    suppress_tokens: list[Id] | None = None
+    begin_suppress_tokens: list[Id] | None = None
+    max_new_tokens: Length | None = None
+    max_length: Length | None = None
+    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_length: Annotated[int, Field(ge=0)] | None = None
+    max_time: Annotated[float, Field(gt=0)] | None = None
+    stop_strings: str | list[str] | None = None
+    eos_token_id: Id | list[Id] | None = None
+    pad_token_id: Id | None = None
+    bos_token_id: Id | None = None
+    use_cache: bool | None = None
+
+    @classmethod
+    def check(cls, text: str) -> dict:
+        """
+        The settings of a body's `generation_config`. Those that have their default change nothing, and are left out.
+
+        Raises:
+            `ValueError`: it is no JSON object, or has a setting that a request may not have.
+        """
+        try:
+            asked = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"generation_config is not JSON ({error}).") from error
+        if not isinstance(asked, dict):
+            raise ValueError("generation_config must be a JSON object, as a string.")
+        usual = GenerationConfig().to_dict()
+        changed = {}
+        for name, value in asked.items():
+            if value is None or name in _GENERATED_BY:
+                continue
+            if name in cls.model_fields or value != _NEUTRAL.get(name, usual.get(name)):
+                changed[name] = value
+        try:
+            cls.model_validate(changed)
+        except ValidationError as error:
+            name, why = _first_of(error)
+            if name in cls.model_fields:
+                raise ValueError(f"generation_config has {name}={changed[name]!r}: {why}.") from error
+            remedy = "ask for n answers with `n`; " if name == "num_return_sequences" else ""
+            raise ValueError(
+                f"generation_config has {name}={changed[name]!r}, which a request may not set; {remedy}leave it out. "
+                f"It may set {', '.join(cls.model_fields)}."
+            ) from error
+        return changed
+
+
+# Values that change nothing of settings that a request may not have.
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1, "length_penalty": 1.0}
+_NEUTRAL |= {"early_stopping": False, "diversity_penalty": 0.0, "encoder_repetition_penalty": 1.0}
+
+
+def _first_of(error: ValidationError) -> tuple[str, str]:
+    """The first field with a wrong value, and what is wrong with it."""
+    name = error.errors()[0]["loc"][0]
+    return str(name), "; ".join(dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name))
 
 
 class Options(BaseModel):
@@ -65,9 +143,10 @@ class Options(BaseModel):
         try:
             options = cls.model_validate(body)
         except ValidationError as error:
-            name = error.errors()[0]["loc"][0]
-            why = "; ".join(dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name))
+            name, why = _first_of(error)
             raise ValueError(f"{name}={body[name]!r} is not supported: {why}.") from error
+        if options.generation_config is not None:
+            body["generation_config"] = json.dumps(Settings.check(options.generation_config))
         if options.top_logprobs is not None and not options.logprobs:
             raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
         if "input" in body and options.likely is not None:

@@ -120,8 +120,6 @@ class Exchange:
 
     def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
         options, own = self.options, vars(self.decoder.target.generation_config)
-        if settings.num_return_sequences not in (None, 1):
-            raise ValueError(f"num_return_sequences={settings.num_return_sequences} is not supported: one answer is.")
         if settings.max_new_tokens is None and settings.max_length is not None:
             settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
         for key, value in own.items():  # what a body's `generation_config` leaves out; `update` warns, see `Request`
