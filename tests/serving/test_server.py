@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.import_utils import is_serve_available
 
 from dflash_hf.cli import main
+from dflash_hf.serving.token_bytes import TokenBytes
 
 
 if not is_serve_available():
@@ -110,7 +111,7 @@ def test_a_seed_is_a_request_s_own(bench, server, folder):
     for seed in range(4):
         set_seed(seed)
         output = target.generate(**ids, max_new_tokens=30, do_sample=True, temperature=1.5)
-        expected.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        expected.append(TokenBytes(tokenizer).complete_text(output[0, ids["input_ids"].shape[1] :].tolist()))
     assert len(set(expected)) == 4
 
     def one(number: int) -> str:
@@ -128,13 +129,27 @@ NO_PART = "content has a part of type '{}', which "
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 is not supported: Input should be greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens=0 leaves no room for an answer; give at least 1, or -1 for all that is left"),
+        ({"max_tokens": -2}, "max_tokens=-2 is not supported: Input should be greater than or equal to -1"),
         ({"max_completion_tokens": -3, "stream": True}, "max_completion_tokens=-3 is not supported: Input should be"),
         ({"messages": [{"role": "user", "content": "1" * 300}]}, "The prompt has 3.. tokens; .* at most 256"),
         ({"temperature": -1.0}, "temperature=-1.0 is not supported: Input should be greater than or equal to 0"),
         ({"top_p": 1.5, "temperature": 1}, "top_p=1.5 is not supported: Input should be less than or equal to 1"),
         ({"frequency_penalty": -1}, "frequency_penalty=-1 is not supported: Input should be greater than -1"),
-        ({"n": 2}, "n=2 is not supported: only 1 is; leave it out"),
+        ({"n": 9}, "n=9 is not supported: Input should be less than or equal to 8"),
+        ({"input": "Say 1", "messages": None, "extra_body": {"n": 2}}, "n=2 is not supported by /v1/responses"),
+        ({"extra_body": {"echo": True}}, "echo=True is for /v1/completions"),
+        ({**COMPLETION, "prompt": []}, "prompt has 0 texts; a request may have 1 to 256"),
+        ({**COMPLETION, "prompt": [[]]}, "The prompt is empty"),
+        ({**COMPLETION, "prompt": ["a", 1]}, "prompt=.* is not supported: Input should be"),
+        ({**COMPLETION, "prompt": [1, 100000]}, "prompt has the token 100000; the model's are 0 to 279"),
+        ({**COMPLETION, "prompt": [1] * 256}, "The prompt has 256 tokens"),
+        ({**COMPLETION, "prompt": [1] * 257, "max_tokens": 0}, "The prompt has 25. tokens"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias has the token 100000; the model's are 0 to 279"),
+        ({"extra_body": {"top_k": -2}}, "top_k=-2 is not supported: Input should be greater than or equal to -1"),
+        ({"extra_body": {"min_p": 2}}, "min_p=2 is not supported: Input should be less than or equal to 1"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty=0 is not supported: Input should be greater"),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos=True is not supported: only False is"),
         ({"presence_penalty": 1}, "presence_penalty=1 is not supported: only 0 is"),
         ({"reasoning_effort": "low"}, "reasoning_effort='low' is not supported; leave it out"),
         ({"verbosity": "low"}, "verbosity='low' is not supported"),

@@ -31,6 +31,7 @@ from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.private import with_own_config
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.request import Request
+from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.terminal import one_line
 
 
@@ -67,6 +68,7 @@ class Decoder:
     def __init__(self, target, tokenizer, draft=None):
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.stops, target.generation_config.stop_strings = target.generation_config.stop_strings, None
+        self.bytes_of = TokenBytes(tokenizer)
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.waiting: deque[Request] = deque()
         self.conversations = Conversations(target)
@@ -103,7 +105,7 @@ class Decoder:
         settings = request.settings
         seeded = settings.do_sample and request.seed is not None
         alone = request.processors, settings.bad_words_ids, settings.max_time, seeded
-        if any(alone) or set(request.inputs) - _TEXT_ONLY or settings.max_new_tokens is None:
+        if any(alone) or set(request.inputs) - _TEXT_ONLY or not settings.max_new_tokens or request.scores:
             return None
         if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
             return None
@@ -174,6 +176,12 @@ class Decoder:
 
     def _alone(self, request: Request) -> None:
         """Decode a request with the drafter, from where a batch has left it, and until others wait to join it."""
+        if request.scores is not None:
+            request.scores.score(self.target, request.prompt, lambda: request.over)
+        if request.left == 0:
+            request.begin()
+            request.finish()
+            return
         leaves, drafts = False, request.drafts and not self.resting
         if request.drafts and self.resting:
             self.resting -= 1

@@ -2,23 +2,46 @@
 
 import json
 from collections import deque
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, StrictInt, ValidationError
 from transformers import GenerationConfig, LogitsProcessor
+
+from dflash_hf.modeling.target_dflash import cache_argument, empty_cache, input_device
+from dflash_hf.serving.token_bytes import TokenBytes
 
 
 # Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty
 # stops, searches the vocabulary for stop strings in each call, and ignores the others or does not know them.
 _OURS = {"seed", "stop", "logit_bias", "logprobs", "top_logprobs", "tool_choice", "response_format", "text"}
+_OURS |= {"n", "echo", "top_k", "min_p", "repetition_penalty", "repeat_penalty"}
 # What would change the answer and is not done, with the value that changes nothing, if there is one.
 _ONLY = dict.fromkeys(("functions", "function_call", "suffix", "audio", "image", "moderation", "verbosity"))
 _ONLY |= dict.fromkeys(("reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "context_management"))
-_ONLY |= {"previous_response_id": None, "conversation": None, "n": 1, "best_of": 1, "presence_penalty": 0}
-_ONLY |= {"modalities": ["text"], "echo": False, "background": False, "truncation": "disabled"}
+_ONLY |= {"previous_response_id": None, "conversation": None, "best_of": 1, "presence_penalty": 0}
+_ONLY |= {"modalities": ["text"], "background": False, "truncation": "disabled"}
+# Of vLLM and SGLang, and of llama.cpp.
+_ONLY |= {"min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True}
+_ONLY |= {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False}
+_ONLY |= {"spaces_between_special_tokens": True, "stop_token_ids": None, "prompt_logprobs": None}
+_ONLY |= {"dynatemp_range": 0, "xtc_probability": 0, "typ_p": 1, "typical_p": 1, "dry_multiplier": 0, "mirostat": 0}
+# What changes no answer here: of beams, of samplers that are off, and what a server should log, keep or report.
+_IGNORED = {"length_penalty", "early_stopping", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length"}
+_IGNORED |= {"dry_penalty_last_n", "dry_sequence_breakers", "repeat_last_n", "samplers", "backend_sampling"}
+_IGNORED |= {"timings_per_token", "return_progress", "cache_prompt", "id_slot", "reasoning_format", "priority"}
+_IGNORED |= {"request_id", "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier"}
+_IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prediction"}
+_MOST_CHOICES = 8  # of a prompt; they are decoded in one batch
+_MOST_PROMPTS = 256
+_PIECE = 512  # tokens of a prompt that are scored at a time
+_COLDEST = 1e-5  # below it logits overflow, and a sample is the likeliest token anyway
 Length = Annotated[int, Field(ge=1)]
+Limit = Annotated[int, Field(ge=-1)]  # -1: as many as there is room for
 Id = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
+Stop = Annotated[str, Field(max_length=512)]  # the end of an answer as long as this is decoded again for each token
 _GENERATED_BY = {"transformers_version", "_from_model_config"}  # what `GenerationConfig.to_json_string` adds
 
 
@@ -104,22 +127,28 @@ class Options(BaseModel):
     """
 
     messages: list[dict] | None = None
-    prompt: str | None = None
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]] | None = None
     input: str | list[dict] | None = None
     instructions: str | list[dict] | None = None
     chat_template_kwargs: dict | None = None
     generation_config: str | None = None
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
-    max_tokens: Length | None = None
-    max_completion_tokens: Length | None = None
-    max_output_tokens: Length | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    max_output_tokens: Limit | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    echo: bool | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: dict | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-10000, le=10000)]] | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -137,7 +166,7 @@ class Options(BaseModel):
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        for name in [name for name in body if name in _ONLY and body[name] not in (None, _ONLY[name])]:
+        for name in [name for name in body if name in _ONLY and body[name] not in (None, _ONLY[name], [], "")]:
             only = "" if _ONLY[name] is None else f": only {_ONLY[name]!r} is"
             raise ValueError(f"{name}={body[name]!r} is not supported{only}; leave it out.")
         try:
@@ -161,9 +190,27 @@ class Options(BaseModel):
             )
         if options.max_completion_tokens is not None:  # the oldest versions ignore it
             body["max_tokens"] = body.pop("max_completion_tokens")
-        for name in body.keys() & _OURS:
+        if (options.temperature or 1.0) < _COLDEST or options.top_p == 0:
+            options.temperature = body["temperature"] = 0.0
+            body.pop("top_p", None)
+        for name in body.keys() & (_OURS | _IGNORED | _ONLY.keys()):
             del body[name]
         return options
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """
+        The prompts of a completion.
+
+        Raises:
+            `ValueError`: there is none, or too many.
+        """
+        if not isinstance(self.prompt, list):
+            return [self.prompt or ""]
+        prompts = [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
+        if not 0 < len(prompts) <= _MOST_PROMPTS:
+            raise ValueError(f"prompt has {len(prompts)} texts; a request may have 1 to {_MOST_PROMPTS}.")
+        return prompts
 
     @property
     def stops(self) -> list[str]:
@@ -223,12 +270,12 @@ class LogProbs(LogitsProcessor):
     Records the log-probabilities of an answer's tokens, before the temperature.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        bytes_of (`TokenBytes`): The target's tokenizer.
         likely (`int`): Number of the likeliest tokens to list in each place.
     """
 
-    def __init__(self, tokenizer, likely: int):
-        self.tokenizer, self.likely = tokenizer, likely
+    def __init__(self, bytes_of: TokenBytes, likely: int):
+        self.bytes_of, self.likely = bytes_of, likely
         self.content: deque[dict] = deque()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
@@ -237,12 +284,29 @@ class LogProbs(LogitsProcessor):
 
     def take(self, token: int) -> None:
         """The token that was chosen."""
-        top = self.last.topk(self.likely).indices.tolist() if self.likely else []
-        self.content.append({**self._entry(token), "top_logprobs": [self._entry(one) for one in top]})
+        count = min(self.likely, len(self.last))
+        top = self.last.topk(count).indices.tolist() if count else []
+        self.content.append({**self._entry(token), "top_logprobs": [self._entry(likely) for likely in top]})
+
+    @torch.no_grad()
+    def score(self, target, prompt: list[int], over: Callable[[], bool]) -> None:
+        """Record the prompt's own tokens, of which the first has no log-probability; stop once it is `over`."""
+        self.content.append({**_shown(self.bytes_of, prompt[0]), "logprob": None, "top_logprobs": None})
+        ids = torch.tensor([prompt], device=input_device(target))
+        options: dict = {"use_cache": False}
+        if len(prompt) > _PIECE:  # logits of all places at once may not fit into memory
+            options = {"use_cache": True, cache_argument(target): empty_cache(target)}
+        for start in range(0, len(prompt) - 1, _PIECE):
+            if over():
+                return
+            logits = target(input_ids=ids[:, start : start + _PIECE], **options).logits[0]  # [P, V]
+            following = prompt[start + 1 : start + _PIECE + 1]
+            for row, token in zip(logits[: len(following)].float().log_softmax(-1), following, strict=True):
+                self.last = row
+                self.take(token)
 
     def _entry(self, token: int) -> dict:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": max(float(self.last[token]), -9999.0), "bytes": [*text.encode()]}
+        return {**_shown(self.bytes_of, token), "logprob": max(float(self.last[token]), -9999.0)}
 
     def since(self, chat: bool) -> dict | None:
         """The entries since the last call, if any, in the form of chats or in the older one of completions."""
@@ -250,10 +314,24 @@ class LogProbs(LogitsProcessor):
         if chat or not content:
             return {"content": content} if content else None
         return {
-            "tokens": [one["token"] for one in content],
-            "token_logprobs": [one["logprob"] for one in content],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in content],
+            "tokens": [entry["token"] for entry in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": [_by_text(entry["top_logprobs"]) for entry in content],
         }
+
+
+def _shown(bytes_of: TokenBytes, token: int) -> dict:
+    return {"token": bytes_of.shown(token), "bytes": [*bytes_of(token)]}
+
+
+def _by_text(entries: list[dict] | None) -> dict | None:
+    """Log-probabilities by their tokens' texts; of two with the same text, the likelier one's."""
+    if entries is None:
+        return None
+    by_text: dict = {}
+    for entry in entries:
+        by_text.setdefault(entry["token"], entry["logprob"])
+    return by_text
 
 
 class Grammars:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.serving.token_bytes import TokenBytes
+
 
 class PieceStreamer(BaseStreamer):
     """
@@ -24,6 +26,7 @@ class PieceStreamer(BaseStreamer):
 
     def __init__(self, tokenizer, write: Callable[[str, int], None]):
         self.tokenizer, self.write = tokenizer, write
+        self._bytes_of = TokenBytes(tokenizer)
         self.tokens = self.rounds = 0
         self.text, self.seconds = "", 0.0
         self._start, self._prompt = time.perf_counter(), True
@@ -71,9 +74,12 @@ class PieceStreamer(BaseStreamer):
 
     def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
         self._line += tokens
-        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
-        if text.endswith("\ufffd") and not final:  # an incomplete character
-            return
+        if final:  # without a character that was cut
+            text = self._bytes_of.complete_text(self._line)
+        else:
+            text = self.tokenizer.decode(self._line, skip_special_tokens=True)
+            if text.endswith("\ufffd"):  # an incomplete character
+                return
         piece, self._written = text[len(self._written) :], text
         if text.endswith("\n"):  # keep it: some tokenizers drop the space of the first token
             self._line = self._line[-1:]

@@ -27,6 +27,7 @@ class Request:
         seed (`int`, *optional*): Of this request's samples.
         processors (`Sequence[LogitsProcessor]`): Called with each token of the answer.
         drafts (`bool`): Whether the drafter may be used.
+        scores (`LogProbs`, *optional*): Records the log-probabilities of the prompt's own tokens, too.
 
     Attributes:
         done (`Future`): Its result is the request itself, its exception what went wrong.
@@ -50,15 +51,20 @@ class Request:
         seed: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
         drafts: bool = True,
+        scores=None,
     ):
         if not settings.do_sample:  # these mean nothing then, and upstream warns of other values
             settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
+            settings.min_p = None
         self.inputs, self.settings, self.streamer = inputs, settings, streamer
-        self.seed, self.processors, self.drafts = seed, processors, drafts
+        self.seed, self.processors, self.drafts, self.scores = seed, processors, drafts, scores
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
             raise ValueError("The prompt is empty.")
-        settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
+        if settings.max_new_tokens == 0:  # the prompt alone is read
+            room_for_answer(decoder.target, len(self.prompt) - 1, 1)
+        else:
+            settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
         stops, settings.stop_strings = stops or settings.stop_strings or decoder.stops or [], None
         self.stops: Sequence[str] = [stops] if isinstance(stops, str) else stops
         self.completes = CompletesStop(decoder.tokenizer.decode, self.stops) if self.stops else None

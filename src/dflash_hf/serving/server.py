@@ -30,14 +30,16 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import DirectStreamer, _StreamError
+from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
 
-from dflash_hf.responses import eos_ids
+from dflash_hf.responses import context_of, eos_ids
+from dflash_hf.serving.choices import merged, merged_streams
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.messages import check_items, check_strings, read_messages, template_arguments_of
 from dflash_hf.serving.options import Grammars, LogProbs, Options
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.stop_strings import UpToStop, without_stop
+from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.terminal import one_line
 
 
@@ -63,6 +65,8 @@ class Exchange:
         say (`Callable[[str], None]`): Called with a line when the request is finished.
         options (`Options`): What is asked for.
         processors (`list[LogitsProcessor]`): Of this answer.
+        prompt (`str` or `list[int]`, *optional*): Of a completion; ids are not read again.
+        number (`int`): Of this answer among those to the same prompt.
 
     Attributes:
         request (`Request`, *optional*): What the decoder was asked, once it was.
@@ -70,11 +74,30 @@ class Exchange:
 
     _compile = False
 
-    def __init__(self, decoder: Decoder, say: Callable[[str], None], options: Options, processors=()):
+    def __init__(
+        self,
+        decoder: Decoder,
+        say: Callable[[str], None],
+        options: Options,
+        processors=(),
+        prompt: str | list[int] | None = None,
+        number: int = 0,
+    ):
         self.decoder, self.say, self.options = decoder, say, options
+        self.number = number
+        self.prompt = prompt if isinstance(prompt, str) else None
+        self.ids = prompt if isinstance(prompt, list) else None
+        self.echo = ""  # what comes before the answer
+        if options.echo and prompt is not None:
+            self.echo = decoder.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
         self.request: Request | None = None
-        self.logprobs = None if options.likely is None else LogProbs(decoder.tokenizer, options.likely)
+        self.logprobs = None if options.likely is None else LogProbs(decoder.bytes_of, options.likely)
         self.processors = [*processors, *([] if self.logprobs is None else [self.logprobs])]
+
+    @property
+    def text_prompt(self) -> str:
+        """What upstream reads of a completion's prompt: nothing of ids."""
+        return self.prompt or ""
 
     # As the state of a handler.
 
@@ -91,7 +114,7 @@ class Exchange:
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         """As upstream; the streamer's `cancel` ends the request."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
-        streamer = DirectStreamer(self.decoder.tokenizer._tokenizer, loop, events, response_parser=response_parser)
+        streamer = WholeStreamer(self.decoder.bytes_of, loop, events, response_parser)
 
         def failed(done: Future) -> None:
             if (error := done.exception()) is not None:  # upstream puts its text between quotes
@@ -115,11 +138,14 @@ class Exchange:
             raise
         except Exception as error:
             raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
-        text = self.decoder.tokenizer.decode(request.tokens, skip_special_tokens=True)
+        text = self.decoder.bytes_of.complete_text(request.tokens)
         return text, len(request.prompt), request.tokens
 
     def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
         options, own = self.options, vars(self.decoder.target.generation_config)
+        if self.ids is not None:
+            ids = torch.tensor([self.ids], device=self.decoder.target.device)
+            inputs.update({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         if settings.max_new_tokens is None and settings.max_length is not None:
             settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
         for key, value in own.items():  # what a body's `generation_config` leaves out; `update` warns, see `Request`
@@ -129,8 +155,18 @@ class Exchange:
             settings.sequence_bias = {(token,): bias for token, bias in options.logit_bias.items()}
         # Upstream ignores a temperature if the model's own settings are greedy.
         settings.do_sample = bool(options.temperature if options.temperature is not None else settings.do_sample)
-        seed = None if options.seed is None else options.seed % 2**32  # numpy's limit; OpenAI's have 64 bits
-        request = Request(self.decoder, inputs, settings, streamer, options.stops, seed, self.processors)
+        if options.top_k is not None:
+            settings.top_k = max(options.top_k, 0)  # vLLM's -1 is none, too
+        if options.min_p is not None:
+            settings.min_p = options.min_p
+        penalty = options.repetition_penalty or options.repeat_penalty
+        if penalty is not None:
+            settings.repetition_penalty = penalty
+        # numpy's limit; OpenAI's have 64 bits
+        seed = None if options.seed is None else (options.seed + self.number) % 2**32
+        scores = self.logprobs if options.echo else None
+        processors = self.processors
+        request = Request(self.decoder, inputs, settings, streamer, options.stops, seed, processors, scores=scores)
         if streamer is not None and request.stops:
             streamer._enqueue = UpToStop(streamer._enqueue, request.stops)
 
@@ -169,18 +205,21 @@ class Exchange:
 
     def whole(self, answer: dict) -> dict:
         """An answer that is not streamed, without the stop string."""
-        choice = self.complete(answer).get("choices", [{}])[0]
+        answer = self.complete(answer)
+        choice = answer.get("choices", [{}])[0]
         texts = [(choice, "text"), (choice.get("message", {}), "content")]
         texts += [(part, "text") for item in answer.get("output", []) for part in item.get("content", [])]
         for of, name in texts:
             if name in of:
                 of[name] = without_stop(of[name] or "", self.request.stops)
+        if self.echo:
+            choice["text"] = self.echo + choice["text"]
         return answer
 
     async def stream(self, events: AsyncIterator[str], of_responses: bool) -> AsyncIterator[str]:
         """Upstream's stream, completed, with errors and the end as OpenAI's clients expect them."""
         async for text in events:
-            if self.logprobs is None and not any(word in text for word in _COMPLETED):
+            if self.logprobs is None and not self.echo and not any(word in text for word in _COMPLETED):
                 yield text
                 continue
             for event in text.removesuffix("\n\n").split("\n\n"):
@@ -194,9 +233,48 @@ class Exchange:
         if isinstance(piece.get("error"), str):
             return [{"error": {"message": piece["error"], "type": "server_error"}}]
         answer = self.complete(piece)
+        if self.echo:  # before the first piece
+            answer["choices"][0]["text"] = self.echo + answer["choices"][0]["text"]
+            self.echo = ""
         if "usage" in answer and (self.options.stream_options or {}).get("include_usage"):
             return [{**answer, "usage": None}, {**answer, "choices": []}]
         return [answer]
+
+
+class WholeStreamer(DirectStreamer):
+    """
+    As upstream's, which keeps text back that may go on, and never passes it on where the answer ends. Here it is
+    passed on, without a character that was cut: the same text as that of an answer that is not streamed.
+
+    Args:
+        bytes_of (`TokenBytes`): The target's tokenizer.
+        loop, events: See upstream.
+        parser (`ResponseParser`, *optional*): Upstream's.
+    """
+
+    def __init__(self, bytes_of: TokenBytes, loop: asyncio.AbstractEventLoop, events: asyncio.Queue, parser=None):
+        super().__init__(bytes_of.tokenizer._tokenizer, loop, events, response_parser=parser)
+        self.bytes_of = bytes_of
+        self.tokens: list[int] = []
+        self.passed = 0  # characters
+        self._decoding, self._decode_stream = self._decode_stream, self
+
+    def step(self, tokenizer, token: int) -> str | None:
+        """As the `DecodeStream` whose place it takes."""
+        text = self._decoding.step(tokenizer, token)
+        self.tokens.append(token)
+        self.passed += len(text or "")
+        return text
+
+    def end(self) -> None:
+        """The rest, and the end."""
+        rest = self.bytes_of.complete_text(self.tokens, skip_special=self._parser is None)[self.passed :]
+        if rest and self._parser is None:
+            self._enqueue(rest)
+        elif rest:
+            for item in response_events_to_chunks(self._parser.feed(rest)):
+                self._enqueue(item)
+        super().end()
 
 
 class Server:
@@ -285,7 +363,7 @@ class Server:
         ready = {"status": "ready", "model": self._pinned(body.get("model", self.name)), "cached": True}
         return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
 
-    def _check_input(self, handler: type, body: dict) -> None:
+    def _check_input(self, handler: type, body: dict, options: Options) -> None:
         """
         Check what upstream's handler reads of a body without a look, and keep of the template's arguments its own.
 
@@ -297,9 +375,44 @@ class Server:
             raise ValueError(f"The body has no {name!r}, which /v1/{_PATHS[handler]} answers.")
         if handler is ResponseHandler and not isinstance(body["input"], str):
             check_items(body["input"])
+        if handler is ResponseHandler and (options.n or 1) > 1:
+            raise ValueError(f"n={options.n} is not supported by /v1/responses; use a chat.")
+        if options.echo and handler is not CompletionHandler:
+            raise ValueError("echo=True is for /v1/completions; leave it out.")
+        if body.get("tools") and "tools" not in str(getattr(self.processor, "chat_template", None)):
+            raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
+        self._check_limit(handler, body)
+        self._check_ids(options)
         asked = body.get("chat_template_kwargs")
         if asked:
             body["chat_template_kwargs"] = template_arguments_of(self.processor, asked)
+
+    def _check_limit(self, handler: type, body: dict) -> None:
+        """The room that is left for a limit of -1; a limit of 0 is for completions, whose prompt is scored."""
+        for name in ("max_tokens", "max_output_tokens"):
+            limit = body.get(name)
+            if limit == 0 and handler is not CompletionHandler:
+                raise ValueError(
+                    f"{name}=0 leaves no room for an answer; give at least 1, or -1 for all that is left."
+                )
+            if limit == -1:
+                del body[name]
+                if context_of(self.target) is not None:
+                    body[name] = context_of(self.target)
+
+    def _check_ids(self, options: Options) -> None:
+        """
+        Raises:
+            `ValueError`: an id is not the model's.
+        """
+        rows = self.target.get_input_embeddings().weight.shape[0]
+        prompts = options.prompts if isinstance(options.prompt, list) else []
+        ids = {token for prompt in prompts if isinstance(prompt, list) for token in prompt}
+        named = [("prompt", ids), ("logit_bias", {*(options.logit_bias or {})})]
+        for name, tokens in named:
+            wrong = [token for token in tokens if not 0 <= token < rows]
+            if wrong:
+                raise ValueError(f"{name} has the token {wrong[0]}; the model's are 0 to {rows - 1}.")
 
     async def _answer(self, handler: type, body: dict, request: HTTPRequest) -> Response:
         """
@@ -309,46 +422,89 @@ class Server:
         body = {key: value for key, value in body.items() if value is not None}  # `null` is as left out
         self._pinned(body.get("model") or self.name)
         name = request.headers.get("x-request-id") or str(uuid.uuid4())
-        exchange = None
+        exchanges: list[Exchange] = []
         try:
             check_strings(body)
             options = Options.of(body)
-            self._check_input(handler, body)
-            if body.get("tools") and "tools" not in str(getattr(self.processor, "chat_template", None)):
-                raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
-            schema = options.schema_of_answer()
-            grammars = [] if schema is None else [await asyncio.to_thread(self.grammars.processor, schema)]
-            exchange = Exchange(self.decoder, self.say, options, grammars)
-            own = handler(ModelManager, exchange, self.template)
-            own._resolve_model = lambda _: (self.name, self.target, self.calls if options.is_call else self.processor)
-            own.get_processor_inputs_from_messages = functools.partial(
-                read_messages, own.get_processor_inputs_from_messages
-            )
+            self._check_input(handler, body, options)
+            exchanges += await self._exchanges(handler, options)
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
-            work = asyncio.ensure_future(own.handle_request(body, name))
+            work = asyncio.ensure_future(_all([self._handle(handler, one, body, name) for one in exchanges]))
             gone = asyncio.ensure_future(request.receive())  # of a body that was read: the end of the connection
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
+                _leave(exchanges)
                 return Response(status_code=499)  # which nobody reads
             gone.cancel()
-            answer = work.result()
+            answers = work.result()
         except HTTPException as error:
+            _leave(exchanges)
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         except DecoderEnded as error:
             raise HTTPException(503, str(error)) from error
         except Exception as error:
+            _leave(exchanges)
             # Until the decoder has it, reading the body fails: its template, its tools, its images.
-            read = exchange is not None and exchange.request is not None
+            read = any(exchange.request is not None for exchange in exchanges)
             ours = isinstance(error, MemoryError) or (read and isinstance(error, RuntimeError | OSError))
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
-        if isinstance(answer, StreamingResponse):
-            answer.body_iterator = exchange.stream(answer.body_iterator, "input" in body)
-        else:
-            answer = JSONResponse(exchange.whole(json.loads(answer.body)))
+        answer = _one_answer(exchanges, answers, options, handler is ResponseHandler)
         answer.headers["x-request-id"] = name
         return answer
+
+    async def _exchanges(self, handler: type, options: Options) -> list[Exchange]:
+        """One for each choice that is asked for: `n` for each prompt."""
+        schema = options.schema_of_answer()
+        exchanges = []
+        for prompt in options.prompts if handler is CompletionHandler else [None]:
+            for number in range(options.n or 1):
+                grammars = [] if schema is None else [await asyncio.to_thread(self.grammars.processor, schema)]
+                exchanges.append(Exchange(self.decoder, self.say, options, grammars, prompt, number))
+        return exchanges
+
+    async def _handle(self, handler: type, exchange: Exchange, body: dict, name: str) -> Response:
+        """What upstream's handler answers for a choice."""
+        body = dict(body)
+        if handler is CompletionHandler:
+            body["prompt"] = exchange.text_prompt
+        own = handler(ModelManager, exchange, self.template)
+        processor = self.calls if exchange.options.is_call else self.processor
+        own._resolve_model = lambda _: (self.name, self.target, processor)
+        own.get_processor_inputs_from_messages = functools.partial(
+            read_messages, own.get_processor_inputs_from_messages
+        )
+        return await own.handle_request(body, name)
+
+
+def _leave(exchanges: list[Exchange]) -> None:
+    """Nobody waits for these any more."""
+    for exchange in exchanges:
+        if exchange.request is not None:
+            exchange.request.gone.set()
+
+
+async def _all(choices: list) -> list[Response]:
+    """The answers of all choices; when one fails, or nobody waits any more, the others end."""
+    tasks = [asyncio.ensure_future(choice) for choice in choices]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _one_answer(exchanges: list[Exchange], answers: list, options: Options, of_responses: bool) -> Response:
+    """The answer of one choice, or of several, completed."""
+    several = len(exchanges) > 1
+    if not isinstance(answers[0], StreamingResponse):
+        wholes = [one.whole(json.loads(answer.body)) for one, answer in zip(exchanges, answers, strict=True)]
+        return JSONResponse(merged(wholes, options.n or 1) if several else wholes[0])
+    streams = [one.stream(answer.body_iterator, of_responses) for one, answer in zip(exchanges, answers, strict=True)]
+    usage = bool((options.stream_options or {}).get("include_usage"))
+    answers[0].body_iterator = merged_streams(streams, options.n or 1, usage) if several else streams[0]
+    return answers[0]
 
 
 def bound(host: str, port: int) -> socket.socket:
