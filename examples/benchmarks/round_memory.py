@@ -19,16 +19,16 @@ from prompt_memory import LiveBytes
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.pairs import make_draft, make_target
+from support.pairs import make_draft
 from support.scripted_draft import scripted
-from support.tiny_models import prompts
+from support.tiny_models import prompts, tiny_model
 
 
 LENGTHS = (24, 120, 480)
 CASES = [  # model type, rows
     ("qwen3", 1),
     ("mixtral", 1),
-    ("gemma3", 1),
+    ("gemma3_text", 1),
     ("lfm2_moe", 1),
     ("qwen3_5_text", 1),
     ("qwen3_next", 1),
@@ -39,7 +39,7 @@ CASES = [  # model type, rows
 
 def measure(model_type: str, rows: int) -> tuple[list[int], list[int]]:
     """The peaks in bytes, and the rounds, for each length."""
-    target = make_target(model_type, attn=None, max_position_embeddings=1024).requires_grad_(True)
+    target = tiny_model(model_type, max_position_embeddings=1024).requires_grad_(True)
     draft = make_draft(target, block_size=8).requires_grad_(True)
     options = {**prompts(rows)[0], "do_sample": False, "return_dict_in_generate": True}
     text = target.generate(**options, max_new_tokens=max(LENGTHS)).sequences
