@@ -33,6 +33,7 @@ from dflash_hf.private import with_own_config
 from dflash_hf.responses import eos_ids
 from dflash_hf.target import generate_responses, spare_token_id, target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
+from dflash_hf.training.held_out import learned_by_heart
 from dflash_hf.training.start import draft_ids
 
 
@@ -45,7 +46,6 @@ ALIKE = 0.9  # of changes with this share of the best gain, the first in the tab
 HARDLY = 1.15  # tau of a drafter that was trained for minutes, or for another target
 WINDOWS = (64, 256, 1024, 4096)  # tokens of context
 MOST_MASKS = 8  # special tokens that are tried
-BY_HEART = 0.5  # share of the accepted drafts of training, below which rows that were read often are known by heart
 MANY_PASSES, FEW_ROWS = 8.0, 2000  # over training rows: 56 over 60 rows gave tau 3.95 there and 1.26 elsewhere
 TRAIN_AGAIN = "train a drafter on this target's own answers: `dflash prompts`, `dflash regenerate`, `dflash train`"
 
@@ -675,7 +675,7 @@ def _is_by_heart(training: Training | None, tau: float) -> bool:
     """Whether few rows were read so often that the drafter knows them, and little else: tau is far lower here."""
     if training is None or training.passes < MANY_PASSES or training.rows > FEW_ROWS:
         return False
-    return training.tau is None or tau - 1 < BY_HEART * (training.tau - 1)
+    return training.tau is None or learned_by_heart(training.tau, tau)
 
 
 def _by_heart(training: Training, tau: float) -> Experiment:

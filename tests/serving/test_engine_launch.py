@@ -43,6 +43,14 @@ def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
     )
 
 
+def test_folders_are_printed_by_whole_paths(world, capsys, monkeypatch):
+    """A relative drafter stood beside an absolute target."""
+    monkeypatch.chdir(world)
+    assert main(["serve", "--target", "target", "--draft", "draft", "--engine", "vllm", "--dry-run"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[2] == str(world / "target") and json.loads(command[4])["model"] == str(world / "draft")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_engine_runs_in_our_place(engine, world, tmp_path, monkeypatch):

@@ -84,6 +84,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _absolute(name: str) -> str:
+    """A folder by its whole path, so that a printed command runs anywhere; other names as they are."""
+    import os
+
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
 def _engine(arguments, echo) -> Outcome:
     """Check the drafter's folder, then replace this process by the engine's."""
     import os
@@ -110,7 +117,8 @@ def _engine(arguments, echo) -> Outcome:
     else:
         pair = NamedPair(arguments, echo.note)
         target, loading = pair.config.get("text_config", pair.config), pair.loading
-        of_pair, template = (arguments.target, arguments.draft, pair.draft_config), pair.template()
+        of_pair = (_absolute(arguments.target), _absolute(arguments.draft), pair.draft_config)
+        template = pair.template()
     findings = check(of_pair[1], [engine], target, loading.draft_revision)
     echo.note(render(findings))
     if any(finding.severity == "error" for finding in findings):
