@@ -216,8 +216,8 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     for name, options, message in (
         ("empty.jsonl", (), "is an empty file"),
         ("half.jsonl", (), "half.jsonl cannot be read: line 2 is not a JSON object"),
-        ("cut.jsonl.gz", (), "cut.jsonl.gz' cannot be read: Compressed file ended before"),
-        ("plain.jsonl.gz", (), "plain.jsonl.gz' cannot be read: "),
+        ("cut.jsonl.gz", (), "cut.jsonl.gz cannot be read: Compressed file ended before"),
+        ("plain.jsonl.gz", (), "plain.jsonl.gz cannot be read: "),
         ("mark.csv", (), "mark.csv' cannot be read: it has no rows"),
         ("bad.parquet", (), "bad.parquet' cannot be read: "),
         ("notes.md", (), "must be of one kind: .jsonl"),

@@ -497,7 +497,7 @@ ELSEWHERE = ("--server", "http://127.0.0.1:1")
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--server", "localhost:8000"), 1, "server='localhost:8000' must be an address"),
+        (("--server", "localhost:8000"), 1, "--server localhost:8000 must be an address"),
         ((*ELSEWHERE, "--raw"), 2, "leave out --raw"),
         ((*ELSEWHERE, "--packed", "--dtype", "fp16", "--batch-size", "4"), 2, "out --packed, --batch-size, --dtype"),
         (("--temperature", "-1"), 2, "argument --temperature: -1 must be 0"),
