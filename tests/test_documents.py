@@ -484,8 +484,8 @@ def test_sentences_quote_the_bundled_report(bundled_report):
     """Figures outlive the drafter that they are of: these are taken from the report, number by number."""
     methods = bundled_report.methods
     plain, blocks, trees = (methods[name] for name in ("dflash_auto", "dflash", "dflash_tree"))
-    tree_tau = summary_lines(bundled_report)
-    tree_tau = next(line.split()[3] for line in tree_tau if line.startswith("tau, draft trees"))
+    lines = summary_lines(bundled_report)
+    tree_tau = next(line.split()[3] for line in lines if line.startswith("draft trees       tau"))
     sentences = {
         "README.md": [f"{plain.speedup:.1f}x; {plain.gain:.1f}x if the target's weights are packed"],
         "examples/guides/decoding.md": [
