@@ -3,8 +3,8 @@ Is upstream's own loop lossless with our drafter in it?
 
 `GenerationMixin._assisted_decoding` with a [`DFlashCandidateGenerator`], as if no hook of ours existed: tiny random
 targets in fp32, drafters that know the text with one token in five wrong, so that drafts are accepted and rejected.
-Each cell compares what `generate` returns with and without the drafter: texts, streams, caches that are continued; samples
-by chi-square. Run it under each version of transformers that is to be judged.
+Each cell compares what `generate` returns with and without the drafter: texts, streams, caches that are continued;
+samples by chi-square. Run it under each version of transformers that is to be judged.
 
     python examples/benchmarks/upstream_loop.py [--families qwen3 gemma3] [--json FILE]
 """
