@@ -253,7 +253,7 @@ FOLDERS = {
     "block": ({"block_size": 9}, "cannot be published as it is:.*block_size"),
     "foreign code": ({"auto_map": {"AutoModel": "evil/code--modeling.Model"}}, "'evil/code--modeling.Model' is not a"),
     "code elsewhere": ({"auto_map": {"AutoModel": "../x.Model"}}, "is not a file beside"),
-    "quantisation": ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic' is unknown"),
+    "quantisation": ({"quantization_config": {"quant_method": "magic"}}, "is quantised with quant_method='magic'"),
     "no quantised weights": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         "bitsandbytes",
