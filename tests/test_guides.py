@@ -216,7 +216,3 @@ def test_commands_of_other_files_can_be_parsed(path):
         if command in COMMANDS:
             known = build_parser(command)._option_string_actions
             assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(known), command
-
-
-def test_readme_is_short():
-    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 130
