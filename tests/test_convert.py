@@ -69,11 +69,12 @@ def test_shared_head_drafts_all_tokens(parts, target, tmp_path, capsys):
     assert torch.equal(target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=shared), alone)
     if not parts:
         assert convert(tmp_path / "shared", tmp_path / "native", to="native").is_dir()
-    blind = {
-        engine for engine in ENGINES for one in check(tmp_path / "reduced", [engine]) if "share-head" in one.message
-    }
-    assert blind == ({"sglang", "vllm"} if parts else {"sglang"})
-    assert not [one for one in check(tmp_path / "shared") if "share-head" in one.message]
+    unable = set()
+    for engine in ENGINES:
+        if any("share-head" in finding.message for finding in check(tmp_path / "reduced", [engine])):
+            unable.add(engine)
+    assert unable == ({"sglang", "vllm"} if parts else {"sglang"})
+    assert not [finding for finding in check(tmp_path / "shared") if "share-head" in finding.message]
 
 
 def test_native_computes_the_same_and_converts_back(target, draft, folder, tmp_path):
@@ -89,9 +90,9 @@ def test_native_computes_the_same_and_converts_back(target, draft, folder, tmp_p
     model = MuseGlimmerAssistantModel.from_pretrained(native).eval()
     features, block = torch.randn(1, 9, 96), torch.randn(1, 4, 32)
     with torch.no_grad():
-        theirs = model(noise_embeds=block, context_hidden_states=features).last_hidden_state
-        ours = draft(noise_embeds=block, context_hidden_states=features).last_hidden_state
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        expected = model(noise_embeds=block, context_hidden_states=features).last_hidden_state
+        states = draft(noise_embeds=block, context_hidden_states=features).last_hidden_state
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
     back = convert(native, tmp_path / "back", to="z-lab")
     equal_tensors(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))

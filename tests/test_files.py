@@ -24,7 +24,7 @@ def test_file_is_whole_or_unchanged(tmp_path):
             half.write_text("half", encoding="utf-8")
             raise KeyboardInterrupt
     assert path.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
-    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_infinite_numbers_are_null(tmp_path):
@@ -53,7 +53,7 @@ def test_path_has_one_writer(name, tmp_path):
             with locked(path):
                 pass
         process.kill()
-    assert all(one.name.startswith(".") for one in tmp_path.rglob("*") if one != path)
+    assert all(file.name.startswith(".") for file in tmp_path.rglob("*") if file != path)
     with locked(path):
         pass
     assert [*tmp_path.rglob("*")] == [path]

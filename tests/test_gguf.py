@@ -141,9 +141,14 @@ def limits_of_head(meaning):
         return {"gru_hidden_dim"}
     kind = meaning.get("markov_head_type", "vanilla") if "markov_rank" in meaning else None
     confidence = meaning.get("confidence")  # its width
-    found = {"markov_head_type"} if kind not in (None, "vanilla") or (kind is None and confidence) else set()
-    found |= {"confidence_head_with_markov"} if confidence == layouts.SIZES["hidden_size"] else set()
-    return found | ({"sample_from_anchor"} if kind is None and not confidence and "anchor_first" in meaning else set())
+    keys = set()
+    if kind not in (None, "vanilla") or (kind is None and confidence):
+        keys.add("markov_head_type")
+    if confidence == layouts.SIZES["hidden_size"]:
+        keys.add("confidence_head_with_markov")
+    if kind is None and not confidence and "anchor_first" in meaning:
+        keys.add("sample_from_anchor")
+    return keys
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +163,7 @@ def test_every_layout_converts_or_is_refused(layout, files, tmp_path):
     """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
     layouts.write(tmp_path / "draft", layout)
     file = files[8 if "default rule" in layout else 4]
-    found = {one.key for one in check(tmp_path / "draft", ["llama.cpp"])}
+    keys = {finding.key for finding in check(tmp_path / "draft", ["llama.cpp"])}
     expected = {
         "z-lab mixed layers": {"is_causal"},
         "z-lab mixed layers, without the flag that Qwen3 asks for": {"is_causal"},
@@ -167,19 +172,21 @@ def test_every_layout_converts_or_is_refused(layout, files, tmp_path):
         "gpt-oss": {"attention_bias"},
         "MiMo": {"v_head_dim", "backbone_rotary_base"},
     }
-    assert found == expected.get(layout, set()) | limits_of_head(layouts.LAYOUTS[layout][1])
-    if found:
-        with pytest.raises(ValueError, match=f"cannot be written for llama.cpp: {sorted(found)[-1]}"):
+    assert keys == expected.get(layout, set()) | limits_of_head(layouts.LAYOUTS[layout][1])
+    if keys:
+        with pytest.raises(ValueError, match=f"cannot be written for llama.cpp: {sorted(keys)[-1]}"):
             convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=file)
         return
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
     if "default rule" not in layout:  # these files read the last layer too
-        assert {one.key for one in check(tmp_path / "draft", ["llama.cpp"], file)} == {"target_layer_ids"}
+        assert {finding.key for finding in check(tmp_path / "draft", ["llama.cpp"], file)} == {"target_layer_ids"}
         draft.config.target_layer_ids = [0, 1, 2]
     write_gguf(draft, tmp_path / "dflash.gguf", file)
     back = DFlashDraftModel.from_pretrained(unpack_gguf(tmp_path / "dflash.gguf", tmp_path / "back"))
-    ours, theirs = draft.state_dict(), back.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+    tensors = draft.state_dict()
+    tensors_back = back.state_dict()
+    assert all(torch.equal(tensors[name], tensors_back[name]) for name in tensors)
+    assert tensors.keys() == tensors_back.keys()
     keys = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
     assert keys["dflash.target_layers"].contents() == [i + 1 for i in draft.config.target_layer_ids]
     assert keys["tokenizer.ggml.mask_token_id"].contents() == 95
@@ -217,7 +224,8 @@ def test_other_targets_are_refused(tiny, tiny_file, tmp_path, monkeypatch):
         ({"num_hidden_layers": 5}, "num_target_layers"),
         ({"vocab_size": 17}, "vocab_size"),
     ):
-        assert [one.key for one in check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})] == [key]
+        findings = check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})
+        assert [finding.key for finding in findings] == [key]
         with monkeypatch.context() as other, pytest.raises(ValueError, match=f"for llama.cpp: {key}: "):
             other.setattr("dflash_hf.gguf_format.target_config", lambda *_, change=change: {**of_file, **change})
             convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
@@ -261,16 +269,18 @@ def write_bare(path, arch):
 
 def test_wrong_files_are_named(folder, tiny_file, tmp_path):
     """Cut off anywhere; another model's; a fork's, which was taken for a target; without sizes (a `KeyError`)."""
-    whole, cut, back = tmp_path / "dflash.gguf", tmp_path / "cut.gguf", tmp_path / "back"
+    whole = tmp_path / "dflash.gguf"
+    cut = tmp_path / "cut.gguf"
+    back = tmp_path / "back"
     convert(folder, whole, to="gguf", target=tiny_file)
     new = {"src": folder, "dst": tmp_path / "new.gguf", "to": "gguf"}
     size = whole.stat().st_size
-    for kept in (0, 3, 60, 400, size // 2, size - 1):
-        cut.write_bytes(whole.read_bytes()[:kept])
+    for length in (0, 3, 60, 400, size // 2, size - 1):
+        cut.write_bytes(whole.read_bytes()[:length])
         for options in ({"src": cut, "dst": back}, {**new, "target": cut}):
             with pytest.raises(ValueError, match="cut.gguf is not a complete GGUF file"):
                 convert(**options)
-        assert {one.key for one in check(cut, ["llama.cpp"])} == {"weights"}
+        assert {finding.key for finding in check(cut, ["llama.cpp"])} == {"weights"}
     bare, fork = tmp_path / "bare.gguf", tmp_path / "fork.gguf"
     write_bare(bare, "dflash")
     write_bare(fork, "deepseek4-dflash-draft")
@@ -330,9 +340,9 @@ def test_smaller_dtypes_round(dtype, sign, tiny, folder, tiny_file, tmp_path):
     # 48 numbers are no whole number of Q8_0's blocks of 32.
     assert there["blk.0.ffn_down.weight"].tensor_type.name == ("F16" if dtype == "q8_0" else sign)
     back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"), dtype=torch.float32)
-    ours = DFlashDraftModel.from_pretrained(folder).state_dict()
+    original = DFlashDraftModel.from_pretrained(folder).state_dict()
     for name, tensor in back.state_dict().items():
-        torch.testing.assert_close(tensor, ours[name], atol=0.01 * float(ours[name].abs().max()), rtol=0)
+        torch.testing.assert_close(tensor, original[name], atol=0.01 * float(original[name].abs().max()), rtol=0)
 
 
 def test_unwritable_numbers_are_refused(tiny, folder, tiny_file, tmp_path):
@@ -420,8 +430,8 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         text, _ = complete(alone, prompt, 120)
         answer, lengths = complete(drafted, prompt, 120)
         assert answer == text and len(answer) == 120
-        ours = our_lengths(tiny, draft, prompt, answer)
-        assert lengths[:-2] == ours[: len(lengths) - 2]  # both ends are cut, in ways of their own
+        expected = our_lengths(tiny, draft, prompt, answer)
+        assert lengths[:-2] == expected[: len(lengths) - 2]  # both ends are cut, in ways of their own
         accepted += sum(lengths) - len(lengths)
         if accepted > 5:
             return

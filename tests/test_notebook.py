@@ -68,5 +68,7 @@ def test_cells_run_on_the_real_pair(real_target, monkeypatch):
 def test_notebook_is_small_and_has_pictures():
     assert NOTEBOOK.stat().st_size < 500_000
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    outputs = [one for cell in cells for one in cell.get("outputs", ())]
-    assert sum("image/png" in one.get("data", {}) for one in outputs) >= 5
+    outputs = []
+    for cell in cells:
+        outputs += cell.get("outputs", ())
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 5

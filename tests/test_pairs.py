@@ -88,8 +88,8 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
     weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if name not in left_out}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
         load_target(str(tmp_path), Loading())
     with pytest.raises(ValueError, match=message):

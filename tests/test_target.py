@@ -21,11 +21,11 @@ def input_ids():
 
 def captured(target, layer_ids, **inputs):
     """Outputs of decoder layers by plain hooks on a plain forward."""
-    kept = {}
+    outputs = {}
     layers = decoder_layers(target)
     handles = [
         layers[i].register_forward_hook(
-            lambda module, args, output, i=i: kept.update({i: output if torch.is_tensor(output) else output[0]})
+            lambda module, args, output, i=i: outputs.update({i: output if torch.is_tensor(output) else output[0]})
         )
         for i in layer_ids
     ]
@@ -33,7 +33,7 @@ def captured(target, layer_ids, **inputs):
         target(**inputs)
     for handle in handles:
         handle.remove()
-    return torch.cat([kept[i] for i in layer_ids], dim=-1)
+    return torch.cat([outputs[i] for i in layer_ids], dim=-1)
 
 
 # ----------------------------------------------------------------------------------------------------------- features

@@ -50,7 +50,9 @@ GROUPS = {
         "env": "print versions and devices, for a bug report",
     },
 }
-COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+COMMANDS: dict[str, str] = {}
+for _commands in GROUPS.values():
+    COMMANDS |= _commands
 _COMMON = """options of all commands:
   --json         print the result as JSON, and messages on standard error
   -q, --quiet    no progress bars; libraries log errors only
@@ -111,7 +113,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     lines = ["Train, publish and run DFlash drafters."]
     for group, commands in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, summary in commands.items())]
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:12}{summary}" for name, summary in commands.items()]
     parser = Parser("dflash", "\n".join(lines), _COMMON)
     parser.usage = "dflash COMMAND [options]"
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
@@ -125,9 +128,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def build_parser(name: str) -> "Parser":
     """The parser of one command; other commands are not imported."""
-    module, summary = _module(name), COMMANDS[name]
-    examples = f"examples:\n{(module.__doc__ or '').partition(chr(10) * 2)[2]}".replace("\n    ", "\n  ")
-    examples += f"\nafter an interruption: {module.AGAIN}\n" if hasattr(module, "AGAIN") else ""
+    module = _module(name)
+    summary = COMMANDS[name]
+    _, _, examples = (module.__doc__ or "").partition("\n\n")
+    examples = f"examples:\n{examples}".replace("\n    ", "\n  ")
+    if hasattr(module, "AGAIN"):
+        examples += f"\nafter an interruption: {module.AGAIN}\n"
     end = "all commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
     parser = Parser(f"dflash {name}", f"{summary[0].upper()}{summary[1:]}.", f"{examples}\n{end}")
     module.add_arguments(parser)
@@ -149,8 +155,8 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _get_default_metavar_for_optional(self, action):
-        known = terminal.METAVARS.get(action.type) or getattr(action.type, "metavar", None)
-        return known or super()._get_default_metavar_for_optional(action)
+        metavar = terminal.METAVARS.get(action.type) or getattr(action.type, "metavar", None)
+        return metavar or super()._get_default_metavar_for_optional(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -180,6 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _module(name: str) -> ModuleType:
+    """The module of a command."""
     return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
@@ -189,27 +196,30 @@ def _in_options(message: str, arguments: argparse.Namespace) -> str:
         value = getattr(arguments, action.dest, None)
         if value is None or value is False or not action.option_strings:
             continue
-        words = value if isinstance(value, list) else [value]
-        option = action.option_strings[0] if value is True else " ".join(map(str, [action.option_strings[0], *words]))
-        for written in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
-            whole = rf"(?<![\w.-]){re.escape(written)}(?!\w|\.\w)"
-            message = re.sub(whole, option.replace("\\", r"\\"), message)
+        option = action.option_strings[0]
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            option = " ".join(map(str, [option, *values]))
+        for assignment in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
+            pattern = rf"(?<![\w.-]){re.escape(assignment)}(?!\w|\.\w)"
+            message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
 
 
 def _resolve_names(arguments: argparse.Namespace) -> None:
     """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
     for name in ("target", "draft", "base", "gguf", "data", "folder"):
-        if isinstance(given := getattr(arguments, name, None), str):
-            setattr(arguments, name, os.path.expanduser(given))
+        value = getattr(arguments, name, None)
+        if isinstance(value, str):
+            setattr(arguments, name, os.path.expanduser(value))
     if arguments.command != "train":  # which names its misspelt keys with it
         check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
-        given = getattr(arguments, name, None)
-        if isinstance(given, str):
-            _check_spelling(given)
-        if given == "smollm2":
+        value = getattr(arguments, name, None)
+        if isinstance(value, str):
+            _check_spelling(value)
+        if value == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))

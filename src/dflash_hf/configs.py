@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from dflash_hf.pairs import Loading
 
 # Fields whose defaults are a plain drafter's.
-_ADDED = (
-    *("draft_vocab_size", "sample_from_anchor", "conv_kernel_size", "attention_sink_bias", "attention_value_scale"),
-    *("input_embedding_scale", "own_mask_embedding", "has_embed_tokens"),
+_PLAIN_BY_DEFAULT = (
+    "draft_vocab_size",
+    "sample_from_anchor",
+    "conv_kernel_size",
+    "attention_sink_bias",
+    "attention_value_scale",
+    "input_embedding_scale",
+    "own_mask_embedding",
+    "has_embed_tokens",
 )
 
 
@@ -54,17 +60,18 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     Raises:
         `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
-    ours, theirs = form.format("target", target), form.format("draft", draft)
-    config = read_config(target, ours, loading.revision)
-    drafts = None if draft is None else read_config(draft, theirs, loading.draft_revision)
+    target_argument = form.format("target", target)
+    draft_argument = form.format("draft", draft)
+    config = read_config(target, target_argument, loading.revision)
+    draft_config = None if draft is None else read_config(draft, draft_argument, loading.draft_revision)
     from dflash_hf.layouts.read import is_drafter_config
 
     if is_drafter_config(config):
-        swapped = drafts is not None and not is_drafter_config(drafts)
+        swapped = draft_config is not None and not is_drafter_config(draft_config)
         remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
-        raise ValueError(f"{ours} is a DFlash drafter: {remedy}.")
-    if drafts is not None:
-        check_is_drafter(drafts, theirs)
+        raise ValueError(f"{target_argument} is a DFlash drafter: {remedy}.")
+    if draft_config is not None:
+        check_is_drafter(draft_config, draft_argument)
     return config
 
 
@@ -81,6 +88,7 @@ def check_is_drafter(config: dict, what: str) -> None:
 
 
 def _text_part(config: dict) -> dict:
+    """Of a multimodal model, the configuration of its text part."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
@@ -97,8 +105,8 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
     """
     rows = vocab_size_of(config)
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
-        given = what or f"--mask-token-id {token_id}"
-        raise ValueError(f"{given} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
+        argument = what or f"--mask-token-id {token_id}"
+        raise ValueError(f"{argument} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
 
 
 def positions_of(config: dict) -> int | None:
@@ -113,7 +121,7 @@ def positions_of(config: dict) -> int | None:
     return int(max(length, trained * (rope.get("factor") or 1.0)))
 
 
-def misfits(config, target: dict) -> Iterator[tuple[str, str]]:
+def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
     """
     Where a drafter shows that it belongs to another target: field, and reason.
 
@@ -122,10 +130,12 @@ def misfits(config, target: dict) -> Iterator[tuple[str, str]]:
         target (`dict`): The target's, without that of other parts than its text; what it lacks is not compared.
     """
     sizes = {"target_hidden_size": "hidden_size", "num_target_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
-    for ours, theirs in sizes.items():
-        one, other = getattr(config, ours), target.get(theirs)
-        if None not in (one, other) and one != other:
-            yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
+    for field, target_field in sizes.items():
+        size = getattr(config, field)
+        target_size = target.get(target_field)
+        if size is not None and target_size is not None and size != target_size:
+            reason = f"{size} is not the target's {target_field}={target_size}: the drafter belongs to another target."
+            yield field, reason
     ids = config.target_layer_ids
     if max(ids) >= (target.get("num_hidden_layers") or math.inf):
         yield "target_layer_ids", f"{ids} reach past the target's {target['num_hidden_layers']} layers."
@@ -133,7 +143,7 @@ def misfits(config, target: dict) -> Iterator[tuple[str, str]]:
         yield "mask_token_id", f"{config.mask_token_id} is not one of the target's {target['vocab_size']} ids."
 
 
-def departures(config) -> Iterator[tuple[str, object, object]]:
+def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
     """
     What a drafter has beyond bidirectional Qwen3-style layers with the target's embedding and head: field, value, and
     the value without it.
@@ -141,10 +151,14 @@ def departures(config) -> Iterator[tuple[str, object, object]]:
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
+    defaults = dict(config.head.fields)
+    defaults |= {name: getattr(type(config), name) for name in _PLAIN_BY_DEFAULT}
+    defaults |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
+    for key, default in defaults.items():
+        value = getattr(config, key)
+        if value != default:
+            yield key, value, default
     rope = config.rope_parameters
-    plain = {**config.head.fields, **{name: getattr(type(config), name) for name in _ADDED}}
-    plain |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
-    yield from ((key, getattr(config, key), value) for key, value in plain.items() if getattr(config, key) != value)
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
         yield "backbone_rotary_base", config.backbone_rotary_base, rope["rope_theta"]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import MuseGlimmerAssistantConfig
 
-from dflash_hf.configs import departures
+from dflash_hf.configs import non_default_fields
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.names import LAYOUTS
@@ -60,7 +60,7 @@ def convert(
         `ValueError`: the drafter cannot be expressed in that layout, or `src` is not a drafter; says why.
         `FileExistsError`: `dst` exists and is not an empty folder.
     """
-    _check_words(to, str(dst), dtype, target)
+    _check_arguments(to, str(dst), dtype, target)
     dst = Path(dst).resolve()  # "." has no name, and no parent
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
@@ -70,7 +70,8 @@ def convert(
     with place as scratch:
         with without_bars():
             draft = _read(src, Path(scratch, "unpacked"), revision)
-        draft = _with_shared_head(draft) if share_head else draft
+        if share_head:
+            draft = _with_shared_head(draft)
         if target is not None:
             write_gguf(draft, dst, target, dtype)
             return dst
@@ -83,14 +84,14 @@ def convert(
             with without_bars():
                 draft.save_pretrained(result)
         if dst.is_dir():  # an empty one, which may be somebody's current folder
-            for made in result.iterdir():
-                made.rename(dst / made.name)
+            for file in result.iterdir():
+                file.rename(dst / file.name)
         else:
             result.rename(dst)
     return dst
 
 
-def _check_words(to: str, dst: str, dtype: str | None, target) -> None:
+def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
     """
     Raises:
         `UsageError`: the arguments of [`convert`] do not fit together.
@@ -129,10 +130,10 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
         return f"layer_types={config.layer_types} has sliding layers, whose windows native masks count differently"
     if any(config.layer_is_causal(i) for i in range(config.num_hidden_layers)):
         return "its attention is causal inside the block, but native attention is bidirectional"
-    for key, value, _ in departures(config):
+    for key, value, _ in non_default_fields(config):
         return f"{key}={value!r}, which the native model does not have"
-    for key, plain in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
-        if getattr(config, key) not in (None, plain):
+    for key, default in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+        if getattr(config, key) not in (None, default):
             return f"{key}={getattr(config, key)}, which the native model does not have"
     return None
 
@@ -142,8 +143,9 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
     config = copy.deepcopy(draft.config)
     config.draft_vocab_size = None
     shared = DFlashDraftModel(config).to(draft.dtype)
-    own = {"lm_head.weight", "d2t"}
-    tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in own}
+    tensors = draft.state_dict()
+    for name in ("lm_head.weight", "d2t"):
+        tensors.pop(name, None)
     for name, tensor in shared.state_dict().items():
         if tensors[name].shape != tensor.shape:
             raise ValueError(
@@ -155,6 +157,10 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
 
 
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: the drafter cannot be expressed in the native layout.
+    """
     obstacle = native_obstacle(draft)
     if obstacle is not None:
         remedy = "keep it in the default layout (--to z-lab), which this package and the engines read"
@@ -166,6 +172,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     # If absent, these would become Muse's own ids.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
+    native["dtype"] = str(draft.dtype).removeprefix("torch.")
+    native["torch_dtype"] = native["dtype"]
     tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_folder(folder, native, tensors)

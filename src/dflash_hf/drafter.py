@@ -24,8 +24,16 @@ from dflash_hf.modeling.heads_dflash import CandidateSelector, Correction, Marko
 
 
 _HUB_ARGUMENTS = (
-    *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
-    *("repo_type", "_commit_hash"),
+    "subfolder",
+    "revision",
+    "token",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "user_agent",
+    "repo_type",
+    "_commit_hash",
 )
 
 
@@ -61,6 +69,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
+        """A fresh drafter's weights: added parts change nothing at first."""
         super()._init_weights(module)
         if isinstance(module, modeling_dflash.BlockConvolution):  # the identity
             identity = torch.zeros_like(module.base_kernel)
@@ -111,8 +120,8 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         adapter, base, _ = maybe_load_adapters(name, hub)
         if base != name:
             kwargs = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
-            of_base = {"config": config, "key_mapping": key_mapping, "output_loading_info": True, **kwargs}
-            model, info = cls.from_pretrained(base, *model_args, **of_base)
+            options = {"config": config, "key_mapping": key_mapping, "output_loading_info": True, **kwargs}
+            model, info = cls.from_pretrained(base, *model_args, **options)
             model.load_adapter(adapter, **hub)
             return (model, info) if output_loading_info else model
         # 1. The configuration, with the fields that the caller changes.
@@ -120,26 +129,27 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             names = cls.config_class.field_names() - {"dtype"}
             changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
-        renamed = {**(key_mapping or {}), **tensor_names()}
+        renamings = {**(key_mapping or {}), **tensor_names()}
         # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; upstream's report decides there.
         config = copy.deepcopy(config)
-        quantized, embedding = check_quantization_is_read(str(name), config), None
+        quantized = check_quantization_is_read(str(name), config)
+        embedding = None
         if name is not None:
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
             # This file overrides a tensor of the same name, as in the engines.
             embedding = read_mask_embedding(str(name), config, **hub)
             config.own_mask_embedding |= embedding is not None
-            config.has_embed_tokens |= has_own_table(files, config, renamed)
+            config.has_embed_tokens |= has_own_table(files, config, renamings)
             if quantized and config.interleaved_rotary:
                 raise ValueError(f"{name}: rope_is_neox_style=False needs weights whose rows can be permuted.")
             if not quantized:
-                check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
+                check_checkpoint(files, cls, config, renamings, () if embedding is None else ("mask_embedding",))
             kwargs.pop("force_download", None)  # done
         # 3. The weights, by upstream's own loader.
         kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
             load = super(modeling_dflash.DFlashDraftModel, cls).from_pretrained
-            model, info = load(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+            model, info = load(name, *model_args, config=config, key_mapping=renamings, **kwargs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         except ImportError as error:
@@ -147,17 +157,21 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
                 raise
             raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            found = set(info[problem]) - ({"mask_embedding"} if embedding is not None else set())
-            if quantized and found:
-                keys = ", ".join(sorted(map(str, found))[:5])
-                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
+            keys = set(info[problem])
+            if embedding is not None:
+                keys.discard("mask_embedding")
+            if quantized and keys:
+                first = ", ".join(sorted(map(str, keys))[:5])
+                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {first} ({len(keys)} in all).")
         if quantized:
             check_weights_are_loaded(str(name), model)
         # Upstream would restore the source's names, and bits; a drafter is always written in the published layout.
         conversions = getattr(model, "_weight_conversions", None) or []
         if quantized and getattr(model.config, "quantization_config", None) is None:
             conversions = []  # its weights are plain ones now
-        model._weight_conversions = [one for one in conversions if not set(one.source_patterns) & set(renamed)]
+        model._weight_conversions = [
+            conversion for conversion in conversions if not set(conversion.source_patterns) & set(renamings)
+        ]
         if embedding is not None:
             model.mask_embedding.data.copy_(embedding)
         if config.interleaved_rotary:
@@ -167,10 +181,10 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     @torch.no_grad()
     def _halve_rotary_pairs(self) -> None:
-        """Convert interleaved rotary pairs (`rope_is_neox_style: false`) to our order: even channels come first."""
+        """Convert interleaved rotary pairs (`rope_is_neox_style: false`) to halves: even channels come first."""
         size = self.config.head_dim
-        part = int(size * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        order = torch.cat([torch.arange(0, part, 2), torch.arange(1, part, 2), torch.arange(part, size)])
+        rotated = int(size * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, size)])
         for layer in self.layers:
             attention = layer.self_attn
             projections = (*attention.q_proj.parameters(), *attention.k_proj.parameters())
@@ -180,16 +194,21 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     def check_draft_vocabulary(self) -> None:
         """
+        Check the tokens of a reduced vocabulary.
+
         Raises:
             `ValueError`: `d2t` maps outside the target's vocabulary, or twice to the same token, which would give a
                 tree two equal branches.
         """
         if self.config.has_own_head and self.d2t.device.type != "meta":
             ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-            found, size = ids.unique(), self.config.vocab_size
-            if found[0] < 0 or found[-1] >= size or len(found) < len(ids):
+            unique = ids.unique()  # sorted
+            first = int(unique[0])
+            last = int(unique[-1])
+            size = self.config.vocab_size
+            if first < 0 or last >= size or len(unique) < len(ids):
                 raise ValueError(
-                    f"d2t maps {len(ids)} draft tokens to {len(found)} ids {int(found[0])}..{int(found[-1])} of a "
+                    f"d2t maps {len(ids)} draft tokens to {len(unique)} ids {first}..{last} of a "
                     f"target with vocab_size={size}. It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 

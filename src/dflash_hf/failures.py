@@ -52,5 +52,7 @@ def explain(error: BaseException, again: str = "run the same command again", out
 
 def _about_memory(text: str) -> str:
     """The sentence about memory; torch names a line of its own code first."""
-    found = (one for one in text.split(". ") if any(sign in one.lower() for sign in _MEMORY))
-    return one_line(next(found, ""), 100)
+    for sentence in text.split(". "):
+        if any(sign in sentence.lower() for sign in _MEMORY):
+            return one_line(sentence, 100)
+    return ""

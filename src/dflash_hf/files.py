@@ -67,7 +67,7 @@ def digest_of_file(path: Path) -> str:
     """The SHA-256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
+        for chunk in iter(lambda: stream.read(1 << 22), b""):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -115,6 +115,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def default_cache_dir() -> Path:
     """`$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`."""
-    if home := os.environ.get("DFLASH_HF_HOME"):
+    home = os.environ.get("DFLASH_HF_HOME")
+    if home:
         return Path(home).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash_hf"

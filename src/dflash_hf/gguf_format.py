@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.configs import misfits, read_config
+from dflash_hf.configs import incompatibilities, read_config
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import atomic, digest_of
 from dflash_hf.layouts.configuration import DFlashDraftConfig
@@ -30,8 +30,10 @@ from dflash_hf.weights import save_folder
 ARCH = "dflash"
 FILE_PATTERN = "d[fs][lp]a*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-_CONFIG, _WEIGHTS = "dflash_hf.config", "dflash_hf.weights"
-_TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+_CONFIG = "dflash_hf.config"
+_WEIGHTS = "dflash_hf.weights"
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKEN_TYPES = "tokenizer.ggml.token_type"
 # llama.cpp's names, by ours or of ours. Keys stand after "dflash."; fields with their default value are not written.
 # Tensors are those that `gguf` has no names for, of a layer without their `layers.N.`. The graph of these targets
 # exposes the inputs of their layers, or the last layer's output too: GGUF and transformers names, without punctuation.
@@ -56,7 +58,8 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         config (`DFlashDraftConfig`): The drafter's configuration.
         target (`dict`, *optional*): From [`target_config`].
     """
-    hidden, rope = config.hidden_size, config.rope_parameters
+    hidden = config.hidden_size
+    rope = config.rope_parameters
     if config.attention_bias:
         yield "attention_bias", "llama.cpp has no biases for q, k, v and o."
     if len({config.layer_is_causal(i) for i in range(config.num_hidden_layers)}) > 1:
@@ -90,14 +93,16 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
 
 
 def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple[str, str]]:
-    kind = str(target.get("model_type"))
-    plain = "".join(sign for sign in kind.removesuffix("_text") if sign.isalnum())
+    """The same of a pair: what llama.cpp does not expose of the target, and where they do not fit each other."""
+    model_type = str(target.get("model_type"))
+    architecture = "".join(sign for sign in model_type.removesuffix("_text") if sign.isalnum())
     depth = target.get("num_hidden_layers")
-    if plain not in _LLAMA_CPP["targets"]:
-        yield "model_type", f"llama.cpp (b11549) exposes no features of a {kind} target, and exits."
-    elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _LLAMA_CPP["last_layer"]:
+    reads_last_layer = depth is not None and max(config.target_layer_ids) + 1 == depth
+    if architecture not in _LLAMA_CPP["targets"]:
+        yield "model_type", f"llama.cpp (b11549) exposes no features of a {model_type} target, and exits."
+    elif reads_last_layer and architecture not in _LLAMA_CPP["last_layer"]:
         yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
-    yield from misfits(config, target)
+    yield from incompatibilities(config, target)
 
 
 def target_config(target: str | Path) -> dict:
@@ -115,11 +120,13 @@ def target_config(target: str | Path) -> dict:
     if ARCH in kind:
         raise ValueError(f"{target} is a drafter; name the GGUF file of the target that it drafts for.")
     keys = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
-    found = {ours: fields[f"{kind}.{key}"].contents() for key, ours in keys.items() if f"{kind}.{key}" in fields}
-    if _TOKENS not in fields or len(found) < len(keys):
+    sizes = {field: fields[f"{kind}.{key}"].contents() for key, field in keys.items() if f"{kind}.{key}" in fields}
+    if _TOKENS not in fields or len(sizes) < len(keys):
         raise ValueError(f"{target} is not a language model with a tokenizer; name the target's GGUF file or folder.")
-    sections = {"rope_parameters": {"mrope_section": []}} if f"{kind}.rope.dimension_sections" in fields else {}
-    return {"model_type": kind, "vocab_size": len(fields[_TOKENS].data), **found, **sections}
+    config = {"model_type": kind, "vocab_size": len(fields[_TOKENS].data), **sizes}
+    if f"{kind}.rope.dimension_sections" in fields:
+        config["rope_parameters"] = {"mrope_section": []}
+    return config
 
 
 def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: str | None = None) -> None:
@@ -137,8 +144,9 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
         `ImportError`: `gguf` is not installed.
     """
     gguf = _gguf()
-    config, facts = draft.config, target_config(target)
-    for key, reason in limits(config, facts):
+    config = draft.config
+    config_of_target = target_config(target)
+    for key, reason in limits(config, config_of_target):
         raise ValueError(f"{path.name} cannot be written for llama.cpp: {key}: {reason}")
     dtype = dtype or str(draft.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -150,12 +158,14 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
             writer.add_name(path.stem)
             writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind.name == 'F32' else 'MOSTLY'}_{kind.name}"])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            written = json.loads(config.to_json_string())
-            writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
+            stored_config = json.loads(config.to_json_string())
+            stored_config.pop("auto_map", None)
+            writer.add_string(_CONFIG, json.dumps(stored_config))
             writer.add_string(_WEIGHTS, digest_of_parameters(draft.named_parameters()))
             tensors = _tensors(draft, target)
-            _write_keys(writer, config, tensors, "mrope_section" in (facts.get("rope_parameters") or {}))
-            _write_tokenizer(writer, target, config, config.vocab_size or facts["vocab_size"])
+            mrope = "mrope_section" in (config_of_target.get("rope_parameters") or {})
+            _write_keys(writer, config, tensors, mrope)
+            _write_tokenizer(writer, target, config, config.vocab_size or config_of_target["vocab_size"])
             writer.add_mask_token_id(config.mask_token_id)
             for name, tensor in tensors.items():
                 _write_tensor(writer, name, tensor, kind)
@@ -168,16 +178,19 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
 
 def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -> None:
     """Write llama.cpp's keys; rotary tables other than the default are added to the tensors."""
-    kinds = _gguf().GGUFValueType
-    kinds = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    gguf_types = _gguf().GGUFValueType
+    types = {bool: gguf_types.BOOL, int: gguf_types.UINT32, float: gguf_types.FLOAT32, str: gguf_types.STRING}
 
     def put(key: str, value) -> None:
-        writer.add_key_value(f"{ARCH}.{key}", value, kinds[type(value)])
+        writer.add_key_value(f"{ARCH}.{key}", value, types[type(value)])
 
     for key, field in _KEYS.items():
         value = getattr(config, field)
-        if value is not None and not (field in _FACTORS and value == 1.0):
-            put(key, float(value) if field in (*_FACTORS, "rms_norm_eps", "final_logit_softcapping") else value)
+        if value is None or (field in _FACTORS and value == 1.0):
+            continue
+        if field in (*_FACTORS, "rms_norm_eps", "final_logit_softcapping"):
+            value = float(value)
+        put(key, value)
     if config.head is MarkovHead:
         put("sample_from_anchor", config.sample_from_anchor)
         put("has_confidence_head", config.enable_confidence_head)
@@ -205,9 +218,9 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
 def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
     """Any rotary table in llama.cpp's form: the slow-down of each frequency `[head_dim / 2]`, and its scale."""
     table, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, device="cpu")
-    plain, _ = DFlashRotaryEmbedding.compute_default_rope_parameters(config)
+    default_table, _ = DFlashRotaryEmbedding.compute_default_rope_parameters(config)
     factors = torch.ones(config.head_dim // 2)
-    factors[: len(table)] = plain / table
+    factors[: len(table)] = default_table / table
     return factors, scale
 
 
@@ -221,13 +234,13 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     config = draft.config
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items()}
     mask = state.pop("mask_embedding", None)
-    named = _names(state, config.num_hidden_layers)
-    tensors = {named[name]: tensor for name, tensor in state.items()}
+    names = _llama_cpp_names(state, config.num_hidden_layers)
+    tensors = {names[name]: tensor for name, tensor in state.items()}
     if config.has_own_head:
-        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # from differences to ids
     # A drafter has both tables or none: llama.cpp would use an own embedding as the head as well.
-    own = mask is not None or "token_embd.weight" in tensors
-    if own and not {"token_embd.weight", "output.weight"} <= tensors.keys():
+    has_own_table = mask is not None or "token_embd.weight" in tensors
+    if has_own_table and not {"token_embd.weight", "output.weight"} <= tensors.keys():
         embedding, head = _embedding_and_head(target)
         tensors = {"token_embd.weight": embedding, "output.weight": head, **tensors}
     if mask is not None:
@@ -235,9 +248,10 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
         tensors["token_embd.weight"][config.mask_token_id] = mask
     # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
     if _is_dflash2(config) and config.conv_kernel_size is None:
-        for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
-            tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
-            tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
+        for i in range(config.num_hidden_layers):
+            for part in ("attn", "ffn"):
+                tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
+                tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
     if _is_dflash2(config) and config.head is not PathSelector:
         tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
         for part in ("predecessor", "successor"):
@@ -245,32 +259,43 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _names(ours, num_layers: int) -> dict[str, str]:
-    """llama.cpp's name of each of our tensors; `gguf` knows Qwen3's names."""
+def _llama_cpp_names(tensor_names, num_layers: int) -> dict[str, str]:
+    """llama.cpp's name of each of a drafter's tensors, by published name; `gguf` knows Qwen3's names."""
     gguf = _gguf()
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
-    found = {}
-    for name in ours:
-        layer, part = name.split(".", 2)[1:] if name.startswith("layers.") else (None, name)
+    qwen3_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
+    names = {}
+    for published in tensor_names:
+        prefix = ""
+        part = published
+        if published.startswith("layers."):
+            _, layer, part = published.split(".", 2)
+            prefix = f"blk.{layer}."
         if part in _NAMES:
-            found[name] = _NAMES[part] if layer is None else f"blk.{layer}.{_NAMES[part]}"
+            name = prefix + _NAMES[part]
         else:
-            found[name] = known.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
-        if found[name] is None:
-            raise ValueError(f"{name} cannot be written to a drafter's GGUF file: llama.cpp has no such part.")
-    return found
+            name = qwen3_names.get_name(f"model.{published}", try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ValueError(f"{published} cannot be written to a drafter's GGUF file: llama.cpp has no such part.")
+        names[published] = name
+    return names
 
 
 def _embedding_and_head(target) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's own tables, `[V, H]` each, from its file, folder or repository."""
     from transformers import AutoModelForCausalLM
 
-    source, options = (Path(target).parent, {"gguf_file": Path(target).name}) if is_gguf(target) else (target, {})
+    source = target
+    options = {}
+    if is_gguf(target):
+        source = Path(target).parent
+        options = {"gguf_file": Path(target).name}
     with without_standard_error():
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **options)
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
 def _write_tensor(writer, name: str, tensor: torch.Tensor, kind) -> None:
+    """Write a tensor in the type `kind`, or in the larger one that llama.cpp needs for its shape."""
     gguf = _gguf()
     if name == "d2t":
         writer.add_tensor(name, tensor.numpy())
@@ -292,14 +317,18 @@ def _write_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: int)
     if is_gguf(target):
         fields = _open(target).fields
         texts = fields[_TOKENS].contents()
-        kinds = fields[_KINDS].contents() if _KINDS in fields else [gguf.TokenType.NORMAL] * len(texts)
+        kinds = [gguf.TokenType.NORMAL] * len(texts)
+        if _TOKEN_TYPES in fields:
+            kinds = fields[_TOKEN_TYPES].contents()
         _check_trained_with(config, target, texts, [kind == unused for kind in kinds])
         for name, field in fields.items():
             if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
                 types = field.types
                 writer.add_key_value(name, field.contents(), types[0], types[-1] if len(types) > 1 else None)
         return
-    folder = Path(target).expanduser() if Path(target).expanduser().is_dir() else _tokenizer_of_hub(target)
+    folder = Path(target).expanduser()
+    if not folder.is_dir():
+        folder = _tokenizer_of_hub(target)
     try:
         try:
             vocabulary = gguf.BpeVocab(folder)
@@ -331,16 +360,17 @@ def _write_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: int)
 
 def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
     """Compare the vocabulary's digest, which drafters trained with this package record."""
-    known = (config.dflash_config.get("trained_with") or {}).get("tokenizer")
-    found = digest_of({text: i for i, text in enumerate(texts) if not unused[i]})
-    if known not in (None, found):
+    trained_with = (config.dflash_config.get("trained_with") or {}).get("tokenizer")
+    digest = digest_of({text: i for i, text in enumerate(texts) if not unused[i]})
+    if trained_with not in (None, digest):
         raise ValueError(
-            f"{target} has a tokenizer with digest {found}, but the drafter was trained with {known}: it belongs to "
-            "another target. If it does not, remove `trained_with` from the drafter's config.json."
+            f"{target} has a tokenizer with digest {digest}, but the drafter was trained with {trained_with}: it "
+            "belongs to another target. If it does not, remove `trained_with` from the drafter's config.json."
         )
 
 
 def _tokenizer_of_hub(target) -> Path:
+    """The folder in the cache with a repository's tokenizer."""
     from huggingface_hub import snapshot_download
 
     files = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "config.json", "chat_template*"]
@@ -360,19 +390,24 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
     parsed = DFlashDraftConfig.from_dict(dict(config))
     with torch.device("meta"):
         wanted = DFlashDraftModel(parsed).state_dict()
-    there = {tensor.name: tensor for tensor in reader.tensors}
-    kind = there["fc.weight"].tensor_type.name if "fc.weight" in there else "F32"
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    kind = stored["fc.weight"].tensor_type.name if "fc.weight" in stored else "F32"
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     tensors = {}
-    for ours, name in _names([name for name in wanted if name != "mask_embedding"], parsed.num_hidden_layers).items():
-        if name in there:
-            stored = there[name]
-            numbers = torch.tensor(stored.data if name == "d2t" else gguf.dequantize(stored.data, stored.tensor_type))
-            tensors[ours] = numbers.reshape(wanted[ours].shape).to(torch.int64 if name == "d2t" else dtype)
-    if "d2t" in tensors:
-        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    names = _llama_cpp_names([name for name in wanted if name != "mask_embedding"], parsed.num_hidden_layers)
+    for published, name in names.items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        shape = wanted[published].shape
+        if name == "d2t":  # from ids to differences
+            ids = torch.tensor(tensor.data).reshape(shape).to(torch.int64)
+            tensors["d2t"] = ids - torch.arange(len(ids))
+        else:
+            numbers = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+            tensors[published] = numbers.reshape(shape).to(dtype)
     if parsed.own_mask_embedding:
-        table = there["token_embd.weight"]
+        table = stored["token_embd.weight"]
         row = gguf.dequantize(table.data, table.tensor_type)[parsed.mask_token_id]
         tensors["mask_embedding"] = torch.tensor(row).to(dtype)
     return save_folder(folder, {**config, "dtype": str(dtype).removeprefix("torch.")}, tensors)
@@ -396,24 +431,28 @@ def gguf_config(file: str | Path) -> dict:
     def get(key: str, default=None):
         return fields[key].contents() if key in fields else default
 
-    names = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = {field: get(key) for key, field in _KEYS.items() if key in fields}
     missing = [key for key, field in _KEYS.items() if field in ("num_hidden_layers", "head_dim") and key not in fields]
     if missing:
         raise ValueError(f"{file} is incomplete: it has no {', '.join(f'{ARCH}.{key}' for key in missing)}.")
     pattern = get("attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
     rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10_000.0)}
-    if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in names:
+    if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in tensors:
         raise ValueError(f"{file} scales its rotary embedding in an unsupported way; convert the original drafter.")
     if "rope.scaling.factor" in fields:
         rope |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
     rotated = get("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
-    if "markov_w1.weight" in names:
-        config |= {"markov_rank": int(names["markov_w1.weight"].shape[0]), "markov_head_type": "vanilla"}
-        config |= {"sample_from_anchor": get("sample_from_anchor", True), "confidence_head_with_markov": True}
-        config["enable_confidence_head"] = "conf_proj.weight" in names
+    if "markov_w1.weight" in tensors:
+        config |= {
+            "markov_rank": int(tensors["markov_w1.weight"].shape[0]),
+            "markov_head_type": "vanilla",
+            "sample_from_anchor": get("sample_from_anchor", True),
+            "confidence_head_with_markov": True,
+            "enable_confidence_head": "conf_proj.weight" in tensors,
+        }
     return {
         "architectures": [(PathSelector if PathSelector.is_set(config.get) else Head).architecture],
         "model_type": "qwen3",
@@ -426,8 +465,8 @@ def gguf_config(file: str | Path) -> dict:
         "use_sliding_window": any(pattern),
         "is_causal": get("attention.causal", False),
         "rope_parameters": rope,
-        "draft_vocab_size": int(names["d2t"].shape[0]) if "d2t" in names else None,
-        "has_embed_tokens": "token_embd.weight" in names,
+        "draft_vocab_size": int(tensors["d2t"].shape[0]) if "d2t" in tensors else None,
+        "has_embed_tokens": "token_embd.weight" in tensors,
     }
 
 
@@ -450,7 +489,8 @@ def _open(file: str | Path):
     if not path.is_file():
         raise FileNotFoundError(f"{file}: there is no such file.")
     try:
-        stat = path.stat()  # another file at this path may have the same size and time, as from an archive
+        # The key of the cache: another file at this path may have the same size and time, as from an archive.
+        stat = path.stat()
         return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     except Exception as error:  # gguf checks little and fails in many ways
         raise ValueError(
@@ -466,6 +506,7 @@ def _read(path: Path, state: tuple[int, ...]):
 
 
 def _gguf():
+    """The package `gguf`, imported when a GGUF file is read or written."""
     with needs("GGUF files need `gguf`", "gguf"):
         import gguf
     return gguf

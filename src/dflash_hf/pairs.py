@@ -66,8 +66,12 @@ def device_of(name: str | None) -> str:
         return "cuda" if cards else "cpu"
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= cards:
-        there = "no CUDA device" if not cards else f"cuda:0 to cuda:{cards - 1}" if cards > 1 else "only cuda:0"
-        raise ValueError(f"--device {name}: this machine has {there}; use --device cpu, or leave it out.")
+        available = f"cuda:0 to cuda:{cards - 1}"
+        if cards == 1:
+            available = "only cuda:0"
+        elif cards == 0:
+            available = "no CUDA device"
+        raise ValueError(f"--device {name}: this machine has {available}; use --device cpu, or leave it out.")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"--device {name}: this machine has no Metal device; use --device cpu, or leave it out.")
     return name
@@ -93,12 +97,12 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     device = device or device_of(loading.device)
     options |= {"dtype": loading.dtype_on(device), "device_map": device}
     options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
-    target = _whole(name, form.format("target", name), **options).eval()
+    target = _load_complete(name, form.format("target", name), **options).eval()
     warn_if_emulated(target)
     return target
 
 
-def _whole(name: str | Path, what: str, **options):
+def _load_complete(name: str | Path, what: str, **options):
     """A target all of whose parameters its checkpoint has: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -106,11 +110,11 @@ def _whole(name: str | Path, what: str, **options):
 
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
-        known = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
-        multimodal = is_multimodal(AutoConfig.from_pretrained(name, **known).to_dict())
-        kind = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+        config_options = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
+        config = AutoConfig.from_pretrained(name, **config_options).to_dict()
+        model_class = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
         with without_bars():
-            target, info = kind.from_pretrained(name, **options)
+            target, info = model_class.from_pretrained(name, **options)
     except StrictDataclassError as error:
         raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
@@ -141,10 +145,10 @@ def is_multimodal(config: dict) -> bool:
     """
     from transformers.models.auto import modeling_auto
 
-    kind = config.get("model_type")
-    whole = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(kind)
-    alone = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, whole)
-    return whole is not None and whole in (alone, *(config.get("architectures") or ()))
+    model_type = config.get("model_type")
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    text_only = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, multimodal)
+    return multimodal is not None and multimodal in (text_only, *(config.get("architectures") or ()))
 
 
 def damaged_config(what: str, error: Exception) -> str:
@@ -176,8 +180,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
         added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
-        known = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
-        if not known:  # made of a folder without files
+        usable = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
+        if not usable:  # made of a folder without files
             raise ValueError(f"the tokenizer of {name} has no vocabulary")
     except StrictDataclassError as error:
         raise ValueError(damaged_config(str(name), error)) from error
@@ -226,7 +230,7 @@ def loaded(model, target) -> tuple:
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
     if isinstance(target, str | Path):
-        target = _whole(target, f"target {target}", dtype="auto")
+        target = _load_complete(target, f"target {target}", dtype="auto")
     model = getattr(model, "_orig_mod", model)  # of `torch.compile`, whose names would be saved
     if not hasattr(getattr(model, "config", None), "target_hidden_size"):
         raise ValueError(f"model is a {type(model).__name__}; pass the drafter (`DFlashDraftModel`), then its target.")
@@ -260,5 +264,7 @@ def to_pack(packed: bool | None, *models) -> bool:
 
     if packed is not None:
         return packed
-    layers = [module for model in models for module in model.modules() if packable(module)]
+    layers = []
+    for model in models:
+        layers += [module for module in model.modules() if packable(module)]
     return bool(layers) and fit_memory(layers)

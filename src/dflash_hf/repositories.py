@@ -40,8 +40,11 @@ def origin(target) -> dict[str, str]:
     name = target.name_or_path
     if not name or Path(name).exists() or not is_repository_id(name):
         return {}
+    result = {"base_model": name}
     commit = getattr(target.config, "_commit_hash", None)
-    return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
+    if commit:
+        result["base_model_revision"] = commit
+    return result
 
 
 def check_revision(name: str, what: str, revision: str | None) -> None:
@@ -68,19 +71,20 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
         return folder / file
     if looks_local(name):
         raise FileNotFoundError(f"{what}: there is no such folder.")
-    return Path(_of_hub(name, what, revision, file))
+    return Path(_download(name, what, revision, file))
 
 
-def _of_hub(name: str, what: str, revision: str | None, file: str) -> str:
+def _download(name: str, what: str, revision: str | None, file: str) -> str:
+    """The path of a repository's file in the cache, or an empty text for a file that is missing, and may be."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     missing = f"{what}: there is no such folder, and"
     if not is_repository_id(name):
         raise FileNotFoundError(f"{missing} it is not a Hub repository name.")
-    found = try_to_load_from_cache(name, file, revision=revision)
-    if isinstance(found, str):
-        return found
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(cached, str):
+        return cached
     if constants.HF_HUB_OFFLINE:
         raise OSError(f"{missing} the Hub is disabled by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
     try:

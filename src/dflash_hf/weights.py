@@ -19,10 +19,12 @@ def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     for name, tensor in named:
         finite = tensor.float().isfinite()
-        if wrong := int((~finite).sum()):
-            found = f"{wrong:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}"
-            remedy = "Use an earlier checkpoint, or train again with a lower learning_rate."
-            raise ValueError(f"{found}: it cannot draft. {remedy}")
+        number = int((~finite).sum())
+        if number > 0:
+            raise ValueError(
+                f"{number:,} of {finite.numel():,} weights are not finite (inf or NaN), in {name}: it cannot draft. "
+                "Use an earlier checkpoint, or train again with a lower learning_rate."
+            )
 
 
 def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
@@ -35,6 +37,9 @@ def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) ->
 
 def is_finite(tensors) -> bool:
     """Whether all values of some tensors are finite; of sharded tensors, this process's part. Syncs only once."""
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    flags = [part.detach().isfinite().all() for part in parts]
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    flags = [tensor.detach().isfinite().all() for tensor in local]
+    if not flags:
+        return True
+    flags = [flag.to(flags[0].device) for flag in flags]
+    return bool(torch.stack(flags).all())

@@ -61,7 +61,7 @@ def engine(request, beside, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(scratch / "code", [n for n in archive.namelist() if not n.endswith((".so", ".a"))])
     wheel.unlink()
-    yield request.param, [functools.partial(run, request.param, [one, scratch / "code"]) for one in beside]
+    yield request.param, [functools.partial(run, request.param, [path, scratch / "code"]) for path in beside]
     shutil.rmtree(scratch)
 
 
@@ -119,17 +119,17 @@ def test_engines_draft_as_we_do(engine, target, tmp_path):
     for run_engine, trust in product(run_engines, ("plain", "trust")):
         results = run_engine(trust, tmp_path, [*expected, *others])
         for folder, hidden in expected.items():
-            found = results[folder]
-            assert "error" not in found, (folder, trust, found)
-            assert found["class"].startswith("transformers_modules.") is (trust == "trust")
+            result = results[folder]
+            assert "error" not in result, (folder, trust, result)
+            assert result["class"].startswith("transformers_modules.") is (trust == "trust")
             config = json.loads((tmp_path / folder / "config.json").read_text())
-            assert found["architecture"] == config["architectures"][0] and found["ids"] == [0, 1, 2]
-            theirs = torch.load(tmp_path / f"{folder}.{name}.{trust}.pt")
-            torch.testing.assert_close(theirs, hidden, atol=1e-5, rtol=1e-5, msg=f"{folder}, {trust}")
+            assert result["architecture"] == config["architectures"][0] and result["ids"] == [0, 1, 2]
+            engine_hidden = torch.load(tmp_path / f"{folder}.{name}.{trust}.pt")
+            torch.testing.assert_close(engine_hidden, hidden, atol=1e-5, rtol=1e-5, msg=f"{folder}, {trust}")
             # What `check` says of it.
-            assert [tuple(layer) for layer in found["layers"]] == Drafter(config).layers_as_read()[name], folder
-            said = [finding for finding in check(tmp_path / folder, [name]) if "V2" in finding.message]
-            assert bool(said) is found.get("needs_v2", False), folder
+            assert [tuple(layer) for layer in result["layers"]] == Drafter(config).layers_as_read()[name], folder
+            v2_findings = [finding for finding in check(tmp_path / folder, [name]) if "V2" in finding.message]
+            assert bool(v2_findings) is result.get("needs_v2", False), folder
         for folder in others if trust == "plain" else ():
             assert [f for f in check(tmp_path / folder, [name]) if f.severity == "error"]
             config = json.loads((tmp_path / folder / "config.json").read_text())

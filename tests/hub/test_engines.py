@@ -42,20 +42,20 @@ def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
     assert json.loads(config.to_json_string()).get("rope_scaling", {}).get("factor") == config.rope_parameters.get(
         "factor"
     )
-    for found in (read, copied):
-        assert found.rope_parameters == config.rope_parameters
+    for loaded in (read, copied):
+        assert loaded.rope_parameters == config.rope_parameters
         for key in ("block_size", "mask_token_id", "target_layer_ids"):
-            assert found.dflash_config[key] == getattr(config, key)
+            assert loaded.dflash_config[key] == getattr(config, key)
         for key in (*CONVOLUTION, *SELECTOR, "final_logit_softcapping"):
-            assert found.dflash_config.get(key) == getattr(config, key)
+            assert loaded.dflash_config.get(key) == getattr(config, key)
         for key, default in (("output_multiplier", 1.0), ("attention_sink_bias", False)):
-            assert found.dflash_config.get(key, default) == getattr(config, key)
+            assert loaded.dflash_config.get(key, default) == getattr(config, key)
         for key in ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "vocab_size", "hidden_act"):
-            assert getattr(found, key) == getattr(config, key)
+            assert getattr(loaded, key) == getattr(config, key)
         layers = Drafter(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
-        ours = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
-        assert layers == {"vllm": ours, "sglang": ours}
+        layers_as_trained = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
+        assert layers == {"vllm": layers_as_trained, "sglang": layers_as_trained}
 
 
 def test_nested_keys_and_fields_are_one(target):

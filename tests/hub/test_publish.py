@@ -94,7 +94,7 @@ def test_a_drafter_is_published_with_todays_code(folder):
         if text is not None:
             (folder / "modeling_dflash.py").write_text(text, encoding="utf-8")
         result = publish(folder, REPO, dry_run=True, facts=FACTS)
-        assert {name: one.read_bytes() for name, one in result.contents.items() if name.endswith(".py")} == code
+        assert {name: path.read_bytes() for name, path in result.contents.items() if name.endswith(".py")} == code
         assert "plan_dflash.py" in result.left_out and "trust_remote_code" in result.card.text
         assert [finding.key for finding in result.findings] == findings
         assert json.loads(result.contents["config.json"])["dflash_hf_version"] == __version__

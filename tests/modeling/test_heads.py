@@ -32,7 +32,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.convert import convert
 from dflash_hf.decoding.trees import tree
 from dflash_hf.hub.check import check
-from dflash_hf.layouts.heads import SPELLINGS, Spelling
+from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling import heads_dflash
 from dflash_hf.modeling.drafting_dflash import Drafter
@@ -221,7 +221,7 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
     for file in files:
         with pytest.raises(ValueError, match="lilicorr|LiLiCorrDraftModel"):
             DFlashDraftConfig.from_dict(file)
-    monkeypatch.setitem(SPELLINGS, RecurrentHead, Spelling("LiLiCorr"))
+    monkeypatch.setitem(HEAD_SCHEMAS, RecurrentHead, HeadSchema("LiLiCorr"))
     for file in files:
         DFlashDraftConfig.from_dict(file)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from dflash_hf.layouts.heads import SPELLINGS, Spelling
+from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.modeling.heads_dflash import Head
 from dflash_hf.training.heads import LOSSES
 
@@ -70,7 +70,7 @@ def _check(config):
 
 
 LOSSES[RecurrentHead] = _loss
-SPELLINGS[RecurrentHead] = Spelling("Recurrent", None, {r"^memories\.": "memory."}, _read, _check)
+HEAD_SCHEMAS[RecurrentHead] = HeadSchema("Recurrent", None, {r"^memories\.": "memory."}, _read, _check)
 
 
 def use_heads(monkeypatch, *heads):

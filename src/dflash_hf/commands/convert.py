@@ -18,8 +18,8 @@ def add_arguments(parser) -> None:
     layouts = f"{', '.join(LAYOUTS)} (default: gguf if OUTPUT ends in .gguf, else z-lab)"
     parser.add_argument("--to", choices=LAYOUTS, metavar="TO", help=layouts)
     parser.add_argument("--target", help="for a .gguf file: the target, for its tokenizer; .gguf file, folder or name")
-    known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
-    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
+    dtypes = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
+    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=dtypes)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
     add_revision(parser, of="the drafter's repository")
 

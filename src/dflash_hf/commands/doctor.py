@@ -41,12 +41,13 @@ def run(arguments, echo) -> Outcome:
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
-    draft, target = pair.draft(), freeze(pair.target())
+    draft = pair.draft()
+    target = freeze(pair.target())
     encoder = replace(pair.encoder(pair.template()), reader=None)  # its experiments are of texts
     base = None
     if arguments.base is not None:
-        same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
-        base = freeze(load_target(arguments.base, same, pair.device))
+        loading = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+        base = freeze(load_target(arguments.base, loading, pair.device))
     case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
     case.training = Training.of_folder(arguments.draft)
     result = diagnose(case, bar("trying"))

@@ -14,8 +14,16 @@ from dflash_hf.terminal import Outcome, is_secret
 
 
 _PACKAGES = (
-    *("dflash-hf", "torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "accelerate"),
-    *("datasets", "peft", "jinja2"),
+    "dflash-hf",
+    "torch",
+    "transformers",
+    "huggingface-hub",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "datasets",
+    "peft",
+    "jinja2",
 )
 _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ACCELERATE_")
 
@@ -27,7 +35,10 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform()}
     facts |= {"processors": os.cpu_count(), "executable": sys.executable, "devices": _devices()}
-    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name}
+    installed = {}
+    for distribution in metadata.distributions():
+        if distribution.name:
+            installed[distribution.name.lower().replace("_", "-")] = distribution.version
     facts |= {name: installed.get(name, "not installed") for name in _PACKAGES}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     facts |= {name: "(set)" if is_secret(name) else value for name, value in variables.items()}
@@ -37,14 +48,18 @@ def run(arguments, echo) -> Outcome:
 
 
 def _devices() -> str:
+    """The GPUs, or the CPU and whether it multiplies in bf16."""
     try:
         import torch
 
         from dflash_hf.decoding.packing import emulated
     except Exception as error:  # a broken installation is what the report is about
         return f"torch or transformers cannot be imported: {error!r}"
-    if cards := [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]:
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if cards:
         return ", ".join(cards)
     if torch.backends.mps.is_available():
         return "mps"
-    return f"cpu, {'without units for bf16: float32 is faster' if emulated(torch.bfloat16) else 'with units for bf16'}"
+    if emulated(torch.bfloat16):
+        return "cpu, without units for bf16: float32 is faster"
+    return "cpu, with units for bf16"

@@ -62,8 +62,8 @@ def run(arguments, echo) -> Outcome:
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
-        names = " + ".join(Path(name).name for name in (arguments.target_name or arguments.target, arguments.draft))
-        title = f"{names}\n{headline(report)}"
+        target_name = Path(arguments.target_name or arguments.target).name
+        title = f"{target_name} + {Path(arguments.draft).name}\n{headline(report)}"
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))
@@ -78,6 +78,7 @@ def _check_output(output: Path | None, draft: Path) -> None:
 
 
 def _measure(arguments):
+    """The report of the pair and the data that the arguments name."""
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
@@ -90,8 +91,9 @@ def _measure(arguments):
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
     # Prompts are read before anything large is loaded; only second turns need the target's answers.
     rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
-    asked = (rows, encoder, arguments.data, arguments.raw)
-    prompts = None if any(row.get("turns") for row in rows) else prompts_of(*asked)
+    prompts = None
+    if not any(row.get("turns") for row in rows):
+        prompts = prompts_of(rows, encoder, arguments.data, arguments.raw)
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
@@ -99,13 +101,15 @@ def _measure(arguments):
     packed = to_pack(arguments.packed, target, draft)
     methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup, arguments.mtp)
     if draft.dtype != target.dtype:
-        kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
+        draft_dtype = str(draft.dtype).removeprefix("torch.")
+        target_dtype = str(target.dtype).removeprefix("torch.")
         note(
-            f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both, bfloat16, or float32 on a "
-            "processor without units for it"
+            f"the drafter is {draft_dtype}, its target {target_dtype}: --dtype sets one for both, bfloat16, or "
+            "float32 on a processor without units for it"
         )
     if prompts is None:
-        prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))
+        options = (target, max_new_tokens, bar("first turns"))
+        prompts = prompts_of(rows, encoder, arguments.data, arguments.raw, *options)
     report = evaluate(
         target,
         draft,
@@ -117,12 +121,12 @@ def _measure(arguments):
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
     report.setting |= {"dataset": dataset_name(arguments.data), **loading}
-    report.setting["prompts_digest"] = digest_of([list(one) for one in prompts])
+    report.setting["prompts_digest"] = digest_of([list(prompt) for prompt in prompts])
     return report
 
 
 def _no_thinking(arguments, pair: NamedPair) -> dict | None:
     """The template arguments for standard benchmarks, unless the drafter was trained with others."""
-    asked = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
+    may_think = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
-    return NO_THINKING if asked and trained_with is None else None
+    return NO_THINKING if may_think and trained_with is None else None

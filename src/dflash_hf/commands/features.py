@@ -40,18 +40,23 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.training.features import describe, store_features
 
     pair = NamedPair(arguments, note)
-    encoder, rows, target = shared.encoder_of(pair), shared.rows_of(arguments), freeze(pair.target())
+    # What the arguments name is read before the target, which takes the longest.
+    encoder = shared.encoder_of(pair)
+    rows = shared.rows_of(arguments)
+    target = freeze(pair.target())
     encoder = replace(encoder, vocab_size=target.get_input_embeddings().weight.shape[0])
     layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
-    options = {"num_proc": arguments.num_proc, "source": arguments.data, "conversations": True}
-    dataset, report = prepare_dataset(rows, encoder, **options)
+    data_options = {"num_proc": arguments.num_proc, "source": arguments.data, "conversations": True}
+    dataset, report = prepare_dataset(rows, encoder, **data_options)
     for line in report.lines():
         echo(line)
-    output, options = arguments.output, {"batch_size": arguments.batch_size, "say": echo}
+    output = arguments.output
+    options = {"batch_size": arguments.batch_size, "say": echo}
     collator = DFlashCollator(0, encoder.reader)
     manifest = store_features(target, dataset, output, made_with, **options, collator=collator)
-    files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-    echo(f"{manifest.examples} examples in {files} are in {output}")
+    number = len(manifest.shards)
+    shards = f"{number} shards" if number > 1 else f"{number} shard"
+    echo(f"{manifest.examples} examples in {shards} are in {output}")
     facts = {"examples": manifest.examples, "tokens": report.tokens, "shards": len(manifest.shards)}
     return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(output)})

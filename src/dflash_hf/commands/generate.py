@@ -43,7 +43,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.responses import cut_at, generate_one, room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
 
-    tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
+    tokenizer = pair.tokenizer
+    prompt_ids = _prompt_ids(pair, prompt)
     target, draft = pair.ready()
     if draft is not None and arguments.show_drafts:
         settings = draft.decoding_config
@@ -53,14 +54,16 @@ def run(arguments, echo) -> Outcome:
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 
     def decode(**extra):
+        """The output of `generate`, the ids of the answer, and its seconds."""
         set_seed(arguments.seed)
         start = time.perf_counter()
         output = generate_one(target, prompt_ids, max_new_tokens=limit, **sampling, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
     streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
+    assistant = {} if draft is None else {"assistant_model": draft}
     with after_the_text():
-        output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
+        output, ids, seconds = decode(streamer=streamer, **assistant)
         if streamer is not None:
             echo("")
     # Figures go to standard error, so that only the text is piped.
@@ -76,7 +79,8 @@ def run(arguments, echo) -> Outcome:
         if arguments.show_drafts:
             from dflash_hf.evaluation.text import chosen_line, colored_answer, token_texts
 
-            pieces, color = token_texts(tokenizer, ids), wants_color(arguments.color, echo.stream)
+            pieces = token_texts(tokenizer, ids)
+            color = wants_color(arguments.color, echo.stream)
             marks = marks_around("".join(pieces), echo.stream)
             echo.note(f"\ndrafted and accepted: {'green' if color else 'between these marks'.join(marks)}")
             echo(colored_answer(pieces, lengths, color, marks))
@@ -84,17 +88,24 @@ def run(arguments, echo) -> Outcome:
                 echo.note(f"\n{chosen_line(output.draft_sizes, output.estimated_speedup)}")
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
     if arguments.compare and draft is not None:
-        _, alone, seconds = decode()
-        facts |= {"equal": alone == ids, "seconds_alone": seconds}
-        verdict = "the same tokens" if alone == ids else "other tokens"
-        if alone != ids and target.dtype in (torch.bfloat16, torch.float16):
-            rounded = str(target.dtype).removeprefix("torch.")
-            verdict += f", as rounding in {rounded} allows; compare with --dtype float32"
-        echo.note(f"target alone{packed}: {_speed(alone, seconds)}; {verdict}")
+        _, ids_alone, seconds = decode()
+        equal = ids_alone == ids
+        facts |= {"equal": equal, "seconds_alone": seconds}
+        comparison = "the same tokens" if equal else "other tokens"
+        if not equal and target.dtype in (torch.bfloat16, torch.float16):
+            dtype = str(target.dtype).removeprefix("torch.")
+            comparison += f", as rounding in {dtype} allows; compare with --dtype float32"
+        echo.note(f"target alone{packed}: {_speed(ids_alone, seconds)}; {comparison}")
     return Outcome(facts=facts)
 
 
-def _ids(pair: NamedPair, prompt: str) -> list[int]:
+def _prompt_ids(pair: NamedPair, prompt: str) -> list[int]:
+    """
+    The ids of the prompt, in the chat template unless it is raw.
+
+    Raises:
+        `ValueError`: it cannot be encoded, or has no ids.
+    """
     from dflash_hf.data.messages import UnusableRow
     from dflash_hf.data.prompts import ids_of_prompt, prompt_of
 

@@ -23,7 +23,8 @@ def take_default(arguments, say) -> None:
     from dflash_hf.smollm2 import drafter_folder, smollm2_folder
 
     arguments.target_name = "smollm2"
-    arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
+    arguments.target = str(smollm2_folder())
+    arguments.draft = str(drafter_folder())
     say("SmolLM2-135M-Instruct with its drafter; choose another pair with --target and --draft.")
 
 
@@ -47,7 +48,8 @@ class NamedPair:
 
         absent = {"draft": None, "threads": None, "chat_template": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
-        self.say, self.loading = say, Loading.of(arguments)
+        self.say = say
+        self.loading = Loading.of(arguments)
         self.config = check_names(arguments.target, arguments.draft, self.loading)
         self.device = device_of(self.loading.device)
         if arguments.threads:
@@ -73,8 +75,8 @@ class NamedPair:
         """The arguments of the chat template: as given, else `default`, else those the drafter was trained with."""
         from dflash_hf.data.prompts import template_kwargs
 
-        given = template_arguments(self.arguments.template_args)
-        return template_kwargs(default if given is None else given, draft_config=self.draft_config, say=self.say)
+        kwargs = template_arguments(self.arguments.template_args)
+        return template_kwargs(default if kwargs is None else kwargs, draft_config=self.draft_config, say=self.say)
 
     @cached_property
     def image_reader(self):
@@ -101,13 +103,13 @@ class NamedPair:
         """
         from dflash_hf.pairs import load_draft
 
-        given = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
+        settings = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
         if self.arguments.draft is None:
-            if any(given.values()):
+            if any(settings.values()):
                 raise UsageError("--compile and --tree-nodes need a drafter; pass --draft.")
             return None
         draft = load_draft(self.arguments.draft, self.loading, self.device)
-        for name, value in given.items():
+        for name, value in settings.items():
             setattr(draft.decoding_config, name, value)
         draft.decoding_config.check(draft.config.block_tokens)
         return draft
@@ -124,7 +126,8 @@ class NamedPair:
         from dflash_hf.decoding.strategy import support
         from dflash_hf.pairs import pack
 
-        draft, target = self.draft(), self.target()
+        draft = self.draft()
+        target = self.target()
         self.packed = pack(self.arguments.packed, target, draft)
         if draft is not None:
             support(target)

@@ -32,7 +32,8 @@ def run(arguments, echo) -> Outcome:
     output = arguments.output
     if output is not None:
         _check_output(output, arguments.data)
-    encoder, rows = shared.encoder_of(NamedPair(arguments, note)), shared.rows_of(arguments)
+    encoder = shared.encoder_of(NamedPair(arguments, note))
+    rows = shared.rows_of(arguments)
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):
@@ -44,12 +45,19 @@ def run(arguments, echo) -> Outcome:
         echo(line)
     if output is not None:
         with atomic(output) as half:
-            (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
+            if output.suffix == ".parquet":
+                dataset.to_parquet(str(half))
+            else:
+                dataset.to_json(str(half))
         echo(f"written           {output}")
     return Outcome(facts=asdict(report))
 
 
 def _check_output(output, data: str) -> None:
+    """
+    Raises:
+        `UsageError`, `ValueError`: the output has another ending, is the data itself, or exists.
+    """
     if output.suffix not in (".jsonl", ".parquet"):
         raise UsageError(f"--output {output} must end in .jsonl or .parquet.")
     shared.check_not_data(output, data)

@@ -52,10 +52,10 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.responses import eos_ids, rows_that_fit
     from dflash_hf.target import digest_of_target
 
-    known = {one.name for one in fields(PromptSettings)}
-    given = {name: value for name, value in vars(arguments).items() if name in known}
-    given["kinds"] = [kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else []
-    settings = PromptSettings(**given, chat_template_kwargs=template_arguments(arguments.template_args) or {})
+    names = {field.name for field in fields(PromptSettings)}
+    options = {name: value for name, value in vars(arguments).items() if name in names}
+    options["kinds"] = [kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else []
+    settings = PromptSettings(**options, chat_template_kwargs=template_arguments(arguments.template_args) or {})
     pair = NamedPair(arguments, note)
     tokenizer = pair.tokenizer
     user_turn(tokenizer, settings)  # raises before anything is written

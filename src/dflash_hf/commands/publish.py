@@ -8,14 +8,21 @@
 
 from functools import partial
 
-from dflash_hf.commands.shared import given
+from dflash_hf.commands.shared import options_given
 from dflash_hf.terminal import Outcome, UsageError, one_line
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
 _FACTS = (
-    *("base_model", "base_model_revision", "license", "license_name", "license_link"),
-    *("datasets", "data_description", "hardware", "evaluated_on"),
+    "base_model",
+    "base_model_revision",
+    "license",
+    "license_name",
+    "license_link",
+    "datasets",
+    "data_description",
+    "hardware",
+    "evaluated_on",
 )
 
 
@@ -60,11 +67,12 @@ def run(arguments, echo) -> Outcome:
         raise UsageError(f"{arguments.folder}: name a folder and a repository, or with --code-only a repository.")
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
-    facts, stated = None, {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
+    facts = None
+    stated = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
     if stated and has_own_card(arguments.folder):
         raise UsageError(
             f"{Path(arguments.folder, 'README.md')} was written by hand and is taken as it is: instead of "
-            f"{', '.join(given(arguments, _FACTS))}, change its metadata, or remove it for a rendered card."
+            f"{', '.join(options_given(arguments, _FACTS))}, change its metadata, or remove it for a rendered card."
         )
     if stated:
         stated["data"] = stated.pop("data_description", None)
@@ -78,11 +86,11 @@ def run(arguments, echo) -> Outcome:
         if facts is not None:  # the card is rendered anew each time
             facts.save(arguments.folder)
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
-    known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
-    known["card"] = str(result.card)
+    outcome = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
+    outcome["card"] = str(result.card)
     if result.changes is not None:
-        known |= {name: getattr(result.changes, name) for name in ("added", "replaced", "deleted")}
-    return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
+        outcome |= {name: getattr(result.changes, name) for name in ("added", "replaced", "deleted")}
+    return Outcome(facts={**outcome, "findings": [vars(finding) for finding in result.findings]})
 
 
 def _announce(folder, echo, result) -> None:
@@ -93,11 +101,14 @@ def _announce(folder, echo, result) -> None:
 
     if result.findings:
         echo(render(result.findings))
-    changes, fates = result.changes, {}
+    changes = result.changes
+    what_happens: dict[str, str] = {}
     if changes is not None:
-        fates = {**dict.fromkeys(changes.added, "new"), **dict.fromkeys(changes.replaced, "replaces")}
+        what_happens = dict.fromkeys(result.files, "same")
+        what_happens |= dict.fromkeys(changes.added, "new")
+        what_happens |= dict.fromkeys(changes.replaced, "replaces")
     for name, size in result.files.items():
-        echo(f"{fates.get(name, '' if changes is None else 'same'):9}{size:>14,}  {name}")
+        echo(f"{what_happens.get(name, ''):9}{size:>14,}  {name}")
     for name in [] if changes is None else changes.deleted:
         echo(f"{'deletes':9}{'':14}  {name}")
     if result.left_out:
@@ -107,14 +118,16 @@ def _announce(folder, echo, result) -> None:
         echo(one_line(f"not compared with what is there, and the card is not checked: {result.unseen}"))
     if REPORT_FILE in result.files:
         report = EvalReport.load(folder / REPORT_FILE)
-        if (gain := report.methods[report.fastest].gain) < 1:
+        gain = report.methods[report.fastest].gain
+        if gain < 1:
             echo.note(f"warning: this drafter slows the target down: {gain:.2f}x in {REPORT_FILE}.")
 
 
 def _code_only(arguments, echo) -> Outcome:
+    """`--code-only`: the pull request, and what it changes."""
     from dflash_hf.hub.code_only import publish_code
 
-    ignored = given(arguments, ("private", "gguf", "replace_card", *_FACTS))
+    ignored = options_given(arguments, ("private", "gguf", "replace_card", *_FACTS))
     if ignored or arguments.repo is not None:
         others = ", ".join(ignored or [arguments.repo])
         raise UsageError(f"--code-only changes the code of a repository alone: leave out {others}.")

@@ -25,7 +25,17 @@ from dflash_hf.terminal import (
 
 
 AGAIN = "the same command continues with the rows that are missing"
-_HERE = (*("raw", "chat_template", "packed", "batch_size", "device", "revision", "trust_remote_code", "dtype"),)
+# Options for answers of this process, which a server does not read.
+_IN_PROCESS = (
+    "raw",
+    "chat_template",
+    "packed",
+    "batch_size",
+    "device",
+    "revision",
+    "trust_remote_code",
+    "dtype",
+)
 
 
 def add_arguments(parser) -> None:
@@ -58,25 +68,32 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.template import digests_of_tokenizer
 
-    if arguments.server and (ours := shared.given(arguments, _HERE)):
-        raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
+    unread = shared.options_given(arguments, _IN_PROCESS)
+    if arguments.server and unread:
+        raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(unread)}.")
     shared.check_sampling(arguments)
     shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
-        kwargs, pair, tokenizer = template_kwargs(template_arguments(arguments.template_args), say=note), None, None
-        answering, sees = _from_server(arguments, kwargs), True
+        pair = None
+        tokenizer = None
+        kwargs = template_kwargs(template_arguments(arguments.template_args), say=note)
+        ask_server = _from_server(arguments, kwargs)
+        sees = True
     else:
         pair = NamedPair(arguments, note)
         check_token_id(arguments.mask_token_id, pair.config)
         sees = pair.image_reader is not None  # first: a template may be the processor's
-        kwargs, tokenizer = pair.template(), pair.tokenizer
+        kwargs = pair.template()
+        tokenizer = pair.tokenizer
         if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
             raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    data, every_turn = shared.rows_of(arguments), arguments.turns == "all"
+    data = shared.rows_of(arguments)
+    every_turn = arguments.turns == "all"
     questions, left_out = questions_of(data, arguments.data, as_chat, every_turn, sees)
-    if share := arguments.thinking:
-        questions = {index: with_thinking(one, share, arguments.seed) for index, one in questions.items()}
+    if arguments.thinking:
+        for index, question in questions.items():
+            questions[index] = with_thinking(question, arguments.thinking, arguments.seed)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
@@ -101,13 +118,15 @@ def run(arguments, echo) -> Outcome:
         refused: Counter[str] = Counter()
         shortened: Counter[str] = Counter()
         if missing:
-            rows = answering(missing) if pair is None else _in_process(pair, kwargs, missing, output)
+            rows = ask_server(missing) if pair is None else _in_process(pair, kwargs, missing, output)
             with logging.tqdm(total=total, initial=total - len(missing), unit="row") as bar:
                 for row, reason in rows:
                     if row:
                         output.write_row(row)
-                    if reason:
-                        (shortened if row else refused)[reason] += 1
+                    if reason and row:
+                        shortened[reason] += 1
+                    elif reason:
+                        refused[reason] += 1
                     bar.update()
             echo(f"{total - refused.total()} of {total} rows are in {arguments.output}")
     return _outcome(echo, total, left_out, shortened, refused)
@@ -172,7 +191,9 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     from dflash_hf.responses import rows_that_fit
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
 
-    arguments, tokenizer, target = pair.arguments, pair.tokenizer, pair.target()
+    arguments = pair.arguments
+    tokenizer = pair.tokenizer
+    target = pair.target()
     mask_token_id = arguments.mask_token_id
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
@@ -188,8 +209,8 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     encoder = pair.encoder(kwargs, mask_token_id)
     config = _generation_config(target, arguments)
     generation = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
-    known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
-    output.settle({**known, "generation_config": generation})
+    made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
+    output.settle({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
     return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)

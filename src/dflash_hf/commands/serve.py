@@ -62,8 +62,9 @@ def run(arguments, echo) -> Outcome:
 
     pair = NamedPair(arguments, echo.note)
     _ = pair.tokenizer  # raises if there is none: transformers would read with an empty one
-    known = {"revision": pair.loading.revision or "main", "trust_remote_code": pair.loading.trust_remote_code}
-    processor, at = AutoProcessor.from_pretrained(arguments.target, **known), bound(arguments.host, arguments.port)
+    options = {"revision": pair.loading.revision or "main", "trust_remote_code": pair.loading.trust_remote_code}
+    processor = AutoProcessor.from_pretrained(arguments.target, **options)
+    at = bound(arguments.host, arguments.port)  # before the models are loaded: the port may be taken
     target, draft = pair.ready()
     if not arguments.verbose:
         logging.getLogger("transformers.cli.serving").setLevel("ERROR")  # each request is a warning of upstream's
@@ -106,31 +107,40 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "packed", "device", "threads", "enable_cors")
-    if ours := shared.given(arguments, names):
-        raise UsageError(f"{ours[0]} is for --engine transformers; leave it out for {engine}.")
+    unread = shared.options_given(arguments, names)
+    if unread:
+        raise UsageError(f"{unread[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:
         raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")
     if engine == LLAMA_CPP:
-        of_pair, target = _llama_cpp_pair(arguments)
-        template = template_kwargs(template_arguments(arguments.template_args), draft_config=of_pair[2], say=echo.note)
+        target, draft, draft_config, target_config = _llama_cpp_pair(arguments)
+        template = template_kwargs(
+            template_arguments(arguments.template_args), draft_config=draft_config, say=echo.note
+        )
         loading = Loading()
     else:
         pair = NamedPair(arguments, echo.note)
-        target, loading = pair.config.get("text_config", pair.config), pair.loading
-        of_pair = (_absolute(arguments.target), _absolute(arguments.draft), pair.draft_config)
+        target = _absolute(arguments.target)
+        draft = _absolute(arguments.draft)
+        draft_config = pair.draft_config
+        target_config = pair.config.get("text_config", pair.config)
+        loading = pair.loading
         template = pair.template()
-    findings = check(of_pair[1], [engine], target, loading.draft_revision)
+    findings = check(draft, [engine], target_config, loading.draft_revision)
     echo.note(render(findings))
     if any(finding.severity == "error" for finding in findings):
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
     if loading.trust_remote_code:
         echo.note(f"warning: {engine} has one --trust-remote-code for both models: it runs the drafter's code, too.")
-    environment, command = launch_command(engine, *of_pair, loading, template)
+    environment, command = launch_command(engine, target, draft, draft_config, loading, template)
     command += ["--host", arguments.host, "--port", str(arguments.port)]
-    if name := arguments.served_model_name or arguments.target_name:
+    name = arguments.served_model_name or arguments.target_name
+    if name:
         command += ["--alias" if engine == LLAMA_CPP else "--served-model-name", name]
-    shown = shlex.join([*command, "--api-key", "***"] if arguments.api_key else command)
-    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shown])
+    shown = [*command, "--api-key", "***"] if arguments.api_key else command
+    line = shlex.join(shown)
+    for variable, value in reversed(environment.items()):
+        line = f"{variable}={value} {line}"
     echo(line)
     if arguments.dry_run:
         return Outcome(facts={"command": line})
@@ -147,7 +157,7 @@ def _engine(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"--engine {engine} is not installed ({command[0]}): {how}.") from error
 
 
-def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
+def _llama_cpp_pair(arguments) -> tuple[str, str, object, dict | None]:
     """Target, drafter and its configuration, and the target's configuration if its file is on this machine."""
     from pathlib import Path
 
@@ -155,13 +165,15 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
     from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.pairs import Loading, draft_config_of
 
-    if unread := shared.given(arguments, Loading.__dataclass_fields__):
+    unread = shared.options_given(arguments, Loading.__dataclass_fields__)
+    if unread:
         raise UsageError(f"{unread[0]} is not for llama.cpp, which reads GGUF files; leave it out.")
     if Path(arguments.target).is_dir():
         raise UsageError(
             f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."
         )
-    draft, folder = arguments.draft, Path(arguments.draft)
+    draft = arguments.draft
+    folder = Path(draft)
     if folder.is_dir():
         file = gguf_in(folder)
         if file is None:
@@ -171,5 +183,5 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
             )
         draft = str(file)
     config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, Loading())
-    target = target_config(arguments.target) if is_gguf(arguments.target) else None
-    return (arguments.target, draft, config), target
+    config_of_target = target_config(arguments.target) if is_gguf(arguments.target) else None
+    return arguments.target, draft, config, config_of_target

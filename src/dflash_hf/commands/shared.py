@@ -24,8 +24,8 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]; `trusted` is the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
-    known = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
-    group.add_argument("--device", type=terminal.device, help=known)
+    devices = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
+    group.add_argument("--device", type=terminal.device, help=devices)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help=f"run {trusted}")
     return group
@@ -83,11 +83,10 @@ def add_answering(parser) -> None:
     add_speed(parser)
 
 
-def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
-    """Temperature, nucleus and seed."""
-    parser.add_argument(
-        "--temperature", type=terminal.temperature, default=default, help=f"0 is greedy (default: {known})"
-    )
+def add_sampling(parser, default: float | None = 0.0, shown: str = "0, greedy") -> None:
+    """Temperature, whose default is `shown` as such, nucleus and seed."""
+    help = f"0 is greedy (default: {shown})"
+    parser.add_argument("--temperature", type=terminal.temperature, default=default, help=help)
     parser.add_argument("--top-p", type=terminal.probability, help="nucleus sampling (default: 1)")
     parser.add_argument("--seed", type=terminal.seed, default=0, help="sampling seed (default: %(default)s)")
 
@@ -132,10 +131,14 @@ def add_color(parser, what: str) -> None:
     parser.add_argument("--color", action=BooleanOptionalAction, help=help)
 
 
-def given(arguments, names: Iterable[str]) -> list[str]:
-    """The options among these names of arguments that are set."""
-    values = {name: getattr(arguments, name) for name in names}
-    return [f"--{name.replace('_', '-')}" for name, one in values.items() if one and (name, one) != ("dtype", "auto")]
+def options_given(arguments, names: Iterable[str]) -> list[str]:
+    """The options among these names of arguments that are set, as they are written."""
+    options = []
+    for name in names:
+        value = getattr(arguments, name)
+        if value and (name, value) != ("dtype", "auto"):
+            options.append(f"--{name.replace('_', '-')}")
+    return options
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -192,7 +195,9 @@ def rows_of(arguments):
     from dflash_hf.data.sources import load_rows
 
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    return rows.select(range(min(arguments.limit, len(rows)))) if arguments.limit else rows
+    if arguments.limit:
+        rows = rows.select(range(min(arguments.limit, len(rows))))
+    return rows
 
 
 def check_not_data(output: Path, data: str) -> None:

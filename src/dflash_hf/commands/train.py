@@ -24,7 +24,9 @@ from dflash_hf.terminal import Outcome, is_secret, note
 LONG = 3072  # tokens, the paper's longest texts
 # Memory at a hidden size of 4096 of a slot of a block, its activations stored or recomputed, and of a token of a text,
 # from measurements of a tiny target (examples/benchmarks/results/long_texts.md).
-GB_PER_SLOT, GB_PER_TOKEN = (1.5e-3, 0.55e-3), 0.48e-3
+GB_PER_SLOT_STORED = 1.5e-3
+GB_PER_SLOT_RECOMPUTED = 0.55e-3
+GB_PER_TOKEN = 0.48e-3
 AGAIN = "the same command with resume_from_checkpoint=auto goes on from the last checkpoint (see save_steps), or anew"
 _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
@@ -61,8 +63,8 @@ def remedy(unknown: list[str], words: list[str]) -> str:
 
 def overrides_of(arguments) -> list[str]:
     """The settings given as flags and as `key=value`, all as `key=value`."""
-    given = {key: getattr(arguments, name) for name, key in _FLAGS.items()}
-    return [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
+    settings = {key: getattr(arguments, flag) for flag, key in _FLAGS.items()}
+    return [f"{key}={value}" for key, value in settings.items() if value is not None] + arguments.overrides
 
 
 def run(arguments, echo) -> Outcome:
@@ -113,7 +115,9 @@ def _warn_of_long_texts(recipe, training: dict) -> None:
         return
     slots = training.get("num_anchors", 512) * (recipe.block_size or 16)
     rows = training.get("per_device_train_batch_size", 8)
-    stored, recomputed = (rows * (each * slots + GB_PER_TOKEN * recipe.max_length) for each in GB_PER_SLOT)
+    text = GB_PER_TOKEN * recipe.max_length
+    stored = rows * (GB_PER_SLOT_STORED * slots + text)
+    recomputed = rows * (GB_PER_SLOT_RECOMPUTED * slots + text)
     note(
         f"max_length={recipe.max_length}: beside the weights, a step takes about {stored:.0f} GB for a target with a "
         f"hidden size of 4096, and in proportion for others; {recomputed:.0f} GB with activation_checkpointing=true. "
@@ -123,7 +127,7 @@ def _warn_of_long_texts(recipe, training: dict) -> None:
 
 def _dry_run(settings: dict, echo) -> Outcome:
     """The settings of a run, each with who decided it, as a recipe."""
-    shown = {key: "(set)" if is_secret(key) else one.value for key, one in settings.items()}
+    shown = {key: "(set)" if is_secret(key) else setting.value for key, setting in settings.items()}
     for key, value in shown.items():
         echo(f"{f'{key}: {json.dumps(value)}':40}  # {settings[key].origin}")
     return Outcome(facts=shown)

@@ -19,7 +19,7 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.evaluation.text import LABELS
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
-from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.check import check, read_shapes, readers
 from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import OLDEST
@@ -89,33 +89,35 @@ class CardFacts:
             `ValueError`: a damaged file, an unknown field, or no base model.
         """
         folder = Path(folder)
-        known = {name: value for name, value in _read_json(folder / FACTS_FILE).items() if value is not None}
-        unknown = {*known, *facts} - {one.name for one in fields(cls)}
+        values = {name: value for name, value in _read_json(folder / FACTS_FILE).items() if value is not None}
+        unknown = {*values, *facts} - {fact.name for fact in fields(cls)}
         if unknown:
             raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
-        for name, value in known.items():
-            if not isinstance(value, kind := _KINDS.get(name, str)):
+        for name, value in values.items():
+            kind = _KINDS.get(name, str)
+            if not isinstance(value, kind):
                 raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
-            known["report"] = json.loads(EvalReport.load(folder / REPORT_FILE).to_json())
-            if (dataset := _dataset_of(known["report"])) is not None:
-                known.setdefault("evaluated_on", dataset)
+            values["report"] = json.loads(EvalReport.load(folder / REPORT_FILE).to_json())
+            dataset = _dataset_of(values["report"])
+            if dataset is not None:
+                values.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
-            known.setdefault("plot", PLOT_FILE)
-        known |= {name: value for name, value in facts.items() if value}
-        if not known.get("base_model"):
+            values.setdefault("plot", PLOT_FILE)
+        values |= {name: value for name, value in facts.items() if value}
+        if not values.get("base_model"):
             raise ValueError(
                 f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model` "
                 "(--base-model)."
             )
-        return cls(**known)
+        return cls(**values)
 
     def save(self, folder: str | Path) -> None:
         """Write them into `card_facts.json`, but for the report, its plot and data, which the next report replaces."""
-        known = {name: value for name, value in vars(self).items() if value and name not in ("report", "plot")}
-        if self.report and known.get("evaluated_on") == _dataset_of(self.report):
-            known.pop("evaluated_on", None)
-        write_json(Path(folder) / FACTS_FILE, known)
+        values = {name: value for name, value in vars(self).items() if value and name not in ("report", "plot")}
+        if self.report and values.get("evaluated_on") == _dataset_of(self.report):
+            values.pop("evaluated_on", None)
+        write_json(Path(folder) / FACTS_FILE, values)
 
 
 def _dataset_of(report: dict) -> str | None:
@@ -136,13 +138,15 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         import jinja2  # noqa: F401
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
-    findings, layout = check(folder), Drafter(read_json(folder / "config.json")).layout
+    findings = check(folder)
+    layout = Drafter(read_json(folder / "config.json")).layout
+    trained_with = (config.dflash_config or {}).get("trained_with") or {}
     variables = {
         **vars(facts),
         "title": repo.split("/")[-1],
         "repo": repo,
         "config": config,
-        "chats": ((config.dflash_config or {}).get("trained_with") or {}).get("template") != digest_of(""),
+        "chats": trained_with.get("template") != digest_of(""),
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
         "loading": "native" if layout == "Muse" else _loading(folder, findings),
         "engines": _engines(layout, folder, findings, config, facts, repo),
@@ -161,51 +165,58 @@ def is_rendered(card: str) -> bool:
 
 def has_own_card(folder: str | Path) -> bool:
     """Whether a folder's README.md was written or edited by hand."""
-    own = Path(folder) / "README.md"
-    return own.is_file() and not is_rendered(own.read_text(encoding="utf-8", errors="replace"))
+    readme = Path(folder) / "README.md"
+    return readme.is_file() and not is_rendered(readme.read_text(encoding="utf-8", errors="replace"))
 
 
 def _seal(body: str) -> str:
+    """The last line of a rendered card, by which an edited one is recognised."""
     return f"{_SEAL}{digest_of(body)} -->\n"
 
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
     measured = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
-    named = {"tau": "tau: tokens committed per verification"}
+    metric_names = {"tau": "tau: tokens committed per verification"}
     if "speedup_over" in measured:
-        method, baseline = (LABELS[measured[key]] for key in ("speedup_of", "speedup_over"))
-        named["speedup"] = f"speed-up, {method} over {baseline}"
+        method = LABELS[measured["speedup_of"]]
+        baseline = LABELS[measured["speedup_over"]]
+        metric_names["speedup"] = f"speed-up, {method} over {baseline}"
     task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
     data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
     results = [
         EvalResult(**task, **data, metric_type=key, metric_name=name, metric_value=round(measured[key], 3))
-        for key, name in named.items()
+        for key, name in metric_names.items()
         if measured.get(key) is not None
     ]
-    own = ("base_model", "license", "license_name", "license_link", "datasets")
+    metadata_fields = ("base_model", "license", "license_name", "license_link", "datasets")
     return ModelCardData(
         eval_results=results or None,
         model_name=repo.split("/")[-1] if results else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(_TAGS),
-        **{name: getattr(facts, name) or None for name in own},
+        **{name: getattr(facts, name) or None for name in metadata_fields},
     )
 
 
 def code_of(folder: str | Path) -> dict[str, Path]:
     """The code that is published with a drafter, by name: this package's, if the drafter's `config.json` names it."""
     auto_map = _read_json(Path(folder) / "config.json").get("auto_map")
-    return code_files() if isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL else {}
+    if isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL:
+        return code_files()
+    return {}
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads a folder that is not in its own layout: with the published code, or this package."""
     code = code_of(folder)
-    found = [one for one in findings if "transformers" in one.engines and one.key not in code]
-    missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
-    return "package" if missing else "code"
+    for finding in findings:
+        if "transformers" not in finding.engines or finding.key in code:
+            continue
+        if finding.severity == "error" or finding.key == "auto_map" or finding.key.endswith(".py"):
+            return "package"
+    return "code"
 
 
 def _engines(layout: str, folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
@@ -213,8 +224,9 @@ def _engines(layout: str, folder: Path, findings: list[Finding], config, facts: 
     if layout == "DFlash" and "sliding_attention" in config.layer_types:
         layout = "DFlash, with sliding layers"
     lines = []
-    for (engine, name), version in zip((("vllm", "vLLM"), ("sglang", "SGLang")), OLDEST[layout]):
-        if not any(one.severity == "error" and engine in one.engines for one in findings):
+    vllm_version, sglang_version = OLDEST[layout]
+    for engine, name, version in (("vllm", "vLLM", vllm_version), ("sglang", "SGLang", sglang_version)):
+        if readers(findings, [engine])[engine]:
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
             option = " --speculative-draft-model-path"  # on a line of its own

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from dflash_hf import gguf_format
-from dflash_hf.configs import departures, misfits, read_config
+from dflash_hf.configs import incompatibilities, non_default_fields, read_config
 from dflash_hf.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import read_json
@@ -29,7 +29,7 @@ from dflash_hf.repositories import check_revision, is_gguf, small_file
 from dflash_hf.terminal import one_line, without_bars
 
 
-_EVERYBODY = (*ENGINES, LLAMA_CPP)
+_ALL_READERS = (*ENGINES, LLAMA_CPP)
 
 
 def check(
@@ -57,20 +57,24 @@ def check(
         `ValueError`: an unknown engine, a revision of a local folder, or a target without a readable configuration.
         `OSError`: there is no such folder or repository, or it cannot be downloaded.
     """
-    if unknown := [engine for engine in engines if engine not in _EVERYBODY]:
-        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(_EVERYBODY)}.")
+    unknown = [engine for engine in engines if engine not in _ALL_READERS]
+    if unknown:
+        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(_ALL_READERS)}.")
     if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
         raise ValueError(f"{folder} is read by {LLAMA_CPP} only; name no other engine.")
     check_revision(str(folder), str(folder), revision)
     config = {} if target is None else _target_config(target)
     if is_gguf(folder):
         return list(_findings_of_gguf(Path(folder), config))
-    return _merged(_findings(_local(str(folder), revision), config), engines)
+    return _merged(_findings(_local_folder(str(folder), revision), config), engines)
 
 
 def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool]:
     """Whether each engine can read the drafter: it can, if no error concerns it."""
-    unable = {engine for finding in findings if finding.severity == "error" for engine in finding.engines}
+    unable: set[str] = set()
+    for finding in findings:
+        if finding.severity == "error":
+            unable.update(finding.engines)
     return {engine: engine not in unable for engine in engines}
 
 
@@ -79,18 +83,22 @@ def render(findings: Sequence[Finding]) -> str:
     if not findings:
         return "No findings."
     rows = [(finding.severity, ", ".join(finding.engines), finding.key, finding.message) for finding in findings]
-    head = ("severity", "engines", "key", "finding")
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in (head, *rows)]
+    rows.insert(0, ("severity", "engines", "key", "finding"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = []
+    for *cells, message in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join([*padded, message]))
     return "\n".join(lines)
 
 
-def _local(name: str, revision: str | None) -> Path:
+def _local_folder(name: str, revision: str | None) -> Path:
     """A drafter's folder; of a repository, its newest copy in the cache."""
-    config, wanted = small_file(name, name, revision), ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
+    config = small_file(name, name, revision)
     if Path(name).expanduser().exists() or not is_drafter_config(read_json(config)):  # another model may be large
         return config.parent
-    options = {"allow_patterns": wanted, "ignore_patterns": "*/*.safetensors"}
+    patterns = ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
+    options = {"allow_patterns": patterns, "ignore_patterns": "*/*.safetensors"}
     try:
         return Path(snapshot_download(name, revision=revision, **options))
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
@@ -100,16 +108,19 @@ def _local(name: str, revision: str | None) -> Path:
 def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding]:
     """Errors first, of the engines asked about; the same finding of several engines is one."""
     merged: dict[tuple, Finding] = {}
-    for one in findings:
-        concerned = tuple(engine for engine in one.engines if engine in engines)
-        place = (one.severity, one.key, one.message)
-        if concerned:
-            before = merged.get(place)
-            merged[place] = replace(one, engines=(*(before.engines if before else ()), *concerned))
+    for finding in findings:
+        concerned = tuple(engine for engine in finding.engines if engine in engines)
+        if not concerned:
+            continue
+        content = (finding.severity, finding.key, finding.message)
+        if content in merged:
+            concerned = merged[content].engines + concerned
+        merged[content] = replace(finding, engines=concerned)
     return sorted(merged.values(), key=lambda finding: finding.severity)
 
 
 def _findings(folder: Path, target: dict) -> Iterator[Finding]:
+    """What is found in a folder, for all engines; a step that nothing can follow is the last."""
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
@@ -121,32 +132,35 @@ def _findings(folder: Path, target: dict) -> Iterator[Finding]:
         yield Finding("warning", SERVERS, "architectures", message)
         return
     except Exception as error:  # upstream's own validation raises many types
-        yield Finding("error", _EVERYBODY, "config.json", one_line(error))
+        yield Finding("error", _ALL_READERS, "config.json", one_line(error))
         return
     # 2. Its files.
     if (folder / "model.safetensors").is_file() and (folder / "model.safetensors.index.json").is_file():
         message = "exists next to model.safetensors.index.json; readers differ in which they use. Remove one."
-        yield Finding("error", _EVERYBODY, "model.safetensors", message)
+        yield Finding("error", _ALL_READERS, "model.safetensors", message)
     try:
         shapes = read_shapes(folder)
     except (ValueError, OSError) as error:
-        yield Finding("error", _EVERYBODY, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
+        yield Finding("error", _ALL_READERS, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
         return
     refused = _load_without_weights(folder)
     if refused is not None:
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(refused))
-    for key, reason in misfits(parsed, target):
+    for key, reason in incompatibilities(parsed, target):
         yield Finding("error", ENGINES, key, one_line(reason))
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
-    remedy = f"this package cannot read it either: {refused}"
     if refused is None:
         remedy = "`dflash convert` writes a folder that every engine can read."
-    architectures, is_speculators = config.get("architectures"), "transformer_layer_config" in config
+    else:
+        remedy = f"this package cannot read it either: {refused}"
+    architectures = config.get("architectures")
+    readable_architectures = [*LAYOUTS, *(head.architecture for head in HEADS)]
+    is_speculators = "transformer_layer_config" in config
     if is_speculators:
         message = f"is speculators' layout, which only vLLM reads; {remedy}"
         yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
-    elif architectures not in [[name] for name in (*LAYOUTS, *(head.architecture for head in HEADS))]:
+    elif architectures not in [[name] for name in readable_architectures]:
         message = f"{architectures} is not one of {', '.join(LAYOUTS)}; {remedy}"
         yield Finding("error", ENGINES, "architectures", one_line(message))
         return
@@ -154,14 +168,13 @@ def _findings(folder: Path, target: dict) -> Iterator[Finding]:
         key = next(iter(parsed.head.fields))
         message = f"{getattr(parsed, key)}: no engine has a {parsed.head.name}; decode with transformers' generate()."
         yield Finding("error", SERVERS, key, message)
-    added = {key: (value, plain) for key, value, plain in departures(parsed)}
-    drafter = Drafter(config, folder, target, shapes, added)
+    non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
+    drafter = Drafter(config, folder, target, shapes, non_default)
     if refused is not None:  # engines notice none of it; but vLLM loads an own embedding or head
-        yield Finding(
-            "error", (*(() if drafter.own_tables else SERVERS), "transformers"), "weights", one_line(refused)
-        )
+        concerned = ("transformers",) if drafter.own_tables else (*SERVERS, "transformers")
+        yield Finding("error", concerned, "weights", one_line(refused))
     if not is_speculators:
-        yield from _names(drafter)
+        yield from _unknown_tensors(drafter)
     for limit in LIMITS:
         yield from limit.find(drafter)
 
@@ -180,11 +193,12 @@ def _limits_of_llama_cpp(parsed, target: dict) -> Iterator[Finding]:
         yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
 
 
-def _names(drafter: Drafter) -> Iterator[Finding]:
+def _unknown_tensors(drafter: Drafter) -> Iterator[Finding]:
     """Tensors that this package reads and engines do not, which know only the published names."""
-    known, native = tensor_names(), NATIVE_NAMES if drafter.layout == "Muse" else {}
+    renamings = tensor_names()
+    native = NATIVE_NAMES if drafter.layout == "Muse" else {}
     for name in sorted(drafter.shapes):
-        published = canonical_name(name, known)
+        published = canonical_name(name, renamings)
         if name in drafter.own_tables:
             message = "is skipped by SGLang, which uses the target's; vLLM loads and uses it."
             yield Finding("error", ("sglang",), name, message)
@@ -201,8 +215,11 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         `OSError`: there are no safetensors, or a shard is missing.
         `ValueError`: a file is damaged; names it.
     """
-    headers = map(read_header, checkpoint_files(str(folder)))
-    return {name: shape for header in headers for name, (_, shape) in header.items()}
+    shapes = {}
+    for file in checkpoint_files(str(folder)):
+        for name, (_, shape) in read_header(file).items():
+            shapes[name] = shape
+    return shapes
 
 
 def _load_without_weights(folder: Path) -> str | None:
@@ -226,9 +243,10 @@ def _target_config(target) -> dict:
         try:
             if is_gguf(target):
                 target = gguf_format.target_config(target)
+            elif Path(target).is_file():
+                target = read_json(target)
             else:
-                file = Path(target).is_file()
-                target = read_json(target) if file else read_config(str(target), f"--target {target}")
+                target = read_config(str(target), f"--target {target}")
         except OSError as error:
             raise ValueError(f"{target} cannot be read: {error}") from error
     return target.get("text_config", target)

@@ -53,8 +53,9 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     # 1. The repository: is it a drafter with our code, and can the new code load it?
-    api, again = HfApi(), "Nothing was changed; run the same command again."
-    with explained(repo, again):
+    api = HfApi()
+    remedy = "Nothing was changed; run the same command again."
+    with explained(repo, remedy):
         info = api.repo_info(repo, files_metadata=True)
         text = "{}"
         if any(file.rfilename == "config.json" for file in info.siblings or []):
@@ -76,7 +77,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         # 3. One pull request.
         title = f"Code of dflash-hf {change.after}"
         note = f"Replaces the code of {change.before} beside the weights; weights and card are unchanged."
-        described = {"commit_message": title, "commit_description": note, "parent_commit": changes.parent}
-        with explained(repo, again):
-            change.url = api.create_commit(repo, changes.operations, create_pr=True, **described).pr_url
+        description = {"commit_message": title, "commit_description": note, "parent_commit": changes.parent}
+        with explained(repo, remedy):
+            change.url = api.create_commit(repo, changes.operations, create_pr=True, **description).pr_url
     return change

@@ -44,15 +44,15 @@ class Drafter:
         folder (`Path`): Where it is.
         target (`dict`): The target's configuration; empty if it is unknown.
         shapes (`dict`): Shapes of its tensors.
-        departures (`dict`): What it has beyond a plain drafter, from [`~dflash_hf.configs.departures`]: its value and
-            a plain drafter's, by field.
+        non_default (`dict`): What it has beyond a plain drafter, from
+            [`~dflash_hf.configs.non_default_fields`]: its value and a plain drafter's, by field.
     """
 
     config: dict
     folder: Path = Path()
     target: dict = field(default_factory=dict)
     shapes: dict = field(default_factory=dict)
-    departures: dict = field(default_factory=dict)
+    non_default: dict = field(default_factory=dict)
 
     @property
     def nested(self) -> dict:
@@ -69,7 +69,9 @@ class Drafter:
         """A name of `OLDEST`, or `"speculators"`."""
         if "transformer_layer_config" in self.config:
             return "speculators"
-        return "Domino" if self.get("gru_hidden_dim") else LAYOUTS.get(self.architecture, "DFlash")
+        if self.get("gru_hidden_dim"):
+            return "Domino"
+        return LAYOUTS.get(self.architecture, "DFlash")
 
     @property
     def architecture(self) -> str:
@@ -111,19 +113,33 @@ class Drafter:
     @property
     def own_tables(self) -> set[str]:
         """Tensors in place of the target's embedding and head."""
-        own = {"embed_tokens.weight"} if self.has_own_head else {"embed_tokens.weight", "lm_head.weight"}
-        return own & self.shapes.keys() if self.layout != "speculators" else set()
+        if self.layout == "speculators":
+            return set()
+        own = {"embed_tokens.weight"}
+        if not self.has_own_head:
+            own.add("lm_head.weight")
+        return own & self.shapes.keys()
 
     def layers_as_read(self) -> dict[str, list[tuple[int | None, bool]]]:
         """For vLLM and SGLang, `(window, causal inside the block)` of each layer."""
-        config, nested, window = self.config, self.nested, self.config.get("sliding_window")
+        nested = self.nested
+        window = self.config.get("sliding_window")
         sliding = [kind == "sliding_attention" for kind in self.kinds]
-        top = config.get("is_causal", False if self.layout == "Muse" else None)  # both set it for a Muse assistant
+        causal_by_default = False if self.layout == "Muse" else None  # both set it for a Muse assistant
+        is_causal = self.config.get("is_causal", causal_by_default)
         # vLLM: the top level, then the nested key, and a forced window.
-        override = top if top is not None else nested.get("causal")
-        forced = bool(nested.get("use_swa")) and not any(sliding)
-        forced_window = nested.get("swa_window_size", window)
-        vllm = [(forced_window if s or forced else None, s if override is None else bool(override)) for s in sliding]
+        vllm_is_causal = nested.get("causal") if is_causal is None else is_causal
+        vllm_window = nested.get("swa_window_size", window)
+        window_is_forced = bool(nested.get("use_swa")) and not any(sliding)
+        vllm = []
         # SGLang: the top level only; nested keys for windows and causality are not read.
-        sglang = [(window if s else None, s if top is None else bool(top)) for s in sliding]
+        sglang = []
+        for slides in sliding:  # where nothing says whether a layer is causal, sliding layers are
+            vllm.append(
+                (
+                    vllm_window if slides or window_is_forced else None,
+                    slides if vllm_is_causal is None else bool(vllm_is_causal),
+                )
+            )
+            sglang.append((window if slides else None, slides if is_causal is None else bool(is_causal)))
         return {"vllm": vllm, "sglang": sglang}

@@ -12,6 +12,8 @@ def launch_command(
     engine: str, target: str, draft: str, config, loading: Loading | None = None, template: dict | None = None
 ) -> tuple[dict[str, str], list[str]]:
     """
+    The command that starts an engine's server for a target with its drafter.
+
     Args:
         engine (`str`): `"vllm"`, `"sglang"` or `"llama.cpp"`.
         target, draft (`str`): Folders or Hub names; for llama.cpp, GGUF files or Hub names.
@@ -31,7 +33,9 @@ def launch_command(
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
         command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", f"draft-{method}"]
         command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3 for every block size
-        return environment, command + (["--chat-template-kwargs", json.dumps(template)] if template else [])
+        if template:
+            command += ["--chat-template-kwargs", json.dumps(template)]
+        return environment, command
     if engine == "vllm":
         speculative = {"method": method, "model": draft, "num_speculative_tokens": config.block_tokens - 1}
         if loading.draft_revision:
@@ -54,4 +58,6 @@ def launch_command(
         command += ["--dtype", loading.dtype]
     if loading.revision:
         command += ["--revision", loading.revision]
-    return environment, command + ["--trust-remote-code"] * loading.trust_remote_code
+    if loading.trust_remote_code:
+        command.append("--trust-remote-code")
+    return environment, command

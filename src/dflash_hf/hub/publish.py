@@ -34,16 +34,24 @@ from dflash_hf.terminal import one_line, without_bars
 from dflash_hf.weights import check_finite
 
 
-_MODULES, _ENTRY = CODE = ("*_dflash.py", "custom_generate/generate.py")
+_MODULES = "*_dflash.py"
+_ENTRY = "custom_generate/generate.py"
+CODE = (_MODULES, _ENTRY)
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_OURS = ("model.safetensors.index.json", _ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+_DRAFTER_FILES = ("model.safetensors.index.json", _ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights and code. Everything else in the folder is not uploaded:
 # optimizer states, logs, training arguments with their paths, and code that is not the drafter's.
-_PUBLISHED = ("config.json", *_OURS, "LICENSE*", "adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
-# Files of a former version of the drafter: readers would take them for the new one's.
+_PUBLISHED = (
+    "config.json",
+    *_DRAFTER_FILES,
+    "LICENSE*",
+    "adapters/*/adapter_model.safetensors",
+    f"adapters/*/{_ADAPTER}",
+)
 _MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
-_FORMER = (*_OURS, _MODULES, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
+# Files of a former version of the drafter: readers would take them for the new one's.
+_FORMER = (*_DRAFTER_FILES, _MODULES, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
 
 
 class PublishError(RuntimeError):
@@ -101,9 +109,10 @@ class Publication:
     @property
     def files(self) -> dict[str, int]:
         """Sizes in bytes."""
-        return {
-            name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in self.contents.items()
-        }
+        sizes = {}
+        for name, content in self.contents.items():
+            sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
+        return sizes
 
 
 def publish(
@@ -149,7 +158,8 @@ def publish(
     try:
         with explained(repo, "Nothing was sent; run the same command again."):
             result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
-            result.changes = changes = _changes(api, result, private, replace_card)
+            changes = _changes(api, result, private, replace_card)
+            result.changes = changes
     except HubError as error:
         if not dry_run or isinstance(error.__cause__, ValueError):  # the card was rejected
             raise
@@ -170,11 +180,12 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
-    if code := code_of(folder):
+    code = code_of(folder)
+    if code:
         check_not_newer(read_json(folder / "config.json"), folder)
     findings = [finding for finding in check(folder) if finding.key not in (*code, "dflash_hf_version")]
-    for name, ours in code.items():
-        if (folder / name).is_file() and not filecmp.cmp(folder / name, ours, shallow=False):
+    for name, current in code.items():
+        if (folder / name).is_file() and not filecmp.cmp(folder / name, current, shallow=False):
             message = "is replaced by this version's; code of your own needs another name, in auto_map too."
             findings.append(Finding("warning", ("transformers",), name, message))
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
@@ -187,19 +198,23 @@ def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> 
         with without_bars():
             draft = DFlashDraftModel.from_pretrained(folder)
         check_finite(draft.named_parameters())
-        findings += _lay_gguf(folder, draft, repo, gguf_target)
+        findings += _write_and_check_gguf(folder, draft, repo, gguf_target)
         card = _card(folder, draft, repo, facts)
     except (ValueError, OSError, ImportError) as error:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 1000)}") from error
     # 3. The files.
     sources, left_out = _select(folder, code)
-    own = (folder / "README.md").read_bytes() if facts is None and has_own_card(folder) else str(card).encode()
-    contents: dict[str, Path | bytes] = {**sources, **code, "README.md": own}
+    if facts is None and has_own_card(folder):
+        readme = (folder / "README.md").read_bytes()
+    else:
+        readme = str(card).encode()
+    contents: dict[str, Path | bytes] = {**sources, **code, "README.md": readme}
     if code:
         contents["config.json"] = with_version((folder / "config.json").read_text(encoding="utf-8")).encode()
-    for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
-        base = {**read_json(sources[name]), "base_model_name_or_path": repo}
-        contents[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
+    for name, source in sources.items():
+        if name.endswith(_ADAPTER):  # trained on a local folder
+            adapter = {**read_json(source), "base_model_name_or_path": repo}
+            contents[name] = (json.dumps(adapter, indent=2, sort_keys=True) + "\n").encode()
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
 
 
@@ -208,8 +223,9 @@ def check_not_newer(config: dict, where: str | Path) -> None:
     Raises:
         `PublishError`: a drafter has code of a newer version than this one, which would replace it.
     """
-    if is_older(__version__, than=(before := version_of(config))):
-        raise PublishError(f"{where} has code of {before}; this is {__version__}: install the newer version.")
+    version = version_of(config)
+    if is_older(__version__, than=version):
+        raise PublishError(f"{where} has code of {version}; this is {__version__}: install the newer version.")
 
 
 def with_version(config: str) -> str:
@@ -220,35 +236,44 @@ def with_version(config: str) -> str:
     return config.replace("{", "{\n  " + entry + ",", 1)
 
 
-def _lay_gguf(folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None) -> list[Finding]:
+def _write_and_check_gguf(
+    folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None
+) -> list[Finding]:
     """Create the file for llama.cpp, and check that every such file is a drafter, and this one."""
     if target is not None:
         name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
         write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
-    weights, findings = digest_of_parameters(draft.named_parameters()), []
+    weights = digest_of_parameters(draft.named_parameters())
+    findings = []
     for file in sorted(folder.glob(FILE_PATTERN)):
-        made_of, config = weights_of(file), gguf_config(file)
+        made_of = weights_of(file)
+        config = gguf_config(file)
         if made_of is None:
             message = "does not say of which weights it was made; recreate it with --gguf if these have changed since."
             findings.append(Finding("warning", (LLAMA_CPP,), file.name, message))
-        elif made_of != weights:
+            continue
+        if made_of != weights:
             raise ValueError(f"{file.name} was made of other weights; remove it, or recreate it with --gguf.")
-        elif changed := _changed(draft.config, config):
-            before = f"{file.name} was made before config.json changed ({', '.join(changed)})"
-            raise ValueError(f"{before}; remove it, or recreate it with --gguf.")
+        changed = _changed_fields(draft.config, config)
+        if changed:
+            raise ValueError(
+                f"{file.name} was made before config.json changed ({', '.join(changed)}); remove it, or recreate it "
+                "with --gguf."
+            )
     return findings
 
 
-def _changed(config, before: dict) -> list[str]:
+def _changed_fields(config, before: dict) -> list[str]:
     """The fields in which a drafter's configuration differs from that of a file made of it."""
-    ours, theirs = config.to_dict(), type(config).from_dict(before).to_dict()
-    unlike = (key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
+    fields = config.to_dict()
+    fields_before = type(config).from_dict(before).to_dict()
     unread = ("auto_map", "transformers_version", "dtype", "trained_length", "_name_or_path")
-    return [key for key in unlike if key not in unread]
+    keys = sorted({*fields, *fields_before} - {*unread})
+    return [key for key in keys if fields.get(key) != fields_before.get(key)]
 
 
 def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | None) -> ModelCard:
-    """The card from given facts, else the folder's own card, else from the facts in it."""
+    """The card from `facts`, else the folder's own card, else from the facts in it."""
     try:
         if facts is None and has_own_card(folder):
             card = ModelCard((folder / "README.md").read_text(encoding="utf-8"))
@@ -268,7 +293,8 @@ def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | N
 def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[str]]:
     """The files to upload besides card and `code`, by path in the repository, and those left out."""
     wanted = {Path(file).name for file in checkpoint_files(str(folder))} | _own_code(folder, code)
-    chosen, left_out = {}, []
+    chosen = {}
+    left_out = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md" or name in code:
@@ -276,36 +302,38 @@ def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[
         if name not in wanted and not is_one_of(name, _PUBLISHED):
             left_out.append(name)
             continue
-        chosen[name], real = path, path.resolve()
-        if not real.is_file() or not real.is_relative_to(folder.resolve()):  # anywhere on this machine
+        chosen[name] = path
+        real_path = path.resolve()
+        if not real_path.is_file() or not real_path.is_relative_to(folder.resolve()):  # anywhere on this machine
             remedy = "copy the file there, or remove the link"
-            raise PublishError(f"{name} of {folder} is a link to {real}, outside the folder; {remedy}.")
+            raise PublishError(f"{name} of {folder} is a link to {real_path}, outside the folder; {remedy}.")
     return chosen, left_out
 
 
 def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
     """Files besides `code` that `auto_map` names, with the named class, and those that they import."""
-    found: set[str] = set()
+    own_code: set[str] = set()
     waiting: list[Path] = []
     auto_map = read_json(folder / "config.json").get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
-        path, its_class = folder / f"{module}.py", rf"(?m)^class {re.escape(name)}\b"
-        if path.is_file() and re.search(its_class, path.read_text(encoding="utf-8", errors="replace")):
+        path = folder / f"{module}.py"
+        class_statement = rf"(?m)^class {re.escape(name)}\b"
+        if path.is_file() and re.search(class_statement, path.read_text(encoding="utf-8", errors="replace")):
             waiting.append(path)
     while waiting:
         path = waiting.pop()
-        if path.name not in (*found, *code) and path.is_file():
-            found.add(path.name)
+        if path.name not in own_code and path.name not in code and path.is_file():
+            own_code.add(path.name)
             waiting += [folder / f"{module}.py" for module in get_relative_imports(path)]
-    return found
+    return own_code
 
 
 # ------------------------------------------------------------------------------------------------------------- the Hub
 
 
 @contextmanager
-def explained(repo: str, again: str) -> Iterator[None]:
+def explained(repo: str, remedy: str) -> Iterator[None]:
     """Around calls of the Hub: what went wrong there, as a `HubError` with the remedy."""
     try:
         yield
@@ -313,42 +341,51 @@ def explained(repo: str, again: str) -> Iterator[None]:
         raise
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = "the Hub rejected it" if isinstance(error, ValueError) else "the connection was interrupted"
-        reason = reason if status is None else f"the Hub answered {status}"
-        said = one_line(getattr(error, "server_message", None) or str(error) or repr(error), 160)
+        if status is not None:
+            reason = f"the Hub answered {status}"
+        elif isinstance(error, ValueError):
+            reason = "the Hub rejected it"
+        else:
+            reason = "the connection was interrupted"
+        message = one_line(getattr(error, "server_message", None) or str(error) or repr(error), 160)
         if status in (401, 403, 404):
-            again = "Log in with `hf auth login`, or set HF_TOKEN: its token must have access there. " + again
-        raise HubError(f"{repo} was not published: {reason} ({said}). {again}") from error
+            remedy = "Log in with `hf auth login`, or set HF_TOKEN: its token must have access there. " + remedy
+        raise HubError(f"{repo} was not published: {reason} ({message}). {remedy}") from error
 
 
-def compare(info, contents: dict[str, Path | bytes], ours: Sequence[str]) -> Changes:
+def compare(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
     """
     What a commit of some files changes in a repository.
 
     Args:
         info (`ModelInfo`): The repository, with `files_metadata`.
         contents (`dict`): The files, by their paths in it.
-        ours (`Sequence[str]`): Patterns of the files that are deleted there if `contents` lacks them.
+        deletable (`Sequence[str]`): Patterns of the files that are deleted there if `contents` lacks them.
     """
-    there, changes = {file.rfilename: file for file in info.siblings or []}, Changes(parent=info.sha)
+    files = {file.rfilename: file for file in info.siblings or []}
+    changes = Changes(parent=info.sha)
     for name, content in contents.items():
         operation = CommitOperationAdd(name, content)
-        if name in there and _is_same(operation, there[name]):
+        if name not in files:
+            changes.added.append(name)
+        elif not _is_same(operation, files[name]):
+            changes.replaced.append(name)
+        else:
             continue
-        (changes.replaced if name in there else changes.added).append(name)
         changes.operations.append(operation)
-    changes.deleted = sorted(name for name in there if name not in contents and is_one_of(name, ours))
+    changes.deleted = sorted(name for name in files if name not in contents and is_one_of(name, deletable))
     changes.operations += map(CommitOperationDelete, changes.deleted)
     return changes
 
 
-def _is_same(operation: CommitOperationAdd, there) -> bool:
+def _is_same(operation: CommitOperationAdd, file_there) -> bool:
     """Whether a file of a repository has the content to be committed."""
-    if there.lfs is not None:
-        return there.lfs.sha256 == operation.upload_info.sha256.hex()
+    if file_there.lfs is not None:
+        return file_there.lfs.sha256 == operation.upload_info.sha256.hex()
     with operation.as_file() as file:
         content = file.read()
-    return there.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    # Git's own digest of a blob.
+    return file_there.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool) -> Changes:
@@ -357,7 +394,8 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
     try:
         info = api.repo_info(repo, files_metadata=True, timeout=SECONDS)
     except RepositoryNotFoundError:
-        return Changes(list(result.contents), operations=[CommitOperationAdd(*one) for one in result.contents.items()])
+        operations = [CommitOperationAdd(name, content) for name, content in result.contents.items()]
+        return Changes(list(result.contents), operations=operations)
     if private and not info.private:
         raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
     changes = compare(info, result.contents, _FORMER)
@@ -367,10 +405,10 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
         return Path(file).read_text(encoding="utf-8", errors="replace")
 
     names = [file.rfilename for file in info.siblings or []]
-    model = [*(name for name in changes.replaced if is_one_of(name, _MODEL)), *changes.deleted]
-    if model and not ("config.json" in names and _is_drafter(read("config.json"))):
+    model_files = [name for name in changes.replaced if is_one_of(name, _MODEL)] + changes.deleted
+    if model_files and not ("config.json" in names and _is_drafter(read("config.json"))):
         raise PublishError(
-            f"{repo} holds another model, whose {', '.join(model[:3])} would be replaced or deleted: name a "
+            f"{repo} holds another model, whose {', '.join(model_files[:3])} would be replaced or deleted: name a "
             "repository of its own for the drafter."
         )
     if "README.md" in changes.replaced and not replace_card and not is_rendered(read("README.md")):
@@ -382,6 +420,7 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
 
 
 def _is_drafter(config: str) -> bool:
+    """Whether the text of a `config.json` is that of a drafter."""
     try:
         return is_drafter_config(json.loads(config))
     except (ValueError, AttributeError, TypeError):  # damaged
@@ -402,4 +441,5 @@ def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) ->
 
 def is_one_of(name: str, patterns: Sequence[str]) -> bool:
     """Whether a file matches a pattern of its own level: `*` would also match a slash."""
-    return any(one.count("/") == name.count("/") and fnmatch.fnmatchcase(name, one) for one in patterns)
+    same_level = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_level)

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.layouts.heads import require, spelling_of
+from dflash_hf.layouts.heads import require, schema_of
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
 from dflash_hf.modeling.heads_dflash import HEADS
 
@@ -29,6 +29,7 @@ _OTHER_RULES = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id",
 
 
 def check_nested(nested):
+    """`dflash_config` is a dictionary; of no value it is checked before."""
     example = '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}'
     require(isinstance(nested, dict), f"a dictionary such as {example}", dflash_config=nested)
 
@@ -43,7 +44,8 @@ def check_fields(config):
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in own}
     kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
     for key, kinds in kinds_of.items():
-        value, most = getattr(config, key), _LARGEST.get(key, _LARGEST_SIZE)
+        value = getattr(config, key)
+        largest = _LARGEST.get(key, _LARGEST_SIZE)
         if key in _OTHER_RULES or (value is None and NoneType in kinds):
             continue
         if bool in kinds:
@@ -52,32 +54,41 @@ def check_fields(config):
             require(_is_positive(value), "a positive number", **{key: value})
         elif int in kinds:
             require(_is_integer(value, least=1), "a positive integer", **{key: value})
-            require(value <= most, f"at most {most}", **{key: value})
+            require(value <= largest, f"at most {largest}", **{key: value})
     require(config.block_size >= 2, "at least 2, the anchor and one drafted token", block_size=config.block_size)
-    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-    grouped = groups is None or heads % groups == 0
-    require(grouped, f"a multiple of num_key_value_heads={groups}", num_attention_heads=heads)
-    whole = config.head_dim is not None or width % heads == 0
-    require(whole, f"a multiple of num_attention_heads={heads}, or head_dim be set", hidden_size=width)
-    rate, dtype = config.attention_dropout, config.dtype
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    fits = kv_heads is None or heads % kv_heads == 0
+    require(fits, f"a multiple of num_key_value_heads={kv_heads}", num_attention_heads=heads)
+    width = config.hidden_size
+    fits = config.head_dim is not None or width % heads == 0
+    require(fits, f"a multiple of num_attention_heads={heads}, or head_dim be set", hidden_size=width)
+    rate = config.attention_dropout
     require(_is_number(rate) and 0 <= rate < 1, "a rate from 0 to below 1", attention_dropout=rate)
-    known = isinstance(config.hidden_act, str) and config.hidden_act in ACT2FN
-    require(known, "an activation of transformers, such as silu", hidden_act=config.hidden_act)
+    fits = isinstance(config.hidden_act, str) and config.hidden_act in ACT2FN
+    require(fits, "an activation of transformers, such as silu", hidden_act=config.hidden_act)
+    dtype = config.dtype
     config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
     require(config.dtype in (None, *_DTYPES), f"one of {_DTYPES}", dtype=dtype)
 
 
 def check_parts(config):
+    """Fields of one part are set together, fit each other and the sizes; at most one head is set."""
     for part in parts_by_sizes():
         sizes = {key: getattr(config, key) for key in part}
         require(all(sizes.values()) or not any(sizes.values()), "set together, or not at all", **sizes)
-    width, group, taps, size = config.hidden_size, config.conv_group_size, config.conv_kernel_size, config.block_size
+    width = config.hidden_size
+    group = config.conv_group_size
     require(group is None or width % group == 0, f"a divisor of hidden_size={width}", conv_group_size=group)
-    require(taps is None or taps <= size, f"at most block_size={size}", conv_kernel_size=taps)
-    known, drafted = config.vocab_size, config.draft_vocab_size
-    require(known is not None or not config.has_embed_tokens, "set for has_embed_tokens=True", vocab_size=known)
-    fewer = drafted is None or (known is not None and drafted <= known)
-    require(fewer, f"at most vocab_size={known}, the target's", draft_vocab_size=drafted)
+    kernel = config.conv_kernel_size
+    block_size = config.block_size
+    require(kernel is None or kernel <= block_size, f"at most block_size={block_size}", conv_kernel_size=kernel)
+    vocabulary = config.vocab_size
+    has_size = vocabulary is not None or not config.has_embed_tokens
+    require(has_size, "set for has_embed_tokens=True", vocab_size=vocabulary)
+    reduced = config.draft_vocab_size
+    fits = reduced is None or (vocabulary is not None and reduced <= vocabulary)
+    require(fits, f"at most vocab_size={vocabulary}, the target's", draft_vocab_size=reduced)
     heads = [head for head in HEADS if head.is_set(lambda field: getattr(config, field))]
     if len(heads) > 1:
         raise ValueError(
@@ -85,29 +96,34 @@ def check_parts(config):
             f"{heads[0].name} or {heads[1].name}; remove the fields of the other."
         )
     for head in heads:
-        spelling_of(head).check(config)
+        schema_of(head).check(config)
 
 
 def check_quantization(config):
+    """A quantisation names its method; whether it can be read is checked with the weights."""
     value = getattr(config, "quantization_config", None)
     method = value.get("quant_method") if isinstance(value, dict) else getattr(value, "quant_method", None)
-    named = value is None or isinstance(method, str)
-    require(named, "a dictionary that names its quant_method", quantization_config=value)
+    names_method = value is None or isinstance(method, str)
+    require(names_method, "a dictionary that names its quant_method", quantization_config=value)
 
 
 def check_rope_is_one_table(rope_parameters, rope_scaling):
     """Before upstream reads them: older files say `rope_scaling`, in which nothing (`0`, `[]`) is none."""
     example = '{"rope_type": "default", "rope_theta": 10000.0}'
     for key, rope in {"rope_parameters": rope_parameters, "rope_scaling": rope_scaling or None}.items():
-        one = rope is None or (isinstance(rope, dict) and not rope.keys() & {*LAYER_TYPES})
-        require(one, f"one dictionary for all layers, such as {example}", **{key: rope})
+        is_one_table = rope is None or (isinstance(rope, dict) and not rope.keys() & {*LAYER_TYPES})
+        require(is_one_table, f"one dictionary for all layers, such as {example}", **{key: rope})
 
 
 def check_rope(config):
-    rope, size = config.rope_parameters, config.head_dim
-    theta, kind, known = rope.get("rope_theta"), rope.get("rope_type"), ["default", *ROPE_INIT_FUNCTIONS]
+    """`rope_parameters` give a finite table for an even number of channels; `rope_dim` is read, and written."""
+    rope = config.rope_parameters
+    size = config.head_dim
+    theta = rope.get("rope_theta")
     require(_is_positive(theta), "a positive number", rope_theta=theta)
-    require(kind in known, f"one of {known}", rope_type=kind)
+    kind = rope.get("rope_type")
+    kinds = ["default", *ROPE_INIT_FUNCTIONS]
+    require(kind in kinds, f"one of {kinds}", rope_type=kind)
     if "rope_dim" in rope:  # the trained width; other fields may be copied from the target
         require(_is_positive(rope["rope_dim"]), "a number of channels", rope_dim=rope["rope_dim"])
         rope["partial_rotary_factor"] = rope.pop("rope_dim") / size
@@ -127,14 +143,16 @@ def check_rope(config):
 
 
 def check_layers(config):
-    types, number = config.layer_types, config.num_hidden_layers
-    listed = isinstance(types, list | tuple) and len(types) == number and all(one in LAYER_TYPES for one in types)
-    require(
-        listed, f"a list that names one of {LAYER_TYPES} for each of the num_hidden_layers={number}", layer_types=types
-    )
-    sees = config.sliding_window is not None or "sliding_attention" not in types
-    require(sees, "the number of keys that sliding layers see", sliding_window=config.sliding_window)
-    ids, depth = config.target_layer_ids, config.num_target_layers
+    """Each draft layer has a type, and the layers that are read are distinct layers of the target."""
+    types = config.layer_types
+    number = config.num_hidden_layers
+    fits = isinstance(types, list | tuple) and len(types) == number and all(kind in LAYER_TYPES for kind in types)
+    rule = f"a list that names one of {LAYER_TYPES} for each of the num_hidden_layers={number}"
+    require(fits, rule, layer_types=types)
+    has_window = config.sliding_window is not None or "sliding_attention" not in types
+    require(has_window, "the number of keys that sliding layers see", sliding_window=config.sliding_window)
+    ids = config.target_layer_ids
+    depth = config.num_target_layers
     require(ids is not None, "set, or num_target_layers for the default rule", target_layer_ids=ids)
     integers = isinstance(ids, list | tuple) and all(_is_integer(i, least=-1) for i in ids)
     distinct = integers and 0 < len(ids) == len({*ids})
@@ -145,10 +163,12 @@ def check_layers(config):
 
 
 def check_tokens(config):
-    value, size = config.mask_token_id, config.vocab_size
-    inside = _is_integer(value, least=0) and (size is None or value < size)
+    """The mask token is a row of the target's embedding."""
+    token = config.mask_token_id
+    size = config.vocab_size
+    inside = _is_integer(token, least=0) and (size is None or token < size)
     rule = f"an id inside the target's embedding (vocab_size={size}) that text never uses"
-    require(inside, rule, mask_token_id=value)
+    require(inside, rule, mask_token_id=token)
 
 
 def _is_integer(value, least: int) -> bool:

@@ -63,13 +63,18 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             )
         if nested.get("causal_head"):
             if self.is_causal is not None and not self.is_causal:
-                said = f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal}"
-                raise ValueError(f"{said} contradict each other; remove one.")
+                raise ValueError(
+                    f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal} contradict "
+                    "each other; remove one."
+                )
             self.is_causal = nested["causal_head"]
         kwargs["use_swa"] = nested.pop("use_swa", None)
         # A null is a field's default; no cap may be written as 0, and a whole vocabulary as a reduced one.
         for key in (
-            *("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"),
+            "sample_from_anchor",
+            "output_multiplier",
+            "input_embedding_scale",
+            "attention_value_scale",
             "attention_dropout",
         ):
             if getattr(self, key) is None:
@@ -81,11 +86,14 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
 
     def _derive_fields(self, kwargs: dict) -> None:
         check_fields(self)
-        use_swa, first_sliding = kwargs.pop("use_swa"), kwargs.get("max_window_layers") or 0
+        use_swa = kwargs.pop("use_swa")
+        first_sliding = kwargs.get("max_window_layers") or 0
         if self.layer_types is None:
             require(isinstance(first_sliding, int), "a number of layers", max_window_layers=first_sliding)
-            slides = bool(use_swa is None and self.use_sliding_window and self.sliding_window)
-            self.layer_types = [LAYER_TYPES[slides and i >= first_sliding] for i in range(self.num_hidden_layers)]
+            if not (use_swa is None and self.use_sliding_window and self.sliding_window):
+                first_sliding = self.num_hidden_layers
+            full, sliding = LAYER_TYPES
+            self.layer_types = [sliding if i >= first_sliding else full for i in range(self.num_hidden_layers)]
         if use_swa and isinstance(self.layer_types, list | tuple) and "sliding_attention" not in self.layer_types:
             # Forces the window on every layer, even full ones, which stay bidirectional in the block.
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
@@ -117,19 +125,21 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         """
         text = target_config.get_text_config()
         width = getattr(text, "embedding_size", None) or getattr(text, "word_embed_proj_dim", None) or text.hidden_size
-        narrow, wide = (getattr(text, f"{side}_embedding_size", width) for side in ("input", "output"))
-        if narrow != wide:
+        input_width = getattr(text, "input_embedding_size", width)
+        output_width = getattr(text, "output_embedding_size", width)
+        if input_width != output_width:
             raise ValueError(
-                f"{type(text).__name__} has input_embedding_size={narrow} and output_embedding_size={wide}, but a "
-                "drafter shares the target's embedding and head, in one width: this target cannot have a drafter."
+                f"{type(text).__name__} has input_embedding_size={input_width} and "
+                f"output_embedding_size={output_width}, but a drafter shares the target's embedding and head, in one "
+                "width: this target cannot have a drafter."
             )
         rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
         # Tables by layer type (Gemma): the drafter uses that of the full-attention layers, if they rotate at all.
         tables = [table for table in rope.values() if isinstance(table, dict)]
         rope = rope.get("full_attention") or (tables[0] if tables else rope)
         if rope.get("partial_rotary_factor") is not None or rope.get("rope_type") not in (None, "default"):
-            plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
-            rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
+            if rope.get("rope_type") not in ("yarn", "llama3", "linear"):
+                rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
             rope.pop("partial_rotary_factor", None)
         # Layers of several shapes (Gemma 4): the drafter uses the shape of the first.
         layer = (getattr(text, "per_layer_config", None) or [text])[0]
@@ -137,10 +147,11 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
         inner = getattr(layer, "intermediate_size", None) or 3 * width
         length = getattr(text, "max_position_embeddings", 0)
-        ids = {  # in a wrapper, next to its text configuration
-            name: next((getattr(c, name) for c in (text, target_config) if getattr(c, name, None) is not None), None)
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
+        ids = {}
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids[name] = getattr(text, name, None)
+            if ids[name] is None:  # in a wrapper, next to its text configuration
+                ids[name] = getattr(target_config, name, None)
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": width,
@@ -184,7 +195,9 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     def from_dict(cls, config_dict, **kwargs):
         """As upstream, from any published layout; see `layouts.read`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
-        nested = {k: v for k, v in canonical["dflash_config"].items() if _IMPLIED_FIELDS.get(k) not in kwargs}
+        # A caller's own value of a field replaces the keys that would set it.
+        nested = canonical["dflash_config"]
+        nested = {key: value for key, value in nested.items() if _IMPLIED_FIELDS.get(key) not in kwargs}
         return super().from_dict({**canonical, "dflash_config": nested}, **kwargs)
 
     def to_dict(self) -> dict:

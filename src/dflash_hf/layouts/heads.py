@@ -10,7 +10,7 @@ class UnknownHeadError(ValueError):
     """A drafter whose head, or drafting method, this package does not know."""
 
 
-class Spelling(NamedTuple):
+class HeadSchema(NamedTuple):
     """
     What others call a head, and how they write it.
 
@@ -43,8 +43,8 @@ def require(fits: bool, rule: str, **values) -> None:
         `ValueError`: it is not; names fields, values and rule.
     """
     if not fits:
-        said = " and ".join(f"{name}={value!r}" for name, value in values.items())
-        raise ValueError(f"{said} must be {rule}; correct the drafter's configuration.")
+        received = " and ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ValueError(f"{received} must be {rule}; correct the drafter's configuration.")
 
 
 # DFlash 2's path selector.
@@ -52,41 +52,53 @@ def require(fits: bool, rule: str, **values) -> None:
 
 def _read_selector(config: dict) -> dict:
     """speculators leaves out its defaults."""
-    spoken = config.get("speculators_model_type") == "dflash2"
-    return {"selector_rank": 256, "selector_top_k": 16, **config} if spoken else config
+    if config.get("speculators_model_type") == "dflash2":
+        return {"selector_rank": 256, "selector_top_k": 16, **config}
+    return config
 
 
 def _check_selector(config) -> None:
-    top_k, known, drafted = config.selector_top_k, config.vocab_size, config.draft_vocab_size
-    require(known is not None and top_k <= known, f"at most vocab_size={known}, the target's", selector_top_k=top_k)
-    require(drafted is None or top_k <= drafted, f"at most draft_vocab_size={drafted}", selector_top_k=top_k)
+    top_k = config.selector_top_k
+    size = config.vocab_size
+    require(size is not None and top_k <= size, f"at most vocab_size={size}, the target's", selector_top_k=top_k)
+    reduced = config.draft_vocab_size
+    require(reduced is None or top_k <= reduced, f"at most draft_vocab_size={reduced}", selector_top_k=top_k)
 
 
 # DSpark's Markov head.
 
 
 def _read_markov(config: dict) -> dict:
-    """DSpark's dialects; the fields have DeepSpec's and Automodel's names."""
+    """DSpark's files, of several projects; the fields have DeepSpec's and Automodel's names."""
     if not _is_dspark(config):
         return config
-    others = ("projector_type", "use_confidence_head", "confidence_head_alpha")
-    file = {key: value for key, value in config.items() if key not in others}
-    left_out: dict = {"sample_from_anchor": True}
+    read_here = ("projector_type", "use_confidence_head", "confidence_head_alpha")
+    file = {key: value for key, value in config.items() if key not in read_here}
+    # What the projects mean where their files say nothing, or null.
+    defaults: dict = {"sample_from_anchor": True}
     if file.get("speculators_model_type"):
-        left_out = {"sample_from_anchor": False, "markov_rank": 256}
-        left_out |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
-    elif (has_one := config.get("use_confidence_head")) is not None:  # ModelOpt's always reads the codebook
-        file |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), has_one)
+        defaults = {
+            "sample_from_anchor": False,
+            "markov_rank": 256,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    elif config.get("use_confidence_head") is not None:  # ModelOpt's always reads the codebook
+        file["enable_confidence_head"] = config["use_confidence_head"]
+        file["confidence_head_with_markov"] = config["use_confidence_head"]
     elif config.get("confidence_head_alpha"):  # SpecForge's
-        left_out["enable_confidence_head"] = True
-    # Without its own table the drafter's embedding is a copy of the target's.
-    layout = {} if file.get("has_embed_tokens") else {"source_layout": "with copies"}
-    stated = {key: value for key, value in file.items() if value is not None or key not in left_out}
-    return {**left_out, **stated, **layout}
+        defaults["enable_confidence_head"] = True
+    stated = {key: value for key, value in file.items() if value is not None or key not in defaults}
+    result = {**defaults, **stated}
+    if not file.get("has_embed_tokens"):  # its embedding is a copy of the target's
+        result["source_layout"] = "with copies"
+    return result
 
 
 def _is_dspark(config: dict) -> bool:
     """
+    Whether a file names itself DSpark.
+
     Raises:
         `ValueError`: the file has a Markov head, but cannot be read.
     """
@@ -102,12 +114,14 @@ def _is_dspark(config: dict) -> bool:
 
 
 def _check_markov(config) -> None:
-    types, kind = ("vanilla", "gated", "rnn"), config.markov_head_type
+    types = ("vanilla", "gated", "rnn")
+    kind = config.markov_head_type
     require(kind in types, f"one of {', '.join(types)}", markov_head_type=kind)
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
         require(isinstance(getattr(config, key), bool), "true or false", **{key: getattr(config, key)})
-    reads, rank = config.enable_confidence_head and config.confidence_head_with_markov, config.markov_rank
-    require(bool(rank) or not reads, "set for confidence_head_with_markov=True", markov_rank=rank)
+    rank = config.markov_rank
+    reads_codebook = config.enable_confidence_head and config.confidence_head_with_markov
+    require(bool(rank) or not reads_codebook, "set for confidence_head_with_markov=True", markov_rank=rank)
     require(config.vocab_size is not None, "set: a Markov head has a row for each of its tokens", vocab_size=None)
 
 
@@ -119,25 +133,27 @@ def _read_domino(config: dict) -> dict:
     names = [*(config.get("architectures") or []), config.get("projector_type")]
     if not any("domino" in str(name).lower() or name == "causal_v5" for name in names):
         return config
-    for key, spelling in {**{key: key for key in DominoHead.fields}, "sample_from_anchor": "shift_label"}.items():
+    for key in (*DominoHead.fields, "sample_from_anchor"):
         if config.get(key) is None:
+            published_key = "shift_label" if key == "sample_from_anchor" else key
             raise ValueError(
-                f"{spelling} is missing from a Domino drafter's dflash_config: trainers have different defaults for "
-                "it, so set the value that it was trained with."
+                f"{published_key} is missing from a Domino drafter's dflash_config: trainers have different defaults "
+                "for it, so set the value that it was trained with."
             )
     return {key: value for key, value in config.items() if key != "projector_type"}
 
 
 def _check_domino(config) -> None:
-    start, size = config.pure_draft_prefix_len, config.block_size
+    start = config.pure_draft_prefix_len
+    size = config.block_size
     fits = type(start) is int and 0 <= start < size
     require(fits, f"a number of slots below block_size={size}", pure_draft_prefix_len=start)
     require(config.vocab_size is not None, "set: a Domino head has a row for each of its tokens", vocab_size=None)
 
 
-SPELLINGS: dict[type[Head], Spelling] = {
-    Head: Spelling("DFlash", "dflash"),
-    PathSelector: Spelling(
+HEAD_SCHEMAS: dict[type[Head], HeadSchema] = {
+    Head: HeadSchema("DFlash", "dflash"),
+    PathSelector: HeadSchema(
         "DFlash2",
         "dflash2",
         # As z-lab's code names them in drafters that it did not load.
@@ -148,7 +164,7 @@ SPELLINGS: dict[type[Head], Spelling] = {
         _read_selector,
         _check_selector,
     ),
-    MarkovHead: Spelling(
+    MarkovHead: HeadSchema(
         "DSpark",
         "dspark",
         {
@@ -162,18 +178,18 @@ SPELLINGS: dict[type[Head], Spelling] = {
         _check_markov,
     ),
     # speculators' "domino" fuses features layer by layer, as DFlare does.
-    DominoHead: Spelling("Domino", None, {}, _read_domino, _check_domino),
+    DominoHead: HeadSchema("Domino", None, {}, _read_domino, _check_domino),
 }
 
 
-def spelling_of(head: type[Head]) -> Spelling:
-    """How others write a head; a head without an entry is in our own files only."""
-    return SPELLINGS.get(head, Spelling(head.architecture))
+def schema_of(head: type[Head]) -> HeadSchema:
+    """How others write a head; a head without an entry is in this package's files only."""
+    return HEAD_SCHEMAS.get(head, HeadSchema(head.architecture))
 
 
-def spellings() -> list[Spelling]:
+def head_schemas() -> list[HeadSchema]:
     """Those of all heads that a drafter may have."""
-    return [spelling_of(head) for head in HEADS]
+    return [schema_of(head) for head in HEADS]
 
 
 def engine_method(config) -> str:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from dflash_hf.layouts.check import check_nested
-from dflash_hf.layouts.heads import SPELLINGS, UnknownHeadError, require, spellings
+from dflash_hf.layouts.heads import HEAD_SCHEMAS, UnknownHeadError, head_schemas, require
 from dflash_hf.modeling.configuration_dflash import nested_fields
 from dflash_hf.modeling.heads_dflash import Head
 
@@ -44,11 +44,17 @@ _LAYER_KEYS = (
 
 # Further keys with several places, and spellings: the first that is set is read.
 _READ_HERE = {
-    **{key: key for key in ("projector_type", "model_arch", "use_gemma_norm")},
-    **{key: key for key in ("use_confidence_head", "confidence_head_alpha")},
+    "projector_type": "projector_type",
+    "model_arch": "model_arch",
+    "use_gemma_norm": "use_gemma_norm",
+    "use_confidence_head": "use_confidence_head",
+    "confidence_head_alpha": "confidence_head_alpha",
     # Slot k of a block predicts the token at anchor + 1 + k.
-    **dict.fromkeys(("sample_from_anchor", "shift_label", "query_zero_predicts_next"), "sample_from_anchor"),
-    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), "rope_is_neox_style"),
+    "sample_from_anchor": "sample_from_anchor",
+    "shift_label": "sample_from_anchor",
+    "query_zero_predicts_next": "sample_from_anchor",
+    "rope_is_neox_style": "rope_is_neox_style",
+    "is_neox_style": "rope_is_neox_style",
 }
 
 # Applied in this order to every tensor name.
@@ -64,10 +70,10 @@ _TENSOR_NAMES = {
 _ROTARY = r"(?:^|\.)rotary_emb\."
 
 
-class Dialect(NamedTuple):
+class SourceLayout(NamedTuple):
     """How one project writes a drafter, if not in the published layout."""
 
-    matches: Callable[[dict], bool]  # whether a `config.json` is in this dialect
+    matches: Callable[[dict], bool]  # whether a `config.json` is in this layout
     read: Callable[[dict], dict]  # converts its keys to the published keys
     copies: str = "$^"  # tensors (a regular expression) that copy the target's and are not loaded
 
@@ -116,9 +122,9 @@ def is_drafter_config(config: dict) -> bool:
     Whether a `config.json` is that of a DFlash drafter or of a head of its family. Published files say
     `model_type: qwen3`, like many targets, so the model type is ignored.
     """
-    names = config.get("architectures")
-    names = names if isinstance(names, list) else []
-    names = [*names, config.get("speculators_model_type")]
+    architectures = config.get("architectures")
+    names = list(architectures) if isinstance(architectures, list) else []
+    names.append(config.get("speculators_model_type"))
     families = re.compile("|".join(("MuseGlimmerAssistant", *_families())), re.IGNORECASE)
     return "dflash_config" in config or any(isinstance(name, str) and families.search(name) for name in names)
 
@@ -131,16 +137,16 @@ def canonical_config(config: dict) -> dict:
         `UnknownHeadError`: a drafter of another method, or with another head.
     """
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
-    config = _lifted(config)
-    _refuse_others(config)
+    config = _lift_nested_keys(config)
+    _refuse_other_methods(config)
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
-    for spelling in spellings():
-        config = spelling.read(config)
-    for name, dialect in DIALECTS.items():
-        if dialect.matches(config):
-            config = {**dialect.read(config), "source_layout": name}
-            break
+    for schema in head_schemas():
+        config = schema.read(config)
+    for name, layout in SOURCE_LAYOUTS.items():
+        if layout.matches(config):
+            config = {**layout.read(config), "source_layout": name}
+            break  # the first that recognises the file alone
     # Entry 0 of `hidden_states` is the embedding, so these ids are one higher.
     for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = config.pop(key, None)
@@ -148,13 +154,16 @@ def canonical_config(config: dict) -> dict:
             numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
             require(numbers, "a list of layer numbers counted from 1; 0 is the embedding", **{key: ids})
             config["target_layer_ids"] = [i - 1 for i in ids]
-    config["rope_parameters"] = _one_rope(config.get("rope_parameters"), config.get("layer_types"))
+    config["rope_parameters"] = _shared_rope(config.get("rope_parameters"), config.get("layer_types"))
     return config
 
 
 def tensor_names() -> dict[str, str]:
     """Renamings to the published names, of all layouts, then of the heads, as `key_mapping` of `from_pretrained`."""
-    return {**_TENSOR_NAMES, **{pattern: name for one in spellings() for pattern, name in one.tensor_names.items()}}
+    names = dict(_TENSOR_NAMES)
+    for schema in head_schemas():
+        names |= schema.tensor_names
+    return names
 
 
 def canonical_name(name: str, names: dict[str, str] | None = None) -> str:
@@ -175,35 +184,36 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
     """
     if re.search(_ROTARY, name):
         return True
-    if source_layout not in DIALECTS or (own_head and name in ("lm_head.weight", "d2t")):
+    if source_layout not in SOURCE_LAYOUTS or (own_head and name in ("lm_head.weight", "d2t")):
         return False
-    return re.search(DIALECTS[source_layout].copies, name) is not None
+    return re.search(SOURCE_LAYOUTS[source_layout].copies, name) is not None
 
 
 def _families() -> list[str]:
-    return [spelling.family for spelling in (SPELLINGS[Head], *spellings())]
+    """Names of the drafters that are read, the plain drafter's first."""
+    return [schema.family for schema in (HEAD_SCHEMAS[Head], *head_schemas())]
 
 
-def _refuse_others(config: dict) -> None:
+def _refuse_other_methods(config: dict) -> None:
     """
     Other methods of drafting by the names that they give themselves: some have a plain drafter's tensors. Layers of
     another kind have tensors without a place, which are refused when the weights are read.
     """
     families = "|".join(_families())
-    kinds = [spelling.speculators_model_type for spelling in (SPELLINGS[Head], *spellings())]
+    kinds = [schema.speculators_model_type for schema in (HEAD_SCHEMAS[Head], *head_schemas())]
     # Any target's name may come first, but that of Gemma 4, whose drafters have its own layers.
-    named = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
-    plain = "|".join(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # says nothing of the method
-    read = {
-        "architectures": f"{named}|MuseGlimmerAssistantModel|{plain}",
+    drafters = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
+    targets = "|".join(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # says nothing of the method
+    accepted = {
+        "architectures": f"{drafters}|MuseGlimmerAssistantModel|{targets}",
         "projector_type": f"{families}|causal_v5",
         "model_arch": families,
         "speculators_model_type": "|".join(filter(None, kinds)),
     }
-    for key, names in read.items():
-        said = config.get(key) or []
-        for name in said if isinstance(said, list) else [said]:
-            if not re.fullmatch(names, str(name), re.IGNORECASE):
+    for key, pattern in accepted.items():
+        value = config.get(key) or []
+        for name in value if isinstance(value, list) else [value]:
+            if not re.fullmatch(pattern, str(name), re.IGNORECASE):
                 raise UnknownHeadError(
                     f"{key}={name!r} cannot be loaded here: the drafters that are read are {', '.join(_families())}. "
                     "Decode with the code that it was published with, or train a drafter for its target."
@@ -214,9 +224,9 @@ def _refuse_others(config: dict) -> None:
 
 def _defaults(model_type: str, keys: tuple[str, ...]) -> dict:
     """What transformers' configuration of a type says where a file says nothing."""
-    theirs = CONFIG_MAPPING[model_type]()
-    result = {key: getattr(theirs, key) for key in keys if getattr(theirs, key, None) is not None}
-    return {**result, "rope_theta": theirs.rope_parameters["rope_theta"]}
+    default = CONFIG_MAPPING[model_type]()
+    result = {key: getattr(default, key) for key in keys if getattr(default, key, None) is not None}
+    return {**result, "rope_theta": default.rope_parameters["rope_theta"]}
 
 
 def _from_speculators(config: dict) -> dict:
@@ -247,7 +257,7 @@ def _from_speculators(config: dict) -> dict:
     result |= {key: value for key, value in config.items() if key not in ignored}
     result.setdefault("block_size", 8)
     result.setdefault("draft_vocab_size", 32000)
-    return _whole_heads(result)
+    return _rotate_whole_heads(result)
 
 
 def _from_muse(config: dict) -> dict:
@@ -264,85 +274,96 @@ def _from_muse(config: dict) -> dict:
     return result
 
 
-def _counts_taps(config: dict) -> bool:
+def _counts_features(config: dict) -> bool:
     """Whether `num_target_layers` counts the features instead of the target's layers: then an id exceeds it."""
-    ids, taps = config.get("target_layer_ids"), config.get("num_target_layers")
+    ids = config.get("target_layer_ids")
+    number = config.get("num_target_layers")
     integers = isinstance(ids, list) and all(type(i) is int for i in ids)
-    return config.get("model_type") == "dflash" and integers and len(ids) == taps and max(ids, default=-1) >= taps
+    return config.get("model_type") == "dflash" and integers and len(ids) == number and max(ids, default=-1) >= number
 
 
 def _from_torchspec(config: dict) -> dict:
     """`num_target_layers` is the number of features; the target's depth has a separate key, if any."""
     result = {**_TORCHSPEC, **config}
-    taps, depth = result["num_target_layers"], result.pop("target_num_hidden_layers", None)
+    num_features = result["num_target_layers"]
+    depth = result.pop("target_num_hidden_layers", None)
     result["num_target_layers"] = depth
-    if result.get("target_layer_ids") is None and type(taps) is int and type(depth) is int and 0 < taps <= depth:
-        result["target_layer_ids"] = default_target_layer_ids(depth, taps)
+    are_integers = type(num_features) is int and type(depth) is int
+    if result.get("target_layer_ids") is None and are_integers and 0 < num_features <= depth:
+        result["target_layer_ids"] = default_target_layer_ids(depth, num_features)
     return result
 
 
-def _lifted(config: dict) -> dict:
+def _lift_nested_keys(config: dict) -> dict:
     """
     A file with the keys of its `dflash_config` that are read here, or have a field, at the top level, where they win;
     a null says nothing. Unknown keys stay nested, and those that do not win over the top level (`causal`).
     """
     nested = {} if config.get("dflash_config") is None else config["dflash_config"]
     check_nested(nested)
-    known = {**nested_fields(), **_READ_HERE}
-    kept = {key: value for key, value in nested.items() if key not in known}
+    lifted_keys = {**nested_fields(), **_READ_HERE}
+    stays_nested = {key: value for key, value in nested.items() if key not in lifted_keys}
     lifted = {key: value for key, value in config.items() if key not in _READ_HERE}
-    for part, names in ((config, _READ_HERE), (nested, known)):
-        lifted |= {name: part[key] for key, name in reversed(names.items()) if part.get(key) is not None}
-    return {**lifted, "dflash_config": kept}
+    # Nested keys come after those at the top level, and a key's first spelling after its others: the last one wins.
+    for table, names in ((config, _READ_HERE), (nested, lifted_keys)):
+        for key, name in reversed(names.items()):
+            if table.get(key) is not None:
+                lifted[name] = table[key]
+    return {**lifted, "dflash_config": stays_nested}
 
 
-def _one_rope(rope, layer_types):
+def _shared_rope(rope, layer_types):
     """The one of several tables by layer type that a drafter's layers share; tables of absent types are ignored."""
     kinds = {"full_attention", "sliding_attention"}
     if not isinstance(rope, dict) or not rope or set(rope) - kinds:
         return rope
-    has = layer_types if isinstance(layer_types, list) and set(rope) & set(map(str, layer_types)) else rope
-    tables = [table for kind, table in rope.items() if kind in has]
+    present = rope
+    if isinstance(layer_types, list) and set(rope) & set(map(str, layer_types)):
+        present = layer_types
+    tables = [table for kind, table in rope.items() if kind in present]
     require(all(table == tables[0] for table in tables), "the same table for each layer type", rope_parameters=rope)
     return tables[0]
 
 
-def _whole_heads(config: dict) -> dict:
+def _rotate_whole_heads(config: dict) -> dict:
     """
     Drop `partial_rotary_factor`, which is the target's: Qwen3's rotary module, with which these drafters are trained,
     rotates whole heads whatever the key says.
     """
 
-    def without(table: dict) -> dict:
-        kept = {key: value for key, value in table.items() if key != "partial_rotary_factor"}
-        return {key: without(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    def without_factor(table: dict) -> dict:
+        result = {}
+        for key, value in table.items():
+            if key != "partial_rotary_factor":
+                result[key] = without_factor(value) if isinstance(value, dict) else value
+        return result
 
-    whole = without(config)
-    if whole != config:
+    result = without_factor(config)
+    if result != config:
         logger.warning_once(
             "partial_rotary_factor is ignored: it was copied from the target's configuration, but drafters of this "
             "layout are trained with whole heads rotated, whatever it says."
         )
-    return whole
+    return result
 
 
-# The first dialect that recognises a file reads it.
-DIALECTS = {
-    "speculators": Dialect(
+# The first layout that recognises a file reads it.
+SOURCE_LAYOUTS = {
+    "speculators": SourceLayout(
         lambda config: "speculators_model_type" in config or "transformer_layer_config" in config,
         _from_speculators,
         r"^(?:embed_tokens\.|lm_head\.weight$|verifier_|t2d$|d2t$)",
     ),
-    "muse": Dialect(lambda config: config.get("architectures") == ["MuseGlimmerAssistantModel"], _from_muse),
-    "torchspec": Dialect(
-        lambda config: "target_num_hidden_layers" in config or _counts_taps(config),
+    "muse": SourceLayout(lambda config: config.get("architectures") == ["MuseGlimmerAssistantModel"], _from_muse),
+    "torchspec": SourceLayout(
+        lambda config: "target_num_hidden_layers" in config or _counts_features(config),
         _from_torchspec,
         r"^embed_tokens\.",
     ),
-    "with copies": Dialect(
+    "with copies": SourceLayout(
         lambda config: config.get("source_layout") == "with copies",  # as set by its head
-        lambda config: config if "rope_dim" in str(config.get("rope_parameters")) else _whole_heads(config),
+        lambda config: config if "rope_dim" in str(config.get("rope_parameters")) else _rotate_whole_heads(config),
         r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
     ),
-    "automodel": Dialect(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _whole_heads),
+    "automodel": SourceLayout(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _rotate_whole_heads),
 }

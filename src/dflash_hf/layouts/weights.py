@@ -57,6 +57,8 @@ def check_quantization_is_read(name: str, config) -> bool:
 
 def check_weights_are_loaded(name: str, model) -> None:
     """
+    Check that upstream's quantisers left plain weights in all layers.
+
     Raises:
         `ValueError`: a plain layer of a quantised checkpoint holds numbers that are no weights.
     """
@@ -111,9 +113,10 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
             raise ValueError(f"{index} names {name!r}, which is not a safetensors file next to it.")
-        files.append(find(name))
-        if files[-1] is None:
+        path = find(name)
+        if path is None:
             raise OSError(f"{index} names {name}, which is missing; download it again.")
+        files.append(path)
     return files
 
 
@@ -129,7 +132,8 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
         return None
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        embedding, token = stored["embedding"].reshape(-1), int(stored.get("mask_token_id", config.mask_token_id))
+        embedding = stored["embedding"].reshape(-1)
+        token = int(stored.get("mask_token_id", config.mask_token_id))
     except Exception as error:  # torch's loader fails in many ways on other files
         raise ValueError(f"{path} must hold {{'embedding', 'mask_token_id'}}: {error!r}") from error
     if embedding.shape != (config.hidden_size,) or not embedding.is_floating_point() or token != config.mask_token_id:
@@ -149,8 +153,11 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            tensors = {}
+            for name in file.keys():
+                tensor = file.get_slice(name)
+                tensors[name] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+            return tensors
     except (SafetensorError, OverflowError) as error:  # holes, overlaps, wrong lengths and forged headers
         raise ValueError(f"{path} is damaged: {error}; download or write it again.") from error
 
@@ -160,7 +167,10 @@ def has_own_table(files: list[str], config, names: dict[str, str]) -> bool:
     name = "embed_tokens.weight"
     if config.vocab_size is None or is_left_out(name, config.source_layout, config.has_own_head):
         return False
-    return any(canonical_name(one, names) == name for path in files for one in read_header(path))
+    for path in files:
+        if any(canonical_name(stored, names) == name for stored in read_header(path)):
+            return True
+    return False
 
 
 def check_checkpoint(
@@ -179,19 +189,21 @@ def check_checkpoint(
         `ValueError`: names the tensor that is missing, unexpected, duplicated, or of the wrong shape or dtype.
     """
     # 1. The files' tensors, by published names.
-    found, sources = {}, {}
+    stored = {}  # dtype and shape, by published name
+    sources = {}  # names in the files, by published name
     for path in files:
         tensors = read_header(path)
         for name in tensors:
             canonical = canonical_name(name, names)
             if is_left_out(canonical, config.source_layout, config.has_own_head):
                 continue
-            if canonical in found:
+            if canonical in stored:
                 raise ValueError(f"{path}: tensors {sources[canonical]} and {name} are both {canonical}; remove one.")
-            found[canonical], sources[canonical] = tensors[name], name
+            stored[canonical] = tensors[name]
+            sources[canonical] = name
 
     # 2. The model's tensors. A wrong number of layers is detected first, before that many layers are built.
-    layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
+    layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
     where = files[0] if len(files) == 1 else os.path.dirname(files[0])
     if len(layers) < config.num_hidden_layers:
         raise ValueError(
@@ -203,25 +215,27 @@ def check_checkpoint(
 
     # 3. The difference.
     problems = {
-        "missing keys": [name for name in wanted if name not in found and name not in beside],
-        "unexpected keys": [sources[name] for name in found if name not in wanted],
+        "missing keys": [name for name in wanted if name not in stored and name not in beside],
+        "unexpected keys": [sources[name] for name in stored if name not in wanted],
         "mismatched keys": [
-            f"{sources[name]} has shape {list(found[name][1])} instead of {list(tensor.shape)}"
+            f"{sources[name]} has shape {list(stored[name][1])} instead of {list(tensor.shape)}"
             for name, tensor in wanted.items()
-            if name in found and found[name][1] != tuple(tensor.shape)
+            if name in stored and stored[name][1] != tuple(tensor.shape)
         ],
     }
     for problem, keys in problems.items():
         if keys:
             named = f"{', '.join(keys[:5])} ({len(keys)} in all)"
             raise ValueError(f"{where}: {problem}: {named}; load the weights that belong to this config.json.")
-    for name in found:
-        tensor = wanted[name]
-        allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)
-        if found[name][0] not in allowed and tensor.is_floating_point():
+    for name, (dtype, _) in stored.items():
+        is_weight = wanted[name].is_floating_point()
+        allowed = _WEIGHTS if is_weight else ("I64",)
+        if dtype in allowed:
+            continue
+        message = f"{where}: tensor {sources[name]} has dtype {dtype}, not one of {allowed}"
+        if is_weight:
             raise ValueError(
-                f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}: it is quantised, "
-                "but config.json has no quantization_config that says how; load the weights in bf16."
+                f"{message}: it is quantised, but config.json has no quantization_config that says how; load the "
+                "weights in bf16."
             )
-        if found[name][0] not in allowed:
-            raise ValueError(f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}.")
+        raise ValueError(f"{message}.")
