@@ -29,7 +29,7 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf and `doctor.py`, and which others each may import; all may import the ground floor. Of
+# The folders of src/dflash_hf, and which others each may import; all may import the ground floor. Of
 # the other files only `cli` imports a wing.
 GROUND = {"decoding", "layouts"}
 WINGS: dict[str, set[str]] = {
@@ -344,7 +344,7 @@ def test_file_keeps_the_rule(rule):
 
 
 def test_wings_have_an_order():
-    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS) - {"doctor"}
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS)
     graphlib.TopologicalSorter(WINGS).prepare()  # raises where there is a circle
 
 

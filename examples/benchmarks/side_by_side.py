@@ -31,7 +31,7 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.convert import convert
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.evaluation.measure import EvalReport, evaluate, now, ways_of
+from dflash_hf.evaluation.measure import EvalReport, drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
     AUTO,
     COMPILED,
@@ -174,7 +174,7 @@ def bench(
         try:
             with native_oracle(texts, prompts):
                 report = evaluate(
-                    target, drafter, prompts, max_new_tokens, runs, ours, others=others, tree_nodes=tree_nodes
+                    target, drafter, prompts, max_new_tokens, runs, ours, other_methods=others, tree_nodes=tree_nodes
                 )
         finally:
             if server is not None:
@@ -182,7 +182,9 @@ def bench(
     # The prompt with the longest answer, of which the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    drafters = {name: way for name, way in ways_of(drafter, tree_nodes).items() if name in report.methods}
+    drafters = {
+        name: variant for name, variant in drafters_of_methods(drafter, tree_nodes).items() if name in report.methods
+    }
     packed = TARGET_PACKED in methods
     rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau, packed)
     report.setting.update(

@@ -52,7 +52,7 @@ def main():
         return decode
 
     others = {f"{nodes} nodes": way(nodes) for nodes in arguments.nodes}
-    report = evaluate(pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), others=others)
+    report = evaluate(pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), other_methods=others)
     blocks = report.methods[DFLASH]
     lines = [
         f"The pair of `make demo`, {arguments.prompts} held-out requests, greedy, fp32, eager; blocks of "

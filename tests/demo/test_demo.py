@@ -41,8 +41,8 @@ def test_requests_were_not_trained_on():
 def test_every_way_of_decoding_in_turn(pair, tmp_path):
     lines = []
     report = demo.run_demo(pair, demo.requests(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
-    alone, ours = {"target", "target_packed"}, {"dflash", "dflash_auto"}
-    assert report.lossless and set(report.methods) == alone | ours
+    assert report.lossless
+    assert set(report.methods) == {"target", "target_packed", "dflash", "dflash_auto"}
     text = "\n".join(lines)
     for part in ("compare   3 requests", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
         assert part in text, part
@@ -66,14 +66,16 @@ def test_answers_of_one_token(pair):
     assert demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lambda line: None).lossless
 
 
-@pytest.mark.parametrize("apart", [(0, 1), (0, 1, 2)])
-def test_the_sample_is_what_was_drafted(apart, pair, tmp_path, monkeypatch):
+@pytest.mark.parametrize("diverging", [(0, 1), (0, 1, 2)])
+def test_the_sample_is_what_was_drafted(diverging, pair, tmp_path, monkeypatch):
     """After a near-tie the marks were another text's; after one that ended the answer, nothing was saved."""
-    rows, lines, evaluate = demo.requests(3), [], demo.evaluate
+    rows = demo.requests(3)
+    lines = []
+    evaluate = demo.evaluate
 
     def parting(*args, **options):
         report = evaluate(*args, **options)
-        for i in apart:
+        for i in diverging:
             report.acceptance_lengths[i] = [1]
             report.divergences.append(Divergence(DFLASH, i, 2, own=5, other=-1, verdict=NEAR_TIE))
         return report
@@ -81,7 +83,7 @@ def test_the_sample_is_what_was_drafted(apart, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "evaluate", parting)
     demo.run_demo(pair, rows, max_new_tokens=12, output=tmp_path, say=lines.append)
     shown = [i for i, row in enumerate(rows) if row["messages"][-1]["content"].splitlines()[0] in lines]
-    assert shown == [i for i in range(3) if i not in apart]
+    assert shown == [i for i in range(3) if i not in diverging]
     assert json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))["acceptance_lengths"][0] == [1]
 
 

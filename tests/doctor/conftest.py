@@ -3,7 +3,7 @@
 import pytest
 from support.chat_pair import chat_tokenizer, train_chat_draft, train_chat_target
 
-from dflash_hf import doctor
+from dflash_hf.doctor import case
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +17,16 @@ def chat_pair(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def answers():
-    generate, known = doctor.generate_responses, {}
+    generate = case.generate_responses
+    answers_of = {}
 
-    def once(target, prompts, *settings):
-        key = (target, str(prompts), settings[0])
-        if key not in known:
-            known[key] = generate(target, prompts, *settings)
-        return known[key]
+    def generate_once(target, prompts, *settings):
+        max_new_tokens = settings[0]
+        key = (target, str(prompts), max_new_tokens)
+        if key not in answers_of:
+            answers_of[key] = generate(target, prompts, *settings)
+        return answers_of[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "generate_responses", once)
+        patch.setattr(case, "generate_responses", generate_once)
         yield

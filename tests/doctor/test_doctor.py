@@ -21,7 +21,7 @@ def pair(chat_pair, tmp_path_factory):
     config = DFlashDraftConfig.from_pretrained(folder / "draft")
     config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
     config.save_pretrained(folder / "draft")
-    lines = [json.dumps({"prompt": said}) + "\n" for said in requests(16, seed=9)]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in requests(16, seed=9)]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 
@@ -44,10 +44,10 @@ def test_the_remedy_helps(pair, capsys):
     assert "likeliest cause" in printed.err and facts["cause"]["remedy"] in printed.err
     assert len(facts["tried"]) > 10
 
-    said = facts["cause"]["remedy"].removeprefix("write ").removesuffix(" into the drafter's config.json")
+    fields = facts["cause"]["remedy"].removeprefix("write ").removesuffix(" into the drafter's config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for table in (config, config["dflash_config"]):
-        table |= json.loads(f"{{{said}}}")
+        table |= json.loads(f"{{{fields}}}")
     path.write_text(json.dumps(config), encoding="utf-8")
     assert config["mask_token_id"] == json.loads(good)["mask_token_id"]
     code, printed = doctor(pair, capsys)
@@ -64,7 +64,7 @@ def test_another_template_is_noticed(pair, capsys, tmp_path):
 
 def test_a_benchmark_is_read_by_its_name(pair, capsys, monkeypatch):
     """`eval` knew it, and `doctor` took it for a dataset."""
-    rows = [{"prompt": [said, said]} for said in requests(2, seed=9)]
+    rows = [{"prompt": [prompt, prompt]} for prompt in requests(2, seed=9)]
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda *_, **__: rows)
     code, printed = doctor(pair, capsys, "--data", "mt-bench", "--prompts", "2", "--json")
     assert code in (0, 1) and len(json.loads(printed.out)["tried"]) > 10
@@ -80,5 +80,5 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
 
 def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
-    code, said = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
-    assert code == 1 and "Row 1 of the prompts: all of its columns are null" in said.err
+    code, printed = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
+    assert code == 1 and "Row 1 of the prompts: all of its columns are null" in printed.err

@@ -17,6 +17,7 @@ from dflash_hf.doctor import (
     Experiment,
     Result,
     Text,
+    TextCounts,
     Training,
     diagnose,
     likeliest,
@@ -30,18 +31,18 @@ from dflash_hf.responses import generate_one
 def case(chat_pair):
     """The good pair; faults change it."""
     target, draft, tokenizer = chat_pair
-    rows = [{"prompt": said} for said in requests(64, seed=9)]
+    rows = [{"prompt": prompt} for prompt in requests(64, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
     return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
 def test_on_the_good_pair_nothing_is_named(case):
-    found = diagnose(case)
-    assert found.cause is None and found.as_given.tau > 2.5
-    assert "none of these" in "\n".join(found.lines())
-    assert found.facts()["cause"] is None
+    diagnosis = diagnose(case)
+    assert diagnosis.cause is None and diagnosis.as_given.tau > 2.5
+    assert "none of these" in "\n".join(diagnosis.lines())
+    assert diagnosis.facts()["cause"] is None
     # A mask token that the target writes or reads would be taken for a token.
-    names = [one.experiment.name for one in found.results]
+    names = [result.experiment.name for result in diagnosis.results]
     assert not [name for name in names if name.startswith((f"mask id {END} ", f"mask id {START} "))]
 
 
@@ -49,22 +50,26 @@ def test_on_the_good_pair_nothing_is_named(case):
 def test_each_fault_is_named(fault, case, tmp_path):
     case.rows = case.rows[:40]  # all are named with 32 already
     fault(case, folder=tmp_path)
-    found = diagnose(case)
-    assert found.cause is not None and found.cause.key == FAULTS[fault], "\n".join(found.lines())
-    assert f"remedy            {found.cause.remedy}" in found.lines()[:6]
+    diagnosis = diagnose(case)
+    assert diagnosis.cause is not None and diagnosis.cause.key == FAULTS[fault], "\n".join(diagnosis.lines())
+    assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
 def test_what_is_counted_is_what_decoding_accepts(case):
     """Block by block: teacher-forced accuracy that serving does not have is no use."""
-    lengths, texts = [], []
+    acceptance_lengths = []
+    texts = []
     for prompt in case.prompts[:8]:
         options = {"assistant_model": in_blocks(case.draft), "do_sample": False, "max_new_tokens": 40}
         output = generate_one(case.target, prompt, **options)
-        lengths.append(output.acceptance_lengths[0][:-1])  # the end of the text cuts the last block short
-        starts = torch.tensor([0, *lengths[-1][:-1]]).cumsum(0) + len(prompt)
+        lengths = output.acceptance_lengths[0][:-1]  # the end of the text cuts the last block short
+        acceptance_lengths.append(lengths)
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0) + len(prompt)
         texts.append(Text(output.sequences, starts[None]))
     (counts,) = measure(case.target, case.draft, texts, [Experiment()])
-    assert [(accepted, n) for accepted, _, n in counts.texts] == [(sum(one) - len(one), len(one)) for one in lengths]
+    accepted = [sum(lengths) - len(lengths) for lengths in acceptance_lengths]  # without the bonus tokens
+    assert [text.accepted for text in counts.texts] == accepted
+    assert [text.blocks for text in counts.texts] == [len(lengths) for lengths in acceptance_lengths]
     assert counts.blocks > 30
 
 
@@ -76,15 +81,17 @@ def test_a_damaged_target_is_told_from_other_ids(case):
             layer.mlp.down_proj.weight.mul_(-8.0)
 
     other_target(case, spoil)
-    found = diagnose(case)
-    assert found.loss > found.guess and found.cause.key == "base" and "fits the base" in found.cause.cause
-    assert f"remedy            {found.cause.remedy}" in found.lines()[:6]
+    diagnosis = diagnose(case)
+    assert (
+        diagnosis.loss > diagnosis.guess and diagnosis.cause.key == "base" and "fits the base" in diagnosis.cause.cause
+    )
+    assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
 def test_likelihood_knows_a_fault_that_costs_little(case):
     """Without later masks in sight this drafter loses a tenth of a token, which 64 texts hardly tell from chance."""
     causal(case)
-    (tried,) = [one for one in diagnose(case).facts()["tried"] if one["key"] == "causal"]
+    (tried,) = [change for change in diagnose(case).facts()["tried"] if change["key"] == "causal"]
     assert tried["name"] == "bidirectional blocks" and tried["nats"] > 0.1
     # 1.5 times as far on one processor and 1.37 on another, for which the pair was trained with other roundings.
     assert tried["nats_standard_errors"] > 1.25 * tried["standard_errors"] > 3
@@ -94,11 +101,12 @@ def test_rows_learned_by_heart_are_named(case):
     """56 passes over 60 rows gave tau 3.95 there and 1.26 elsewhere, and the doctor advised more training."""
     case.rows = case.rows[:8]
     case.training = Training(rows=60, passes=56.5, tau=9.0)
-    found = diagnose(case)
+    diagnosis = diagnose(case)
     assert (
-        found.cause.key == "by_heart" and "60 rows were learned by heart, in 56 passes: tau 9.00" in found.cause.cause
+        diagnosis.cause.key == "by_heart"
+        and "60 rows were learned by heart, in 56 passes: tau 9.00" in diagnosis.cause.cause
     )
-    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, found.as_given.tau), Training(9000, 56.5, 9.0)):
+    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, diagnosis.as_given.tau), Training(9000, 56.5, 9.0)):
         case.training = other
         assert diagnose(case).cause is None, other
 
@@ -119,10 +127,10 @@ def test_changes_of_nothing_are_one_line():
     """A dozen rows of +0.00 stood before the remedy."""
 
     def counts(more):
-        return Counts([(10 + i % 3 + more, [], 10) for i in range(12)])
+        return Counts([TextCounts(10 + i % 3 + more, [], 10) for i in range(12)])
 
     results = [Result(Experiment(f"change {more}"), counts(0), counts(more)) for more in (0, 0, 3)]
-    results.append(Result(Experiment("raw"), counts(0), Counts([(0, [], 0)])))
+    results.append(Result(Experiment("raw"), counts(0), Counts([TextCounts(0, [], 0)])))
     lines = Diagnosis(counts(0), results, results[2].experiment, 1.0, 2.0, []).lines()
     assert lines[-1] == "no difference     change 0, change 0, raw (no text)"
     assert [line.startswith("change") for line in lines].count(True) == 1
@@ -133,7 +141,7 @@ def test_smallest_of_like_changes_is_the_cause():
     """In the order of the table, which begins with the smallest."""
 
     def counts(more):
-        return Counts([(10 + i % 3 + more, [], 10) for i in range(12)])
+        return Counts([TextCounts(10 + i % 3 + more, [], 10) for i in range(12)])
 
     results = [Result(Experiment(str(more)), counts(0), counts(more)) for more in (3, 19, 20)]
     assert likeliest(results).experiment.name == "19"
@@ -142,6 +150,6 @@ def test_smallest_of_like_changes_is_the_cause():
 def test_prompt_of_unknown_ids_has_no_text():
     """Each of the others keeps its place."""
     prompts = [[5, 9, 11], [10**6], [7, 3]]
-    texts = Case(make_target(), None, [], None, max_new_tokens=8).answered(prompts)
+    texts = Case(make_target(), None, [], None, max_new_tokens=8).answer_prompts(prompts)
     assert texts[1] is None
     assert [texts[i].input_ids[0, : len(prompts[i])].tolist() for i in (0, 2)] == [prompts[0], prompts[2]]

@@ -118,7 +118,8 @@ def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
     for part in ("target alone, packed", "plain call", "whole blocks", "over packed", "draft trees       tau "):
         assert part in printed, part
     report = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
-    block, tree = (report["methods"][name] for name in ("dflash", "dflash_tree"))
+    block = report["methods"]["dflash"]
+    tree = report["methods"]["dflash_tree"]
     assert report["setting"]["tree_nodes"] == 9 and "target_packed" in report["methods"]
     assert block["tau"] == pytest.approx(report["summary"]["tau"]) and tree["equal"] == 1
     assert tree["target_forwards"] == 1 + round((tree["tokens"] - 1) / tree["tau"])

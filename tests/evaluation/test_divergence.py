@@ -54,7 +54,7 @@ def test_bf16_parts_at_near_ties_as_the_target_does_from_itself(bf16):
     report = evaluate(target, draft, PROMPTS, max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
     assert 0 < report.methods[DFLASH].equal < len(PROMPTS)  # else nothing is tested
     assert report.verdict() == NEAR_TIE and not report.is_wrong
-    assert all(one.gap <= 2 * report.rounding.size for one in report.divergences)
+    assert all(divergence.gap <= 2 * report.rounding.size for divergence in report.divergences)
     table = "\n".join(summary_lines(report))
     assert "differs at a near-tie" in table and "rounding moves two logits" in table and WRONG not in table
     again = EvalReport.from_json(report.to_json())
@@ -66,7 +66,8 @@ def test_bf16_parts_at_near_ties_as_the_target_does_from_itself(bf16):
 def test_one_token_too_many_is_wrong(dtype, monkeypatch):
     """Verification that accepts a draft unseen, now and then."""
     target, draft = pair(dtype)
-    original, rounds = Block.agree, []
+    original = Block.agree
+    rounds = []
 
     def careless(self, chosen):
         counts, path = original(self, chosen)
@@ -88,19 +89,21 @@ def test_a_token_that_rounding_cannot_have_chosen_is_wrong(bf16, rank):
     for prompt, answer, other in zip(PROMPTS, own, others):
         ids = torch.tensor([[*prompt, *answer[:10]]])
         other[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
-    found, rounding = judge(target, PROMPTS[:6], own, {"x": others}, 4)
-    assert len(found) == 6 and all(one.position == 10 for one in found)
-    for one in found:
-        gap = gap_at(target, [*PROMPTS[one.prompt], *own[one.prompt][:10]], one.own, one.other)
-        assert one.gap == gap and one.verdict == (WRONG if gap > 2 * rounding.size else NEAR_TIE)
-    assert any(one.verdict == WRONG for one in found)
+    divergences, rounding = judge(target, PROMPTS[:6], own, {"x": others}, 4)
+    assert [parting.position for parting in divergences] == [10] * 6
+    for parting in divergences:
+        text = [*PROMPTS[parting.prompt], *own[parting.prompt][:10]]
+        gap = gap_at(target, text, parting.own, parting.other)
+        assert parting.gap == gap and parting.verdict == (WRONG if gap > 2 * rounding.size else NEAR_TIE)
+    assert any(parting.verdict == WRONG for parting in divergences)
 
 
 def test_a_text_that_ends_elsewhere_is_wrong(bf16):
     target, _ = bf16
     own = plain(target, PROMPTS[:2], 12)
-    found, _ = judge(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
-    assert [(one.prompt, one.position, one.other, one.gap, one.verdict) for one in found] == [(0, 7, -1, None, WRONG)]
+    (parting,), _ = judge(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
+    assert (parting.prompt, parting.position, parting.other) == (0, 7, -1)
+    assert parting.gap is None and parting.verdict == WRONG
 
 
 def test_processors_of_the_target_count(bf16):
@@ -117,7 +120,8 @@ def test_a_way_that_the_target_cannot_take_is_no_rounding(bf16, monkeypatch):
     """A model that reads a block wrongly would excuse everything."""
     target, _ = bf16
     texts = list(zip(PROMPTS[:3], plain(target, PROMPTS[:3]), strict=True))
-    honest, original = measure_rounding(target, texts, 4), divergence._two_best
+    honest = measure_rounding(target, texts, 4)
+    original = divergence._two_best
 
     def garbled(target, ids, start, step, chosen=None):
         best, apart = original(target, ids, start, step, chosen)

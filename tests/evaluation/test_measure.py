@@ -45,7 +45,9 @@ def test_counts_agree_with_each_other(knowing):
     assert list(report.methods) == list(METHODS)
     for method in report.methods.values():
         assert len(method.runs) == 3 and method.tokens_per_second == sorted(method.runs)[1]
-    ratios = [ours / base for ours, base in zip(report.methods[DFLASH].runs, report.methods[TARGET].runs)]
+    dflash_runs = report.methods[DFLASH].runs
+    target_runs = report.methods[TARGET].runs
+    ratios = [speed / base for speed, base in zip(dflash_runs, target_runs, strict=True)]
     assert report.methods[DFLASH].speedup == sorted(ratios)[1]
     again = EvalReport.from_json(report.to_json())
     assert again == report and again.to_json() == report.to_json()
@@ -74,11 +76,11 @@ def test_the_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     assert len(products) > NEW and not len(packing_dflash._held)
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
     assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
-    ours = report.methods[DFLASH]
-    assert ours.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
-    assert ours.speedup_over_packed == pytest.approx(ours.speedup / report.methods[TARGET_PACKED].speedup)
+    dflash = report.methods[DFLASH]
+    assert dflash.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
+    assert dflash.speedup_over_packed == pytest.approx(dflash.speedup / report.methods[TARGET_PACKED].speedup)
     summary = json.loads(report.to_json())["summary"]
-    assert (summary["speedup"], summary["speedup_over"]) == (ours.speedup_over_packed, TARGET_PACKED)
+    assert (summary["speedup"], summary["speedup_over"]) == (dflash.speedup_over_packed, TARGET_PACKED)
     measured = CardFacts("a/b", report=json.loads(report.to_json()), evaluated_on="c/d")
     assert "speed-up, whole blocks over target alone, packed" in str(metadata(measured, "e/f"))
     table = summary_lines(report)
@@ -87,11 +89,12 @@ def test_the_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
 
 def test_compiled_rounds_are_warmed_up_last_and_on_every_prompt(pair, monkeypatch):
     """With `--compile` all drafters are compiled, whatever their methods are called."""
-    asked, generate_one = [], measure.generate_one
+    calls = []  # whether a drafter was given, and the prompt
+    generate_one = measure.generate_one
 
     def eagerly(target, prompt, **options):
         drafter = options.get("assistant_model")
-        asked.append((drafter is not None, prompt))
+        calls.append((drafter is not None, prompt))
         if drafter is not None:
             assert drafter.decoding_config.compile
             options["assistant_model"] = variant(drafter, compile=False)
@@ -101,8 +104,8 @@ def test_compiled_rounds_are_warmed_up_last_and_on_every_prompt(pair, monkeypatc
     target, draft = pair
     methods = (DFLASH, TARGET, AUTO, PROMPT_LOOKUP)
     report = evaluate(target, variant(draft, compile=True), PROMPTS, max_new_tokens=4, runs=1, methods=methods)
-    assert asked[:2] == [(False, PROMPTS[0])] * 2
-    assert asked[2:8] == [(True, prompt) for prompt in PROMPTS * 2]
+    assert calls[:2] == [(False, PROMPTS[0])] * 2
+    assert calls[2:8] == [(True, prompt) for prompt in PROMPTS * 2]
     assert [name for name, method in report.methods.items() if method.compiled] == [DFLASH, AUTO]
     assert any(line.startswith("compiling") for line in summary_lines(report))
 
@@ -116,7 +119,8 @@ def test_both_means_of_tau():
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
-    report, path = EvalReport({DFLASH: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4), tmp_path / "report.json"
+    report = EvalReport({DFLASH: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4)
+    path = tmp_path / "report.json"
     before = report.save(path).read_bytes()
 
     def full(self, text, **_):
@@ -133,7 +137,8 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
 def test_a_wrong_token_is_noticed(runs, pair, monkeypatch):
     """In whichever run it is."""
     target, draft = pair
-    original, spoiled_once = type(target).generate, []
+    original = type(target).generate
+    spoiled_once = []
 
     def spoiled(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
@@ -144,19 +149,22 @@ def test_a_wrong_token_is_noticed(runs, pair, monkeypatch):
 
     monkeypatch.setattr(type(target), "generate", spoiled)
     report = evaluate(target, draft, PROMPTS, max_new_tokens=8, runs=runs)
-    assert not report.lossless and [one.prompt for one in report.divergences] == [2]
+    assert not report.lossless and [divergence.prompt for divergence in report.divergences] == [2]
     assert report.methods[DFLASH].equal == len(PROMPTS) - 1
     assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
 
 
 def test_the_user_is_left_alone(pair):
     """Progress bars of transformers were switched off in the whole process, for one method that loads weights."""
-    (target, draft), bars = pair, []
-    before = torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()]
-    others = {"watching": lambda prompt: bars.append(logging.is_progress_bar_enabled()) or [5]}
-    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH), others=others)
+    target, draft = pair
+    bars = []
+    threads = torch.get_num_threads()
+    hooks = [len(module._forward_pre_hooks) for module in target.modules()]
+    watching = {"watching": lambda prompt: bars.append(logging.is_progress_bar_enabled()) or [5]}
+    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH), other_methods=watching)
     assert bars and all(bars)
-    assert before == (torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()])
+    assert torch.get_num_threads() == threads
+    assert [len(module._forward_pre_hooks) for module in target.modules()] == hooks
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,13 @@ def save_with_heads(folder, heads: int = 1) -> None:
         layer.mlp.experts.down_proj.mul_(0.03)
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    state, size = load_file(folder / "model.safetensors"), target.config.hidden_size
-    for name in [name for name in state if name.startswith(FIRST) and heads]:
-        silent = "o_proj" in name or "down_proj" in name
-        state[f"mtp.layers.0.{name.removeprefix(FIRST)}"] = state[name] * (not silent)
+    state = load_file(folder / "model.safetensors")
+    size = target.config.hidden_size
     if heads:
+        for name in [name for name in state if name.startswith(FIRST)]:
+            is_silent = "o_proj" in name or "down_proj" in name
+            weight = torch.zeros_like(state[name]) if is_silent else state[name].clone()
+            state[f"mtp.layers.0.{name.removeprefix(FIRST)}"] = weight
         state["mtp.fc.weight"] = torch.eye(size, 2 * size)  # of token and feature
         state |= {f"mtp.{name}.weight": torch.ones(size) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
         state["mtp.norm.weight"] = torch.ones(size)
@@ -58,7 +60,8 @@ def test_heads_stand_beside_the_drafter(packed, folder, tmp_path, capsys, packs_
     assert evaluate(folder, packed, "--output", tmp_path) == 0
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))
-    heads, whole = report["methods"]["mtp"], report["methods"]["dflash"]
+    heads = report["methods"]["mtp"]
+    whole = report["methods"]["dflash"]
     assert heads["equal"] == whole["equal"] == 2 and len(set(report["responses"][0])) > 5
     assert heads["tokens"] / 2 < heads["target_forwards"] < heads["tokens"]  # drafts were accepted, and rejected
     assert f"multi-token prediction{heads['tokens_per_second']:17.0f}" in printed

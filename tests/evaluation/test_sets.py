@@ -36,7 +36,8 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("pair"), make_tokenizer(THINKING)
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = make_tokenizer(THINKING)
     target = make_target(vocab_size=len(tokenizer) + 1)
     target.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -167,19 +168,19 @@ def test_two_reports_are_compared(pair, tmp_path, capsys):
 def test_the_error_of_a_difference_of_means():
     """Against the spread of the difference over samples of texts."""
     random = torch.Generator().manual_seed(0)
-    gains, errors = [], []
+    gains = []
+    errors = []
     for _ in range(400):
-        blocks, common = torch.randint(5, 20, (30,), generator=random), torch.rand(30, generator=random)
-        sums = [
-            [
-                (int(n * 3 * level) + int(torch.randint(0, 4, (), generator=random)), int(n))
-                for n, level in zip(blocks, common)
-            ]
-            for _ in range(2)
-        ]
-        gain, t = mean_difference(*sums)
+        blocks = torch.randint(5, 20, (30,), generator=random).tolist()
+        levels = torch.rand(30, generator=random).tolist()  # how predictable each text is, in both measurements
+
+        def draw_accepted(blocks=blocks, levels=levels):
+            noise = [int(torch.randint(0, 4, (), generator=random)) for _ in blocks]
+            return [(int(n * 3 * level) + extra, n) for n, level, extra in zip(blocks, levels, noise, strict=True)]
+
+        gain, standard_errors = mean_difference(draw_accepted(), draw_accepted())
         gains.append(gain)
-        errors.append(gain / t if t else 0.0)
+        errors.append(gain / standard_errors if standard_errors else 0.0)
     assert statistics.stdev(gains) == pytest.approx(statistics.fmean(errors), rel=0.15)
     assert mean_difference([(0, 0)], [(3, 1)]) == (0.0, 0.0)
     assert mean_difference([(10, 4)], [(12, 4)]) == (0.5, 0.0)  # it was infinitely more than chance
@@ -198,6 +199,7 @@ def test_a_gain_without_variance_is_json(tmp_path, capsys):
 
 def test_reports_of_unknown_prompts_are_not_paired(tmp_path):
     """Those of 0.1 have no digest of their prompts."""
-    methods, lines = {DFLASH: MethodReport(1.0, 1.0, [1.0], 6, 6, 2)}, []
+    methods = {DFLASH: MethodReport(1.0, 1.0, [1.0], 6, 6, 2)}
+    lines = []
     paths = [EvalReport(methods, [[2] * 3] * 2, [[0], [0]], 4).save(tmp_path / name) for name in "ab"]
     assert "gain" not in compare(*paths, lines.append) and lines

@@ -162,7 +162,8 @@ BAD += [
 
 @pytest.fixture(scope="module")
 def served(folder):
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     server = Server(target, tokenizer, None, "one", lambda line: None)
     yield server.app(), target, tokenizer
     server.decoder.stop()
@@ -187,21 +188,26 @@ def test_what_clients_send_is_answered(name, served):
         and not (body.get("temperature") is None or body["temperature"] > 1 or body.get("tools"))
     ):
         messages = [
-            {key: value for key, value in one.items() if key in ("role", "content")} for one in body["messages"]
+            {key: value for key, value in message.items() if key in ("role", "content")}
+            for message in body["messages"]
         ]
         if "turns" in name:
             return
         ids = chat_ids(tokenizer, messages)
         limit = body.get("max_tokens", -1)
-        count = 256 - ids["input_ids"].shape[1]
-        count = min(count, limit if limit is not None and limit > 0 else (1024 if limit is None else count))
+        count = 256 - ids["input_ids"].shape[1]  # what the context has room for
+        if limit is None:
+            count = min(count, 1024)
+        elif limit > 0:
+            count = min(count, limit)
         own = target.generate(**ids, max_new_tokens=count, do_sample=False)[0, ids["input_ids"].shape[1] :]
         if body.get("stream"):
             events = [json.loads(event[6:]) for event in text.strip().split("\n\n")[:-1]]
-            found = "".join(c["delta"].get("content") or "" for event in events for c in event["choices"])
+            choices = [choice for event in events for choice in event["choices"]]
+            answer = "".join(choice["delta"].get("content") or "" for choice in choices)
         else:
-            found = json.loads(text)["choices"][0]["message"]["content"]
-        assert found == tokenizer.decode(own, skip_special_tokens=True)
+            answer = json.loads(text)["choices"][0]["message"]["content"]
+        assert answer == tokenizer.decode(own, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))

@@ -82,8 +82,8 @@ def test_pieces_come_from_where_lengths_say(pair, more):
 def test_rounds_of_calls_at_once_are_told_apart(pair):
     expected = [pieces_of(pair, prompt, pair[2])[:2] for prompt in PROMPTS]
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda prompt: pieces_of(pair, prompt, pair[2])[:2], PROMPTS * 2))
-    for (streamer, sources), (own, same) in zip(found, expected * 2, strict=True):
+        results = list(pool.map(lambda prompt: pieces_of(pair, prompt, pair[2])[:2], PROMPTS * 2))
+    for (streamer, sources), (own, same) in zip(results, expected * 2, strict=True):
         assert (streamer.text, streamer.rounds, sources) == (own.text, own.rounds, same)
 
 
@@ -142,7 +142,8 @@ def chatted(folder, lines: str, monkeypatch, color: bool = True, **options) -> l
 
 def test_later_turns_are_what_reading_anew_gives(folder, pair, monkeypatch):
     target, tokenizer, _ = pair
-    turns, messages = chatted(folder, "Say 1\n/draft off\nSay 2\n/draft on\nSay 3\n", monkeypatch), []
+    turns = chatted(folder, "Say 1\n/draft off\nSay 2\n/draft on\nSay 3\n", monkeypatch)
+    messages = []
     for turn in turns:
         messages.append({"role": "user", "content": turn["prompt"]})
         ids = chat_ids(tokenizer, messages)
@@ -156,14 +157,14 @@ def test_later_turns_are_what_reading_anew_gives(folder, pair, monkeypatch):
 def test_lines_of_a_pipe_are_answered_one_by_one(folder, pair, monkeypatch, capsys):
     lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/reset\nSay 2\n"
     turns = chatted(folder, lines, monkeypatch)
-    out, said = capsys.readouterr()
+    out, err = capsys.readouterr()
     plain = [pieces_of(pair, prompt, None)[0].text for prompt in ("Say 1", "Say 1", "Say 2")]
     assert [turn["text"] for turn in turns] == plain
     assert re.sub(r"\x1b\[\d+m", "", out) == "".join(f"{text}\n" for text in plain)
     first, second, third = out.splitlines()
     assert "\x1b[32m" in first and "\x1b[92m" in first and "\x1b[32m" not in second and "\x1b[32m" in third
     words = ("target alone: 40 tokens in", "with the drafter: 40 tokens", "; cut off at --max-new-tokens 40", "Ctrl-D")
-    assert all(word in said for word in words)
+    assert all(word in err for word in words)
 
 
 def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
@@ -199,14 +200,14 @@ def test_refused_message_is_not_in_the_conversation(folder, pair, monkeypatch, c
 
 def test_each_slash_is_answered(folder, monkeypatch, capsys):
     """`/draft off` and `/reset` said nothing, and an unknown command showed the help as if it were none."""
-    said = {
+    answers = {
         "/draft off": "without the drafter",
         "/draft on": "with the drafter",
         "/reset": "A new conversation",
         "/help": "/reset      start",
         "/regenerate 3": "/regenerate 3 is unknown; ",
     }
-    for line, answer in said.items():
+    for line, answer in answers.items():
         assert chatted(folder, f"{line}\n", monkeypatch) == []
         assert answer in capsys.readouterr().err, line
     (turn,) = chatted(folder, " /etc/hosts\n", monkeypatch)
@@ -242,32 +243,33 @@ class Terminal:
     """A chat in a terminal of its own."""
 
     def __init__(self, folder: Path, term: str = "xterm"):
-        ours, theirs = pty.openpty()
+        controller, terminal = pty.openpty()
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": term, "NO_COLOR": ""}
         command = [sys.executable, "-m", "support.serving", "chat", str(folder), *PROMPTS]
         self.process = subprocess.Popen(
             command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
             env=env,
             start_new_session=True,
             preexec_fn=_in_its_terminal,
         )
-        os.close(theirs)
-        self.ours, self.seen = ours, ""
+        os.close(terminal)
+        self.controller = controller
+        self.seen = ""
 
     def type(self, text: str) -> None:
-        os.write(self.ours, text.encode())
+        os.write(self.controller, text.encode())
 
     def until(self, words: str, seconds: float = 120.0) -> str:
         """What is shown until there are these words; the rest is for later."""
-        os.set_blocking(self.ours, False)
+        os.set_blocking(self.controller, False)
         end = time.monotonic() + seconds
         while words not in self.seen:
             assert time.monotonic() < end, self.seen
             try:
-                self.seen += os.read(self.ours, 65536).decode(errors="replace")
+                self.seen += os.read(self.controller, 65536).decode(errors="replace")
             except BlockingIOError:
                 time.sleep(0.05)
             except OSError:  # the terminal is closed
@@ -296,7 +298,8 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(folder):
     assert terminal.process.wait(timeout=30) == 0
 
 
-MARKED, BARE = ("\x1b[200~", "\x1b[201~\r"), ("", "\n")
+MARKED = ("\x1b[200~", "\x1b[201~\r")
+BARE = ("", "\n")
 
 
 @pytest.mark.parametrize("term, marks", [("xterm", MARKED), ("xterm", BARE), ("dumb", BARE)])

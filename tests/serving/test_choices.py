@@ -19,14 +19,16 @@ from dflash_hf.serving.options import LogProbs, Options
 from dflash_hf.serving.server import Server
 
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
 SAID = {"messages": [{"role": "user", "content": "Say 1"}], "max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def served(folder):
     """A target of letters, its server, and its tokenizer."""
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     server = Server(target, tokenizer, None, "one", lambda line: None)
     yield target, server.app(), tokenizer
     server.decoder.stop()
@@ -45,10 +47,10 @@ def answered(app, path, **body) -> dict:
         assert "error" not in piece, piece
         whole["usage"] = piece.get("usage") or whole["usage"]
         for choice in piece["choices"]:
-            found = whole["choices"].setdefault(choice["index"], {"text": "", "finish_reason": None, "logprobs": []})
-            found["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            found["finish_reason"] = choice.get("finish_reason") or found["finish_reason"]
-            found["logprobs"].append(choice.get("logprobs"))
+            merged = whole["choices"].setdefault(choice["index"], {"text": "", "finish_reason": None, "logprobs": []})
+            merged["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            merged["finish_reason"] = choice.get("finish_reason") or merged["finish_reason"]
+            merged["logprobs"].append(choice.get("logprobs"))
     whole["choices"] = [{**choice, "index": index} for index, choice in sorted(whole["choices"].items())]
     return whole
 
@@ -63,11 +65,11 @@ def test_n_choices_are_n_answers(stream, served):
     _, app, _ = served
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     alone = answered(app, CHAT, **SAID)
-    found = answered(app, CHAT, **SAID, **more, n=3)
-    assert texts_of(found) == texts_of(alone) * 3
-    assert found["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
-    assert found["usage"]["completion_tokens"] == 3 * alone["usage"]["completion_tokens"]
-    assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] + found["usage"]["completion_tokens"]
+    answer = answered(app, CHAT, **SAID, **more, n=3)
+    assert texts_of(answer) == texts_of(alone) * 3
+    assert answer["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == 3 * alone["usage"]["completion_tokens"]
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
     hot = {**SAID, "temperature": 1.5, "seed": 5}
     one_by_one = [texts_of(answered(app, CHAT, **{**hot, "seed": 5 + number}))[0] for number in range(3)]
     assert texts_of(answered(app, CHAT, **hot, **more, n=3)) == one_by_one and len(set(one_by_one)) == 3
@@ -78,13 +80,16 @@ def test_prompts_are_texts_or_ids(stream, served):
     target, app, tokenizer = served
     texts = ["Say 1", "Say 2", "And 3"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    own = [target.generate(torch.tensor([one]), max_new_tokens=9, do_sample=False)[0, len(one) :] for one in ids]
+    own = []
+    for prompt in ids:
+        output = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+        own.append(output[0, len(prompt) :])
     expected = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in own]
     more = {"max_tokens": 9, "temperature": 0, "stream": stream}
     for prompt in (texts, ids):
         assert texts_of(answered(app, COMPLETION, prompt=prompt, **more)) == expected
         assert texts_of(answered(app, COMPLETION, prompt=prompt[0], **more)) == expected[:1]
-    twice = [text for text in expected[:2] for _ in range(2)]
+    twice = [expected[0], expected[0], expected[1], expected[1]]
     assert texts_of(answered(app, COMPLETION, prompt=ids[:2], n=2, **more)) == twice
     assert texts_of(answered(app, COMPLETION, prompt=texts, echo=True, **more)) == [
         before + after for before, after in zip(texts, expected, strict=True)
@@ -106,12 +111,12 @@ def test_an_echo_has_its_prompt_s_log_probabilities(limit, served, monkeypatch):
             "temperature": 0,
             "seed": 1234,
         }
-        found = answered(app, COMPLETION, **body)
+        answer = answered(app, COMPLETION, **body)
         text = target.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)[0] if limit else ids
         text = torch.as_tensor(text)
         with torch.no_grad():
             expected = target(text[None]).logits[0].log_softmax(-1)
-        for choice in found["choices"]:
+        for choice in answer["choices"]:
             logprobs = choice["logprobs"]
             assert choice["text"] == tokenizer.decode(text) and "".join(logprobs["tokens"]) == choice["text"]
             assert choice["finish_reason"] == "length"
@@ -121,13 +126,15 @@ def test_an_echo_has_its_prompt_s_log_probabilities(limit, served, monkeypatch):
             tops = expected[:-1].topk(2).values
             for values, top in zip(tops, logprobs["top_logprobs"][1:], strict=True):
                 assert [*top.values()] == pytest.approx(values.tolist(), abs=1e-4)
-        count = sum(len(choice["logprobs"]["tokens"]) for choice in found["choices"]) - 2 * len(ids)
-        assert found["usage"]["completion_tokens"] == count == 2 * limit
-        assert found["usage"]["prompt_tokens"] == 2 * len(ids)
+        count = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"]) - 2 * len(ids)
+        assert answer["usage"]["completion_tokens"] == count == 2 * limit
+        assert answer["usage"]["prompt_tokens"] == 2 * len(ids)
         streamed = answered(app, COMPLETION, **body, stream=True)
-        assert texts_of(streamed) == texts_of(found)
-        tokens = [[t for part in choice["logprobs"] if part for t in part["tokens"]] for choice in streamed["choices"]]
-        assert tokens == [choice["logprobs"]["tokens"] for choice in found["choices"]]
+        assert texts_of(streamed) == texts_of(answer)
+        tokens = []
+        for choice in streamed["choices"]:
+            tokens.append([token for part in choice["logprobs"] if part for token in part["tokens"]])
+        assert tokens == [choice["logprobs"]["tokens"] for choice in answer["choices"]]
 
 
 def test_limits_mean_what_clients_mean(served):

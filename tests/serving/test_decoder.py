@@ -25,7 +25,8 @@ PROMPTS = [f"Say {number}" for number in range(5)]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = save_readable_target(tmp_path_factory.mktemp("decoder") / "target")
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     texts = [target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist() for ids in asked]
     return target, tokenizer, scripted(folder, PROMPTS, MAX_TOKENS), asked, texts
@@ -61,22 +62,23 @@ def answered(decoder, world, which, stops=None, streamers=(), **more) -> list[Re
     decoder.submit(request(decoder, world[3][0], Holding(), max_new_tokens=1, **apart))
     streamers = [*streamers, *[None] * len(which)]
     requests = [request(decoder, world[3][i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)]
-    for one in requests:
-        decoder.submit(one)
+    for waiting in requests:
+        decoder.submit(waiting)
     ready.set()
-    wait([one.done for one in requests], timeout=50)
+    wait([waiting.done for waiting in requests], timeout=50)
     return requests
 
 
 def texts_of(requests) -> list[list[int]]:
-    return [one.text for one in requests]
+    return [done.text for done in requests]
 
 
 class Then:
     """A streamer that does something at the first token."""
 
     def __init__(self, act):
-        self.act, self.seen = act, 0
+        self.act = act
+        self.seen = 0
 
     def put(self, value):
         self.seen += 1
@@ -89,11 +91,11 @@ class Then:
 
 @pytest.mark.parametrize("number", [1, 5])
 def test_texts_are_the_target_s_own(number, decoder, world):
-    found = answered(decoder, world, range(number))
-    assert texts_of(found) == world[4][:number]
-    for one in found:
-        assert bool(one.batched) == (number > 1)
-        assert (one.rounds > 0) == (number == 1) == (0 < one.accepted <= one.drafted)
+    requests = answered(decoder, world, range(number))
+    assert texts_of(requests) == world[4][:number]
+    for done in requests:
+        assert bool(done.batched) == (number > 1)
+        assert (done.rounds > 0) == (number == 1) == (0 < done.accepted <= done.drafted)
 
 
 @pytest.mark.parametrize("number", [1, 5])
@@ -105,9 +107,9 @@ def test_stop_strings_end_answers_as_upstream_s(number, decoder, world):
         target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=stop, tokenizer=tokenizer)
         for ids, stop in zip(asked, stops, strict=True)
     ]
-    found = answered(decoder, world, range(number), stops=stops)
-    assert texts_of(found) == [ids[0].tolist() for ids in expected[:number]]
-    assert all(one.stopped and len(one.tokens) < MAX_TOKENS for one in found)
+    requests = answered(decoder, world, range(number), stops=stops)
+    assert texts_of(requests) == [ids[0].tolist() for ids in expected[:number]]
+    assert all(done.stopped and len(done.tokens) < MAX_TOKENS for done in requests)
 
 
 def test_a_drafted_request_joins_a_later_one(decoder, world):
@@ -131,9 +133,9 @@ def test_later_requests_join_a_batch(decoder, world):
 
     first = answered(decoder, world, [0, 1], streamers=[Then(arrive)])
     assert texts_of(first) == world[4][:2]
-    found = [one.done.result(timeout=60) for one in late]
-    assert [bool(one.batched) for one in found] == [True, False, False]
-    assert found[0].text == world[4][2] and found[2].text == world[4][4]
+    late = [waiting.done.result(timeout=60) for waiting in late]
+    assert [bool(done.batched) for done in late] == [True, False, False]
+    assert late[0].text == world[4][2] and late[2].text == world[4][4]
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -154,8 +156,8 @@ def test_samples_follow_each_request_s_settings(decoder, world):
     answered(decoder, world, [0, 1], do_sample=True, temperature=2.0, top_p=0.9)
     assert texts_of(answered(decoder, world, range(5), do_sample=True, temperature=1e-4, top_p=0.5)) == world[4]
     assert len(decoder.managers) == 1
-    one, two = answered(decoder, world, [0, 0], do_sample=True, temperature=1.5, seed=3)
-    assert one.tokens == two.tokens and not one.batched
+    first, second = answered(decoder, world, [0, 0], do_sample=True, temperature=1.5, seed=3)
+    assert first.tokens == second.tokens and not first.batched
 
 
 def test_seed_leaves_the_next_draws_alone(decoder, world):
@@ -181,10 +183,10 @@ def test_seed_leaves_the_next_draws_alone(decoder, world):
 )
 def test_what_a_batch_cannot_do_is_decoded_alone(settings, batched, decoder, world):
     config = GenerationConfig(**{"max_new_tokens": 20, **settings})
-    one = Request(decoder, dict(world[3][0]), config)
-    assert (decoder.kind_of(one) is not None) == batched
-    one.inputs["pixel_values"] = 0
-    assert decoder.kind_of(one) is None
+    asked = Request(decoder, dict(world[3][0]), config)
+    assert (decoder.kind_of(asked) is not None) == batched
+    asked.inputs["pixel_values"] = 0
+    assert decoder.kind_of(asked) is None
 
 
 def test_batches_that_cannot_start_end_after_three(decoder, world, monkeypatch):
@@ -202,7 +204,9 @@ def test_batches_that_cannot_start_end_after_three(decoder, world, monkeypatch):
 @pytest.mark.parametrize("fault", ["step", "full", "stuck"])
 def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
     """Its requests go on at once: whoever waits for the end of its thread waits until they are answered."""
-    manager, steps, answers_are_here = continuous_api.ContinuousBatchingManager, [], threading.Event()
+    manager = continuous_api.ContinuousBatchingManager
+    steps = []
+    answers_are_here = threading.Event()
     step = continuous_api.ContinuousBatchProcessor._generation_step
 
     def fails_later(self, model):
@@ -219,13 +223,13 @@ def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
         monkeypatch.setattr(manager, "add_request", lambda *args, **kwargs: None)
     if fault == "stuck":
         monkeypatch.setattr(manager, "is_running", lambda self: self._generation_thread and len(steps) < 6)
-    found = answered(decoder, world, range(3))
-    assert texts_of(found) == world[4][:3] and decoder.failures and not decoder.managers
+    requests = answered(decoder, world, range(3))
+    assert texts_of(requests) == world[4][:3] and decoder.failures and not decoder.managers
     answers_are_here.set()
     monkeypatch.undo()
     decoder.failures = 0
-    found = answered(decoder, world, range(3))
-    assert texts_of(found) == world[4][:3] and all(one.batched for one in found)
+    requests = answered(decoder, world, range(3))
+    assert texts_of(requests) == world[4][:3] and all(done.batched for done in requests)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -242,7 +246,9 @@ def test_an_error_is_its_request_s_alone(number, decoder, world):
 
 def test_a_drafter_that_gains_nothing_rests(decoder, world, monkeypatch):
     """The loop that may draft takes time in any case; each try that gains nothing doubles the requests without it."""
-    used, gains, generate = [], iter([0.9, 1.0, 1.5, 1.5]), world[0].generate
+    used = []
+    gains = iter([0.9, 1.0, 1.5, 1.5])
+    generate = world[0].generate
 
     def noted(**options):
         used.append(options["assistant_model"] is not None)
@@ -265,7 +271,7 @@ def test_the_next_turn_reads_what_is_new(decoder, world):
     target, _, draft, _, texts = world
     for cut in (len(texts[0]), len(texts[0]) - 12):  # all of the text so far, or a part of it
         longer = {"input_ids": torch.tensor([texts[0][:cut]])}
-        decoder.conversations.kept.clear()
+        decoder.conversations.entries.clear()
         answered(decoder, world, [0])
         anew = target.generate(
             **longer, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
@@ -279,86 +285,94 @@ def test_the_next_turn_reads_what_is_new(decoder, world):
 def test_each_conversation_keeps_its_own_cache(world):
     """Though all begin with the same instructions, which only the first reads: one took the cache of another."""
     target, tokenizer, *_ = world
-    system, plain = {"role": "system", "content": "1" * 80}, {"max_new_tokens": 8, "do_sample": False}
+    system = {"role": "system", "content": "1" * 80}
+    plain = {"max_new_tokens": 8, "do_sample": False}
     chats = [[system, {"role": "user", "content": prompt}] for prompt in PROMPTS[:3]]
     draft = recognising(target, [target.generate(**chat_ids(tokenizer, chat), **plain)[0] for chat in chats])
     draft.decoding_config.block_size = draft.config.block_tokens
-    decoder, read = Decoder(target, tokenizer, draft), [0] * 3
+    decoder = Decoder(target, tokenizer, draft)
+    read = [0] * 3
     decoder.conversations.longest = 1000
     for turn in range(2):
         for number, chat in enumerate(chats):
             inputs = chat_ids(tokenizer, chat)
-            found = decoder.submit(request(decoder, inputs, **plain)).done.result(timeout=60)
-            assert found.text == target.generate(**inputs, **plain)[0].tolist()
-            assert found.cached == read[number] if turn else (found.cached > 80) == (number > 0)
-            assert turn or found.accepted > 3  # the drafter has read the instructions, too
-            read[number] = len(found.text) - 1
-            answer = {"role": "assistant", "content": tokenizer.decode(found.tokens)}
+            done = decoder.submit(request(decoder, inputs, **plain)).done.result(timeout=60)
+            assert done.text == target.generate(**inputs, **plain)[0].tolist()
+            if turn:
+                assert done.cached == read[number]
+            else:
+                assert (done.cached > 80) == (number > 0)
+            assert turn or done.accepted > 3  # the drafter has read the instructions, too
+            read[number] = len(done.text) - 1
+            answer = {"role": "assistant", "content": tokenizer.decode(done.tokens)}
             chats[number] = [*chat, answer, {"role": "user", "content": "And?"}]
 
 
 def test_caches_of_conversations_are_bounded(world):
-    kept = Conversations(world[0])
+    conversations = Conversations(world[0])
 
     def keep(token, length, prompt=5):
         cache = DynamicCache()
         cache.update(torch.zeros(1, 1, length - 1, 1), torch.zeros(1, 1, length - 1, 1), 0)
-        kept.keep([token] * length, prompt, cache)
+        conversations.keep([token] * length, prompt, cache)
         return cache
 
     def first_tokens() -> list[int]:
-        return [one.text[0] for one in kept.kept]
+        return [entry.text[0] for entry in conversations.entries]
 
     for token in range(6):
         keep(token, 60)
-    assert first_tokens() == [2, 3, 4, 5] and len(kept.kept[0].text) == 59  # of 256 positions
-    kept.memory = 59 * 2 * 4 * 3
+    assert first_tokens() == [2, 3, 4, 5] and len(conversations.entries[0].text) == 59  # of 256 positions
+    conversations.memory = 59 * 2 * 4 * 3
     keep(6, 60)
     assert first_tokens() == [4, 5, 6]
     keep(8, 300)  # the latest is kept in any case
     assert first_tokens() == [8]
-    kept.keep([7] * 10, 5, "another cache")
+    conversations.keep([7] * 10, 5, "another cache")
     assert first_tokens() == [8]
 
 
 def test_a_beginning_is_shared_and_a_turn_taken(world):
     """Another conversation's cache stays; a turn of the same may write what opened its last answer otherwise."""
-    kept, cache = Conversations(world[0]), DynamicCache()
+    conversations = Conversations(world[0])
+    cache = DynamicCache()
     cache.update(torch.randn(1, 1, 199, 2), torch.randn(1, 1, 199, 2), 0)
-    text, keys = [*range(200)], cache.layers[0].keys
-    kept.keep(text, 150, cache)
+    text = [*range(200)]
+    keys = cache.layers[0].keys
+    conversations.keep(text, 150, cache)
     CONTEXTS[cache] = {}
-    found, length = kept.take([*range(100), -1, -2])
-    assert CONTEXTS[found] == {} and CONTEXTS[found] is not CONTEXTS[cache]  # drafters write into them
-    assert length == 100 == found.get_seq_length() and cache.get_seq_length() == 199
-    assert torch.equal(found.layers[0].keys, keys[:, :, :100])
-    found.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
+    taken, length = conversations.take([*range(100), -1, -2])
+    assert CONTEXTS[taken] == {} and CONTEXTS[taken] is not CONTEXTS[cache]  # drafters write into them
+    assert length == 100 == taken.get_seq_length() and cache.get_seq_length() == 199
+    assert torch.equal(taken.layers[0].keys, keys[:, :, :100])
+    taken.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
     assert cache.layers[0].keys is keys
-    assert kept.take([*range(60), -1]) == (None, 0)  # is read with the rest
-    assert kept.take(text[:150])[0] is not cache  # the same question again
-    found, length = kept.take([*range(145), *[-1] * 9])
-    assert length == 145 == found.get_seq_length() and not kept.kept
+    assert conversations.take([*range(60), -1]) == (None, 0)  # is read with the rest
+    assert conversations.take(text[:150])[0] is not cache  # the same question again
+    taken, length = conversations.take([*range(145), *[-1] * 9])
+    assert length == 145 == taken.get_seq_length() and not conversations.entries
 
 
 def test_what_cannot_be_cut_stays(world):
     """As the caches of sliding windows: the layers before the window were cut, and the conversation was lost."""
-    kept, cache = Conversations(world[0]), DynamicCache(config=Gemma3TextConfig(sliding_window=4, num_hidden_layers=6))
+    conversations = Conversations(world[0])
+    cache = DynamicCache(config=Gemma3TextConfig(sliding_window=4, num_hidden_layers=6))
     for layer in (0, 5):  # of a window, and whole
         cache.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), layer)
     cache.layers = [cache.layers[5], cache.layers[0]]
-    kept.keep([*range(10)], 5, cache)
-    assert kept.take([*range(8), -1]) == (None, 0)
-    assert kept.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
+    conversations.keep([*range(10)], 5, cache)
+    assert conversations.take([*range(8), -1]) == (None, 0)
+    assert conversations.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
 
 
 def test_contexts_of_drafters_are_counted(decoder, world):
     """Those of a beginning that is shared are copies: eight of them took eight times as much."""
     answered(decoder, world, [0])
-    (one,) = decoder.conversations.kept
-    layers = next(iter(CONTEXTS[one.cache].values())).cache.layers
+    (conversation,) = decoder.conversations.entries
+    layers = next(iter(CONTEXTS[conversation.cache].values())).cache.layers
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in one.cache.layers)
-    assert contexts > 0 and one.memory >= targets + contexts
+    targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in conversation.cache.layers)
+    assert contexts > 0 and conversation.memory >= targets + contexts
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
@@ -377,7 +391,9 @@ class Broken:
     """A streamer, or a processor, whose calls of one name raise an error."""
 
     def __init__(self, name, error, after=0):
-        self.name, self.error, self.after = name, error, after
+        self.name = name
+        self.error = error
+        self.after = after
 
     def _called(self, name):
         if name == self.name:
@@ -411,7 +427,8 @@ def failing(error):
 
 def fails_once(owner, name, error, patch):
     """Replace a method by one that raises an error in its first call."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def fail(*args, **more):
         calls.append(1)
@@ -486,16 +503,18 @@ def test_a_request_that_breaks_is_alone(step, error, decoder, world):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Breaks, step, property(failing(error)), raising=False)
             patch.setattr(decoder, "kind_of", lambda request, kind=kind: kind)
-            for one in requests:
-                decoder.submit(one)
+            for waiting in requests:
+                decoder.submit(waiting)
             check_broken(requests[0], error)
-            assert texts_of(one.done.result(timeout=60) for one in requests[1:]) == begun(world, range(1, number))
+            assert texts_of(waiting.done.result(timeout=60) for waiting in requests[1:]) == begun(
+                world, range(1, number)
+            )
     decoder.failures = 0
     check_alive(decoder, world)
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("step", ["generate", "_joins", "_cache_of", "_keep"])
+@pytest.mark.parametrize("step", ["generate", "_can_join", "_cache_of", "_keep"])
 def test_an_error_of_a_step_is_one_request_s(step, error, decoder, world, monkeypatch):
     owner = world[0] if step == "generate" else decoder
     fails_once(owner, step, error, monkeypatch)
@@ -510,7 +529,7 @@ def test_a_broken_cache_costs_time_alone(step, decoder, world, monkeypatch):
     answered(decoder, world, [0])
     monkeypatch.setattr(decoder.conversations, step, failing(TypeError("injected")))
     assert texts_of(answered(decoder, world, [1])) == [world[4][1]]
-    assert len(decoder.conversations.kept) == (step == "take")  # what was read anew is kept
+    assert len(decoder.conversations.entries) == (step == "take")  # what was read anew is kept
     monkeypatch.undo()
     check_alive(decoder, world)
 
@@ -518,15 +537,25 @@ def test_a_broken_cache_costs_time_alone(step, decoder, world, monkeypatch):
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     "step",
-    ["_manager", "_join", "_take", "add_request", "get_result", "is_running", "cancel_request", "start", "stop"],
+    [
+        "_batch_manager",
+        "_add_to_batch",
+        "_take_output",
+        "add_request",
+        "get_result",
+        "is_running",
+        "cancel_request",
+        "start",
+        "stop",
+    ],
 )
 def test_an_error_of_a_batch_loses_nothing(step, error, decoder, world, monkeypatch):
     """Its requests go on one by one, from where the batch has left them."""
     managers = continuous_api.ContinuousBatchingManager
     fails_once(decoder if step.startswith("_") else managers, step, error, monkeypatch)
     left = Then(lambda: None)
-    found = answered(decoder, world, range(2), streamers=[left], max_new_tokens=SHORT)
-    assert texts_of(found) == begun(world, range(2)) and left.seen == 1 + len(found[0].tokens)
+    requests = answered(decoder, world, range(2), streamers=[left], max_new_tokens=SHORT)
+    assert texts_of(requests) == begun(world, range(2)) and left.seen == 1 + len(requests[0].tokens)
     monkeypatch.undo()
     decoder.failures = 0
     check_alive(decoder, world)
@@ -551,15 +580,16 @@ def test_an_error_of_nobody_is_survived(decoder, world, monkeypatch):
 def test_all_are_told_when_the_thread_ends(world):
     """They waited for ever."""
     target, tokenizer, draft, *_ = world
-    decoder, ready = Decoder(target, tokenizer, draft), threading.Event()
+    decoder = Decoder(target, tokenizer, draft)
+    ready = threading.Event()
     first = decoder.submit(request(decoder, world[3][0], Then(ready.wait)))
     waiting = [decoder.submit(request(decoder, world[3][0], repetition_penalty=1.2)) for _ in range(2)]
     decoder.inbox.put(None)
     ready.set()
     assert first.done.result(timeout=60).text == world[4][0]
-    for one in waiting:
+    for later in waiting:
         with pytest.raises(DecoderEnded, match="restart the server"):
-            one.done.result(timeout=60)
+            later.done.result(timeout=60)
     decoder.thread.join(timeout=60)
     with pytest.raises(DecoderEnded):
         decoder.submit(request(decoder, world[3][0]))

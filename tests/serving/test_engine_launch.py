@@ -25,7 +25,8 @@ def serve(world, *more: str) -> list[str]:
 
 
 def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
-    target, draft = str(world / "target"), str(world / "draft")
+    target = str(world / "target")
+    draft = str(world / "draft")
     more = ["--dtype", "bf16", "--port", "8001", "--template-args", '{"enable_thinking": false}', "--dry-run"]
     assert main(serve(world, "--engine", "vllm", *more)) == 0
     command = shlex.split(capsys.readouterr().out)
@@ -94,8 +95,10 @@ def test_what_an_engine_trips_over_is_told(world, tmp_path, capsys):
 def test_a_pair_of_files_is_read_once(tmp_path, monkeypatch):
     """The drafter's was read twice: three seconds each with SmolLM2's vocabulary, without a word."""
     gguf = pytest.importorskip("gguf")
-    pair, read = make_target(vocab_size=16), []
-    target, file = write_target(pair, tmp_path / "target.gguf"), tmp_path / "dflash-one.gguf"
+    pair = make_target(vocab_size=16)
+    read = []
+    target = write_target(pair, tmp_path / "target.gguf")
+    file = tmp_path / "dflash-one.gguf"
     write_gguf(make_draft(pair, target_layer_ids=[0, 1, 2]), file, str(target))
     original = gguf.GGUFReader.__init__
 
@@ -154,10 +157,10 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
 )
 def test_words_that_cannot_be_right(more, code, message, world, capsys):
     try:
-        found = main(serve(world, *more))
+        exit_code = main(serve(world, *more))
     except SystemExit as stopped:
-        found = stopped.code
-    assert found == code and message in capsys.readouterr().err
+        exit_code = stopped.code
+    assert exit_code == code and message in capsys.readouterr().err
 
 
 def test_an_engine_that_is_not_there(world, capsys, monkeypatch):

@@ -43,27 +43,34 @@ class Answer:
         """A message, or a piece of it."""
         self.text += (part.content if hasattr(part, "content") else part.text) or ""
         self.reason = choice.finish_reason or self.reason
-        self.calls += [(one.function.name, one.function.arguments) for one in getattr(part, "tool_calls", None) or []]
-        if (found := choice.logprobs) is None:
+        self.calls += [
+            (call.function.name, call.function.arguments) for call in getattr(part, "tool_calls", None) or []
+        ]
+        logprobs = choice.logprobs
+        if logprobs is None:
             return
         if hasattr(part, "content"):
-            likeliest = [{top.token: top.logprob for top in one.top_logprobs} for one in found.content]
+            likeliest = [{top.token: top.logprob for top in entry.top_logprobs} for entry in logprobs.content]
             self.logprobs += zip(
-                [one.token for one in found.content], [one.logprob for one in found.content], likeliest
+                [entry.token for entry in logprobs.content],
+                [entry.logprob for entry in logprobs.content],
+                likeliest,
             )
         else:
-            self.logprobs += zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+            self.logprobs += zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
 
 
 def asked(server, prompt: str, stream: bool, raw: bool = False, leave: int | None = None, **options) -> Answer:
     """Ask for a chat or, with `raw`, a completion; leave after so many pieces of its stream."""
     options = {"model": server.model, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": stream, **options}
     options |= {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
-    create, answer = (server.client.completions if raw else server.client.chat.completions).create, Answer()
+    create = (server.client.completions if raw else server.client.chat.completions).create
+    answer = Answer()
     if not stream:
-        found = create(**options)
-        answer.add(found.choices[0], found.choices[0] if raw else found.choices[0].message)
-        answer.usage = found.usage
+        completion = create(**options)
+        choice = completion.choices[0]
+        answer.add(choice, choice if raw else choice.message)
+        answer.usage = completion.usage
         return answer
     with create(stream_options={"include_usage": True}, **options) as pieces:
         for number, piece in enumerate(pieces):
@@ -99,7 +106,7 @@ def test_streamed_and_plain_answers_agree(form, server, folder, own):
     count = plain.usage.completion_tokens
     assert (plain.text, plain.reason, plain.calls) == (streamed.text, streamed.reason, streamed.calls)
     assert count == streamed.usage.completion_tokens and len(plain.logprobs) in (0, count)
-    assert [one[0] for one in plain.logprobs] == [one[0] for one in streamed.logprobs]
+    assert [token for token, _, _ in plain.logprobs] == [token for token, _, _ in streamed.logprobs]
     if "schema" in form:
         value = json.loads(plain.text)
         assert value["name"] in ("ab", "cd") and value["age"] in (4, 56) and plain.reason == "stop"
@@ -126,15 +133,16 @@ def test_streamed_and_plain_answers_agree(form, server, folder, own):
 
 def check_logprobs(folder, answer: Answer, raw: bool) -> None:
     """Against a forward over the whole text."""
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "Say 1"}]
     prompt = tokenizer("Say 1", return_tensors="pt") if raw else chat_ids(tokenizer, messages)
     ids = tokenizer.convert_tokens_to_ids([token for token, _, _ in answer.logprobs])
     text = torch.cat([prompt["input_ids"], torch.tensor([ids])], 1)
     with torch.no_grad():
         expected = target(text).logits[0, -len(ids) - 1 : -1].log_softmax(-1)  # [N, V]
-    for row, token, (_, found, likeliest) in zip(expected, ids, answer.logprobs, strict=True):
-        assert found == pytest.approx(row[token].item(), abs=1e-4)
+    for row, token, (_, logprob, likeliest) in zip(expected, ids, answer.logprobs, strict=True):
+        assert logprob == pytest.approx(row[token].item(), abs=1e-4)
         top = row.topk(len(likeliest)) if likeliest else None
         assert top is None or [*likeliest.values()] == pytest.approx(top.values.tolist(), abs=1e-4)
 
@@ -145,8 +153,8 @@ def test_usage_counts_drafted_and_cached_tokens(server, own):
     drafted = answer.usage.completion_tokens_details
     assert answer.text == own["Say 2"] and drafted.accepted_prediction_tokens > MAX_TOKENS // 2
     assert drafted.rejected_prediction_tokens > 0
-    said = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And?"}]
-    messages = [{"role": "user", "content": "Say 2"}, *said]
+    turns = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And?"}]
+    messages = [{"role": "user", "content": "Say 2"}, *turns]
     create = server.client.chat.completions.create
     turn = create(model=server.model, messages=messages, max_tokens=2, temperature=0).usage
     assert turn.prompt_tokens_details.cached_tokens == answer.usage.total_tokens - 1 < turn.prompt_tokens
@@ -154,9 +162,11 @@ def test_usage_counts_drafted_and_cached_tokens(server, own):
 
 def test_responses_stop_and_count_tokens(server, own):
     """Stop strings were unknown, the usage had zeros, and an answer that was cut was `completed`."""
-    create, text = server.client.responses.create, own["Say 3"]
+    create = server.client.responses.create
+    text = own["Say 3"]
     options = {"model": server.model, "input": "Say 3", "temperature": 0, "max_output_tokens": MAX_TOKENS}
-    stop, whole = {"extra_body": {"stop": ["~", text[10:12]]}}, None
+    stop = {"extra_body": {"stop": ["~", text[10:12]]}}
+    whole = None
     for more, expected, count, status in (({}, text, MAX_TOKENS, "incomplete"), (stop, text[:10], 12, "completed")):
         plain = create(**options, **more)
         *pieces, last = create(**options, **more, stream=True)
@@ -166,21 +176,22 @@ def test_responses_stop_and_count_tokens(server, own):
         whole = whole or plain.usage
         for usage in (plain.usage, last.response.usage):
             assert usage.output_tokens == count and usage.output_tokens_details.accepted_prediction_tokens > 4
-    said = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": text}]
-    turn = create(**options | {"input": [*said, {"role": "user", "content": "And?"}], "max_output_tokens": 2})
+    turns = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": text}]
+    turn = create(**options | {"input": [*turns, {"role": "user", "content": "And?"}], "max_output_tokens": 2})
     assert turn.usage.input_tokens_details.cached_tokens == whole.total_tokens - 1
 
 
 @needs_grammars
 def test_responses_follow_schemas_and_call_tools(server):
-    create, said = server.client.responses.create, {"model": server.model, "input": "Say 1", "temperature": 0}
+    create = server.client.responses.create
+    options = {"model": server.model, "input": "Say 1", "temperature": 0}
     schema = {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}
-    assert json.loads(create(**said, **schema).output_text)["name"] in ("ab", "cd")
-    pieces = [event.delta for event in create(**said, **schema, stream=True) if event.type.endswith("text.delta")]
+    assert json.loads(create(**options, **schema).output_text)["name"] in ("ab", "cd")
+    pieces = [event.delta for event in create(**options, **schema, stream=True) if event.type.endswith("text.delta")]
     assert json.loads("".join(pieces))["age"] in (4, 56)
     calls = {"tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "required"}
-    (call,) = [one for one in create(**said, **calls).output if one.type == "function_call"]
-    done = [event for event in create(**said, **calls, stream=True) if event.type.endswith("arguments.done")]
+    (call,) = [item for item in create(**options, **calls).output if item.type == "function_call"]
+    done = [event for event in create(**options, **calls, stream=True) if event.type.endswith("arguments.done")]
     assert call.name == done[0].name == "go" and call.arguments == done[0].arguments
     assert json.loads(call.arguments)["n"] in (1, 2)
 
@@ -192,11 +203,11 @@ def test_eight_clients_are_answered_as_one(form, server, own):
     alone = [asked(server, f"Say {number}", False, **more) for number in range(8)]
     with ThreadPoolExecutor(9) as pool:
         left = pool.submit(asked, server, "Say 8", True, leave=3, **more)
-        found = [*pool.map(lambda number: asked(server, f"Say {number}", number % 2 == 0, **more), range(8))]
+        answers = [*pool.map(lambda number: asked(server, f"Say {number}", number % 2 == 0, **more), range(8))]
     assert len(left.result().text) < 4
-    assert [(one.text, one.reason) for one in found] == [(one.text, one.reason) for one in alone]
+    assert [(answer.text, answer.reason) for answer in answers] == [(answer.text, answer.reason) for answer in alone]
     if form == "text":
-        assert [one.text for one in found] == [own[f"Say {number}"] for number in range(8)]
+        assert [answer.text for answer in answers] == [own[f"Say {number}"] for number in range(8)]
 
 
 def test_a_newer_name_of_the_limit_is_read():

@@ -77,20 +77,23 @@ HELD = [
 @pytest.fixture(scope="module")
 def reading(folder):
     """A server of a model that reads images, videos and audio, and what was given to its processor to load."""
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     loaded: list[str] = []
 
     class Processor:
         """As transformers' own: it loads what its messages hold."""
 
         def __init__(self):
-            self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
+            self.tokenizer = tokenizer
+            self.chat_template = tokenizer.chat_template
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
         def apply_chat_template(self, conversation, chat_template=None, processor_kwargs=None, **options):
-            loaded.extend(part["url"] for message in conversation for part in message["content"] if "url" in part)
+            for message in conversation:
+                loaded.extend(part["url"] for part in message["content"] if "url" in part)
             loaded.extend(str(value) for name, value in options.items() if name == "images")
             texts = [{**message, "content": "Say 1"} for message in conversation]
             return tokenizer.apply_chat_template(texts, **options)
@@ -118,18 +121,19 @@ def shut(monkeypatch):
 
 def bodies_with(part) -> list[tuple[str, dict]]:
     """Requests that hold a part somewhere."""
-    said, answer = [{"role": "user", "content": "Say 1"}], {"role": "assistant", "content": "1"}
+    turns = [{"role": "user", "content": "Say 1"}]
+    answer = {"role": "assistant", "content": "1"}
     text = {"type": "text", "text": "Say 1"}
-    chats = [[{"role": role, "content": [text, part]}, *said] for role in ("system", "user", "assistant", "tool")]
-    chats += [[*said, answer, {"role": "user", "content": [part]}]]
+    chats = [[{"role": role, "content": [text, part]}, *turns] for role in ("system", "user", "assistant", "tool")]
+    chats += [[*turns, answer, {"role": "user", "content": [part]}]]
     bodies = [("/v1/chat/completions", {"messages": chat}) for chat in chats]
     bodies += [("/v1/responses", {"input": chat}) for chat in chats]
     bodies += [("/v1/responses", {"input": [part]}), ("/v1/responses", {"input": "Say 1", "instructions": [part]})]
     output = {"type": "function_call_output", "call_id": "1", "output": [part]}
-    bodies += [("/v1/responses", {"input": [*said, output]})]
+    bodies += [("/v1/responses", {"input": [*turns, output]})]
     bodies += [("/v1/completions", {"prompt": prompt}) for prompt in (part, [part], [text, part])]
     for name in ("images", "processor_kwargs", "chat_template", "conversation", "messages"):
-        bodies += [("/v1/chat/completions", {"messages": said, "chat_template_kwargs": {name: part}})]
+        bodies += [("/v1/chat/completions", {"messages": turns, "chat_template_kwargs": {name: part}})]
     return bodies
 
 
@@ -168,8 +172,8 @@ def test_an_error_names_its_part(reading):
     app, _ = reading
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [WAYS["video_url"]("http://a")]}]
     _, text = answer_of(app, "/v1/chat/completions", {"messages": messages})
-    said = "messages[1].content[0].video_url.url must be a data: URI; this server fetches no addresses"
-    assert said in json.loads(text)["error"]["message"]
+    message = "messages[1].content[0].video_url.url must be a data: URI; this server fetches no addresses"
+    assert message in json.loads(text)["error"]["message"]
     messages[1]["content"] = [WAYS["file"]("x")]
     _, text = answer_of(app, "/v1/chat/completions", {"messages": messages})
     error = json.loads(text)["error"]["message"]

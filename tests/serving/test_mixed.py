@@ -16,7 +16,9 @@ from transformers.utils.import_utils import is_serve_available
 if not is_serve_available():
     pytest.skip("serving needs `pip install '.[serving]'`", allow_module_level=True)
 
-REQUESTS, CLIENTS, TOKENS = 300, 6, 24
+REQUESTS = 300
+CLIENTS = 6
+TOKENS = 24
 ENDPOINTS = ("chat/completions", "completions", "responses")
 # What is decoded in a batch, and what is not; a penalty changes the text.
 WAYS = ({}, {"stop": ["~"]}, {"seed": 5}, {"logprobs": True}, {"repetition_penalty": 1.3}, {"n": 2}, {"min_p": 0.5})
@@ -59,7 +61,7 @@ def ask(url: str, endpoint: str, body: dict, leaves: bool) -> list[str] | None:
         whole = json.loads(text)
         if endpoint == "responses":
             return [part["text"] for item in whole["output"] for part in item["content"]]
-        return [one["text"] if "text" in one else one["message"]["content"] for one in whole["choices"]]
+        return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in whole["choices"]]
     texts: dict[int, str] = {}
     for event in text.strip().split("\n\n"):
         piece = {} if event.endswith("[DONE]") else json.loads(event.removeprefix("data: "))
@@ -74,7 +76,8 @@ def ask(url: str, endpoint: str, body: dict, leaves: bool) -> list[str] | None:
 
 @pytest.mark.slow
 def test_three_hundred_mixed_requests(server, folder):
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def own(endpoint: str, prompt: str, penalty: float) -> str:
         ids = tokenizer(prompt, return_tensors="pt")
@@ -88,7 +91,7 @@ def test_three_hundred_mixed_requests(server, folder):
     kinds: Counter = Counter()
     memory: list[int] = []
 
-    def one(number: int) -> None:
+    def ask(number: int) -> None:
         endpoint, prompt, body, leaves = body_of(number)
         key = endpoint, prompt, body.get("repetition_penalty", 1.0)
         texts = ask(server.url, endpoint, body, leaves)
@@ -107,7 +110,7 @@ def test_three_hundred_mixed_requests(server, folder):
             if key not in expected:
                 expected[key] = own(*key)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(one, range(REQUESTS)))
+        list(pool.map(ask, range(REQUESTS)))
     print(f"\n{dict(kinds)}; MiB after each 30 requests: {memory}")
     assert kinds == {"same": REQUESTS * 9 // 10, "left": REQUESTS // 10}
     assert max(memory[4:]) - memory[3] < 24, f"MiB after each 30 requests: {memory}"

@@ -63,8 +63,14 @@ def test_settings_of_transformers_own_client_are_read():
     """`transformers chat` sends all that differ from the defaults, and older versions all."""
     config = GenerationConfig(max_new_tokens=5, temperature=0.5, do_sample=True, eos_token_id=[1, 2])
     for diff in (True, False):
-        found = Settings.check(config.to_json_string(use_diff=diff))
-        assert {**found, "max_new_tokens": 5, "eos_token_id": [1, 2], "temperature": 0.5, "do_sample": True} == found
+        changed = Settings.check(config.to_json_string(use_diff=diff))
+        assert {
+            **changed,
+            "max_new_tokens": 5,
+            "eos_token_id": [1, 2],
+            "temperature": 0.5,
+            "do_sample": True,
+        } == changed
     assert Settings.check('{"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": null}') == {}
     for text, words in (("{", "is not JSON"), ("[]", "must be a JSON object"), ('"x"', "must be a JSON object")):
         with pytest.raises(ValueError, match=f"generation_config {words}"):

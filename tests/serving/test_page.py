@@ -40,14 +40,15 @@ def test_four_visitors_at_once_get_their_own_texts(tmp_path):
     finally:
         server.kill()
         server.wait()
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    for prompt, one in zip(PROMPTS, seen, strict=True):
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt, shown in zip(PROMPTS, seen, strict=True):
         ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}])
         with torch.no_grad():
             output = target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)
         text = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert one["alone"] == one["drafted"] == text and len(text) > 20
-        assert not one["alone_colored"] and max(map(len, one["drafted_colored"])) > 2
-        assert "tau" not in one["alone_figures"] and "tokens/s, tau " in one["drafted_figures"]
-        assert one["drafted_figures"].endswith("x the speed")
+        assert shown["alone"] == shown["drafted"] == text and len(text) > 20
+        assert not shown["alone_colored"] and max(map(len, shown["drafted_colored"])) > 2
+        assert "tau" not in shown["alone_figures"] and "tokens/s, tau " in shown["drafted_figures"]
+        assert shown["drafted_figures"].endswith("x the speed")
     assert picture.stat().st_size > 10_000

@@ -24,7 +24,10 @@ def test_any_pieces_end_as_the_whole_text(seed):
         return "".join(chance.choices("ab", k=chance.randint(1, longest)))
 
     for _ in range(100):
-        text, stops, passed, place = drawn(12), [drawn(4) for _ in range(chance.randint(1, 3))], [], 0
+        text = drawn(12)
+        stops = [drawn(4) for _ in range(chance.randint(1, 3))]
+        passed = []
+        place = 0
         begun = (text[: i + 1] for i in range(len(text)))
         complete = next((part for part in begun if part.endswith(tuple(stops))), text)
         whole = min((complete.removesuffix(stop) for stop in stops), key=len)
@@ -34,9 +37,12 @@ def test_any_pieces_end_as_the_whole_text(seed):
             length = chance.randint(1, 4)
             piece_of(text[place : place + length])
             place += length
-            known, said = whole[:place], "".join(passed)
+            expected = whole[:place]
+            passed_text = "".join(passed)
             # Only what may be the beginning of a stop string waits.
-            assert known.startswith(said) and any(stop.startswith(known[len(said) :]) for stop in stops)
+            assert expected.startswith(passed_text) and any(
+                stop.startswith(expected[len(passed_text) :]) for stop in stops
+            )
         piece_of(None)
         assert "".join(passed[:-1]) == whole and passed[-1] is None and "" not in passed
 
@@ -64,7 +70,8 @@ def test_a_token_completes_a_stop_string_as_upstream(kind):
     for _ in range(100):
         written = chance.choices([*ids, END], k=24)  # parts of characters, too
         stops = ["".join(chance.choices([*alphabet[:-1], "<|im_end|>"], k=chance.choice([1, 2, 3]))) for _ in "12"]
-        criterion, completes = StopStringCriteria(tokenizer, stops), CompletesStop(tokenizer.decode, stops)
+        criterion = StopStringCriteria(tokenizer, stops)
+        completes = CompletesStop(tokenizer.decode, stops)
         for place, token in enumerate(written, start=1):
             expected = bool(criterion(torch.tensor([written[:place]]), None))
             assert completes(token) == expected, (stops, written[:place])

@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.methods import AUTO, DFLASH, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
 from dflash_hf.smollm2 import Pair, data_folder
@@ -29,7 +29,7 @@ from dflash_hf.terminal import bar, marks_around
 logger = logging.get_logger(__name__)
 Say = Callable[[str], None]
 _KINDS = ("chat", "code", "task", "math", "rewrite", "json")  # of the data, in this order
-_SUMS = tuple(f"What is {a} + {b}? Explain step by step." for a, b in ((17, 25), (48, 36), (120, 99), (305, 47)))
+_SUMMANDS = ((17, 25), (48, 36), (120, 99), (305, 47))
 
 
 def requests(count: int) -> list[dict]:
@@ -42,12 +42,17 @@ def requests(count: int) -> list[dict]:
     """
     with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    sums = [{"kind": "sum", "messages": [{"role": "user", "content": text}]} for text in _SUMS]
-    by_kind = [[row for row in rows if row["kind"] == kind] for kind in _KINDS]
-    found = [row for row in chain.from_iterable(zip_longest(*by_kind, sums)) if row is not None]
-    if count > len(found):
-        raise ValueError(f"prompts={count}, but only {len(found)} requests are held out; ask for fewer.")
-    return found[:count]
+    rows_of_kinds = [[row for row in rows if row["kind"] == kind] for kind in _KINDS]
+    rows_of_kinds.append([_sum_request(first, second) for first, second in _SUMMANDS])
+    in_turn = [row for row in chain.from_iterable(zip_longest(*rows_of_kinds)) if row is not None]
+    if count > len(in_turn):
+        raise ValueError(f"prompts={count}, but only {len(in_turn)} requests are held out; ask for fewer.")
+    return in_turn[:count]
+
+
+def _sum_request(first: int, second: int) -> dict:
+    text = f"What is {first} + {second}? Explain step by step."
+    return {"kind": "sum", "messages": [{"role": "user", "content": text}]}
 
 
 def run_demo(
@@ -83,27 +88,32 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [ways.TARGET, ways.TARGET_PACKED, ways.AUTO, ways.DFLASH],
+        [TARGET, TARGET_PACKED, AUTO, DFLASH],
         progress=bar("compare"),
     )
     title = f"SmolLM2-135M-Instruct with its drafter\n{headline(report)}"
-    written = [] if output is None else ["", *(f"written   {path}" for path in save_report(report, output, title))]
-    for line in [*sample_lines(pair, rows, report, color), "", *summary_lines(report), *written]:
+    # The report is saved before it is shown: it is there even if what reads the output goes away.
+    paths = [] if output is None else save_report(report, output, title)
+    lines = [*sample_lines(pair, rows, report, color), "", *summary_lines(report)]
+    if output is not None:
+        lines += ["", *(f"written   {path}" for path in paths)]
+    for line in lines:
         say(line)
     return report
 
 
 def sample_lines(pair: Pair, rows: list[dict], report: EvalReport, color: bool) -> list[str]:
     """An answer of average acceptance as it was drafted; none if the drafts led to another text in every case."""
-    apart = {one.prompt for one in report.divergences if one.method == ways.DFLASH}
+    diverging = {divergence.prompt for divergence in report.divergences if divergence.method == DFLASH}
     lengths = report.acceptance_lengths  # none if the answer ends with the prompt's own token
-    order = [i for i in range(len(rows)) if i not in apart]
-    if not order:
+    indices = [i for i in range(len(rows)) if i not in diverging]
+    if not indices:
         return []
-    order.sort(key=lambda i: sum(lengths[i]) / max(len(lengths[i]), 1))
-    index = order[len(order) // 2]
+    indices.sort(key=lambda i: sum(lengths[i]) / max(len(lengths[i]), 1))
+    index = indices[len(indices) // 2]
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
-    pieces, rounds = token_texts(pair.tokenizer, answer), lengths[index]
+    pieces = token_texts(pair.tokenizer, answer)
+    rounds = lengths[index]
     marks = marks_around("".join(pieces), sys.stdout)
     marked = "green" if color else "between these marks".join(marks)
     return [

@@ -23,45 +23,71 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
     The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of fewer
     than four texts, which say little about chance, it is 0 standard errors.
     """
-    means, parts = [], []
-    for sums in (before, after):
-        total = sum(n for _, n in sums)
-        if not total:
-            return 0.0, 0.0
-        means.append(sum(a for a, _ in sums) / total)
-        parts.append([(a - means[-1] * n) / total for a, n in sums])
-    own = [now - then for then, now in zip(*parts, strict=True)]
-    number, gain = len(own), means[1] - means[0]
-    if number < 4:
+    total_before = sum(blocks for _, blocks in before)
+    total_after = sum(blocks for _, blocks in after)
+    if not total_before or not total_after:
+        return 0.0, 0.0
+    mean_before = sum(accepted for accepted, _ in before) / total_before
+    mean_after = sum(accepted for accepted, _ in after) / total_after
+    gain = mean_after - mean_before
+    texts = len(before)
+    contributions = []  # d_i
+    for (accepted_before, blocks_before), (accepted_after, blocks_after) in zip(before, after, strict=True):
+        part_before = (accepted_before - mean_before * blocks_before) / total_before
+        part_after = (accepted_after - mean_after * blocks_after) / total_after
+        contributions.append(part_after - part_before)
+    if texts < 4 or gain == 0:
         return gain, 0.0
-    error = math.sqrt(number / (number - 1) * sum(one * one for one in own))
-    return gain, 0.0 if gain == 0 else math.copysign(math.inf, gain) if error == 0 else gain / error
+    error = math.sqrt(texts / (texts - 1) * sum(contribution**2 for contribution in contributions))
+    if error == 0:
+        return gain, math.copysign(math.inf, gain)
+    return gain, gain / error
 
 
 def compare(before: Path, after: Path, echo) -> dict:
-    """Compare two reports, line by line to `echo`; returns the figures."""
-    first, second = EvalReport.load(before), EvalReport.load(after)
+    """
+    Compare two reports.
+
+    Args:
+        before, after (`Path`): Files of reports.
+        echo (`Callable`): Called with each line of output.
+
+    Returns:
+        `dict`: The figures, for `--json`; `gain` and `standard_errors` only if the prompts are the same.
+
+    Raises:
+        `ValueError`: a file is no report.
+    """
+    first = EvalReport.load(before)
+    second = EvalReport.load(after)
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}
     rows = [("tau", first.tau, second.tau), ("tau, mean of answers", first.tau_per_response, second.tau_per_response)]
     for name in [name for name in first.methods if name in second.methods]:
-        ours, theirs = first.methods[name], second.methods[name]
-        facts["methods"][name] = {"speedup": [ours.speedup, theirs.speedup]}
-        if ours.speedup is not None and theirs.speedup is not None:  # unknown in 0.1's reports of servers
-            rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], ours.speedup, theirs.speedup))
-    for name, one, other in rows:
-        echo(f"{name:30}{one:12.2f}{other:12.2f}" + (f"{other / one:9.2f}" if one else ""))
+        first_speedup = first.methods[name].speedup
+        second_speedup = second.methods[name].speedup
+        facts["methods"][name] = {"speedup": [first_speedup, second_speedup]}
+        if first_speedup is not None and second_speedup is not None:  # unknown in 0.1's reports of servers
+            rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], first_speedup, second_speedup))
+    for name, first_figure, second_figure in rows:
+        ratio = f"{second_figure / first_figure:9.2f}" if first_figure else ""
+        echo(f"{name:30}{first_figure:12.2f}{second_figure:12.2f}{ratio}")
     for name in sorted(first.setting.keys() | second.setting.keys()):
-        one, other = first.setting.get(name), second.setting.get(name)
-        if one != other:
-            echo(f"{name:30}{one!s:>12}{other!s:>12}")
+        first_value = first.setting.get(name)
+        second_value = second.setting.get(name)
+        if first_value != second_value:
+            echo(f"{name:30}{first_value!s:>12}{second_value!s:>12}")
     for path, report in zip("AB", (first, second)):
         echo(f"slot accepted, %, {path}  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
-    asked = [report.setting.get("prompts_digest") for report in (first, second)]
-    if first.num_prompts == second.num_prompts and asked[0] == asked[1] is not None:
-        sums = [[(sum(n) - len(n), len(n)) for n in report.acceptance_lengths] for report in (first, second)]
-        gain, errors = mean_difference(*sums)
+    digest = first.setting.get("prompts_digest")
+    same_prompts = digest is not None and digest == second.setting.get("prompts_digest")
+    if same_prompts and first.num_prompts == second.num_prompts:
+        gain, errors = mean_difference(_accepted_and_blocks(first), _accepted_and_blocks(second))
         facts |= {"gain": gain, "standard_errors": errors}
         chance = "more than chance" if abs(errors) >= 2 else "no more than chance"
         echo(f"the same prompts: tau {gain:+.3f}, {errors:+.1f} standard errors, {chance}")
     return facts
+
+
+def _accepted_and_blocks(report: EvalReport) -> Sums:
+    return [(sum(lengths) - len(lengths), len(lengths)) for lengths in report.acceptance_lengths]

@@ -26,7 +26,9 @@ from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.responses import generate_one
 
 
-EQUAL, NEAR_TIE, WRONG = "equal", "differs at a near-tie", "WRONG"
+EQUAL = "equal"
+NEAR_TIE = "differs at a near-tie"
+WRONG = "WRONG"
 POSITIONS = 512  # where rounding is measured
 _SHARE = 0.1  # choosing another token more often than this is not rounding: the target cannot be run in that way
 
@@ -70,7 +72,7 @@ class Rounding:
 
 
 def judge(
-    target, prompts: Sequence, own: Sequence, others: dict[str, Sequence], block_size: int
+    target, prompts: Sequence, own: Sequence, answers_of: dict[str, Sequence], block_size: int
 ) -> tuple[list[Divergence], Rounding | None]:
     """
     Find where answers diverge from the target's own, and whether rounding explains it.
@@ -79,40 +81,48 @@ def judge(
         target (`PreTrainedModel`): Decodes greedily.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         own (`Sequence[Sequence[int]]`): The target's answer to each.
-        others (`dict[str, Sequence[Sequence[int]]]`): The answers of each method.
+        answers_of (`dict[str, Sequence[Sequence[int]]]`): The answers of each method.
         block_size (`int`): Tokens read by one verification.
 
     Returns:
         The divergences, and the rounding (`None` if nothing diverges).
     """
-    found = [
-        Divergence(method, i, *parting)
-        for method, answers in others.items()
-        for i, (answer, expected) in enumerate(zip(answers, own, strict=True))
-        if (parting := _first_difference(expected, answer)) is not None
-    ]
-    if not found:
+    divergences = []
+    for method, answers in answers_of.items():
+        for i, (answer, expected) in enumerate(zip(answers, own, strict=True)):
+            difference = _first_difference(expected, answer)
+            if difference is not None:
+                position, own_token, other_token = difference
+                divergences.append(Divergence(method, i, position, own_token, other_token))
+    if not divergences:
         return [], None
     # Texts that diverge come first: their positions matter most.
-    order = list(dict.fromkeys([one.prompt for one in found] + list(range(len(prompts)))))
+    order = list(dict.fromkeys([divergence.prompt for divergence in divergences] + list(range(len(prompts)))))
     rounding = measure_rounding(target, [(prompts[i], own[i]) for i in order], block_size)
     gaps: dict[tuple, float | None] = {}
-    for one in found:
-        place = (one.prompt, one.position, one.own, one.other)
-        if place not in gaps:
-            prompt, answer = prompts[one.prompt], list(own[one.prompt][: one.position])
+    for divergence in divergences:
+        place = (divergence.prompt, divergence.position, divergence.own, divergence.other)
+        if place not in gaps:  # several methods often diverge alike
+            prompt = prompts[divergence.prompt]
+            answer = list(own[divergence.prompt][: divergence.position])
             text = prompt + answer if isinstance(prompt, list) else [*prompt, *answer]  # with its images
-            gaps[place] = gap_at(target, text, one.own, one.other)
-        one.gap = gaps[place]
-        one.verdict = WRONG if one.gap is None or one.gap > 2 * rounding.size else NEAR_TIE
-    return found, rounding
+            gaps[place] = gap_at(target, text, divergence.own, divergence.other)
+        divergence.gap = gaps[place]
+        is_near_tie = divergence.gap is not None and divergence.gap <= 2 * rounding.size
+        divergence.verdict = NEAR_TIE if is_near_tie else WRONG
+    return divergences, rounding
 
 
 def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, int, int] | None:
+    """The position and the two tokens there, -1 for that of a text that has ended; `None` if the texts are equal."""
     if list(own) == list(other):
         return None
-    place = next((i for i, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
-    return place, *(ids[place] if place < len(ids) else -1 for ids in (own, other))
+    position = 0
+    while position < min(len(own), len(other)) and own[position] == other[position]:
+        position += 1
+    own_token = own[position] if position < len(own) else -1
+    other_token = other[position] if position < len(other) else -1
+    return position, own_token, other_token
 
 
 def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
@@ -137,16 +147,17 @@ def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]
         answer = answer[: POSITIONS - rounding.positions]
         if not answer:
             continue
-        ids, start = torch.tensor([[*prompt, *answer]], device=target.device), len(prompt)
+        ids = torch.tensor([[*prompt, *answer]], device=target.device)
+        start = len(prompt)
         chosen, reference = _two_best(target, ids, start, 1)  # [n, 2], [n]
-        others = {
+        computed = {
             "in blocks": _two_best(target, ids, start, block_size, chosen),
             "whole": _two_best(target, ids, start, None, chosen),
             "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, chosen),
         }
         rounding.positions += len(answer)
         for way in list(rounding.ways):
-            best, apart = others[way]
+            best, apart = computed[way]
             if (best[:, 0] != chosen[:, 0]).sum() > max(_SHARE * len(answer), 2):
                 rounding.ways.remove(way)
             else:
@@ -162,8 +173,12 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: t
     one forward if `None`.
     """
     last = ids.shape[1] - 1  # nothing follows the last token
-    edges = [0, *(range(start, last, step) if step else ()), last]
-    cache, best, apart, done = None, [], [], 0
+    inner_edges = range(start, last, step) if step else ()
+    edges = [0, *inner_edges, last]
+    cache = None
+    best: list[torch.Tensor] = []
+    apart: list[torch.Tensor] = []
+    done = 0
     for begin, end in zip(edges, edges[1:]):
         first = max(start - 1 - begin, 0)  # only the prompt's last token predicts one of the answer
         output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **{CACHE_NAME: cache})
@@ -178,7 +193,9 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: t
     return torch.cat(best), torch.cat(apart)
 
 
-def summary(found: Sequence[Divergence], method: str) -> str:
+def worst_verdict(divergences: Sequence[Divergence], method: str) -> str:
     """`EQUAL`, `NEAR_TIE` or `WRONG`: the worst of a method's answers."""
-    verdicts = {one.verdict for one in found if one.method == method}
-    return WRONG if WRONG in verdicts else NEAR_TIE if verdicts else EQUAL
+    verdicts = {divergence.verdict for divergence in divergences if divergence.method == method}
+    if WRONG in verdicts:
+        return WRONG
+    return NEAR_TIE if verdicts else EQUAL

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -17,9 +18,21 @@ import torch
 import transformers
 
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.evaluation import methods as ways
-from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
-from dflash_hf.evaluation.divergence import summary as worst_verdict
+from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge, worst_verdict
+from dflash_hf.evaluation.methods import (
+    ALONE,
+    AUTO,
+    DFLASH,
+    DRAFTED,
+    FIXED_SIZE,
+    LOOKUP_TOKENS,
+    METHODS,
+    MTP,
+    TARGET,
+    TARGET_PACKED,
+    TREE_METHODS,
+    TREE_NODES,
+)
 from dflash_hf.files import atomic
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.repositories import origin
@@ -104,12 +117,12 @@ class EvalReport:
     @property
     def fastest(self) -> str:
         """The method with a drafter that gains most."""
-        return max((name for name in self.methods if name in ways.DRAFTED), key=lambda name: self.methods[name].gain)
+        return max((name for name in self.methods if name in DRAFTED), key=lambda name: self.methods[name].gain)
 
     @property
-    def usual(self) -> str:
+    def default_method(self) -> str:
         """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
-        return ways.AUTO if ways.AUTO in self.methods else ways.DFLASH
+        return AUTO if AUTO in self.methods else DFLASH
 
     @property
     def verifications(self) -> list[int]:
@@ -138,16 +151,16 @@ class EvalReport:
     @property
     def lossless(self) -> bool:
         """Whether every output with the drafter equals the target's own."""
-        return self.methods[ways.DFLASH].equal == self.num_prompts
+        return self.methods[DFLASH].equal == self.num_prompts
 
-    def verdict(self, method: str = ways.DFLASH) -> str:
+    def verdict(self, method: str = DFLASH) -> str:
         """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm."""
         return worst_verdict(self.divergences, method)
 
     @property
     def is_wrong(self) -> bool:
         """Whether any output with the drafter has a token that rounding does not explain."""
-        return any(self.verdict(method) == WRONG for method in self.methods if method in ways.DRAFTED)
+        return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
 
     def to_json(self) -> str:
         """The report as JSON; `summary` has the derived figures, for people who read the file."""
@@ -155,9 +168,9 @@ class EvalReport:
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
             "acceptance_by_position": self.acceptance_by_position,
-            "speedup": self.methods[self.usual].gain,
-            "speedup_of": self.usual,
-            "speedup_over": ways.TARGET_PACKED if ways.TARGET_PACKED in self.methods else ways.TARGET,
+            "speedup": self.methods[self.default_method].gain,
+            "speedup_of": self.default_method,
+            "speedup_over": TARGET_PACKED if TARGET_PACKED in self.methods else TARGET,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,
@@ -169,12 +182,13 @@ class EvalReport:
         """The report that [`to_json`] wrote; fields of earlier versions are left out."""
 
         def read(kind, values: dict):
-            return kind(**{name: one for name, one in values.items() if name in kind.__dataclass_fields__})
+            return kind(**{name: value for name, value in values.items() if name in kind.__dataclass_fields__})
 
         report = read(cls, json.loads(text))
         report.methods = {name: read(MethodReport, method) for name, method in report.methods.items()}
-        report.divergences = [read(Divergence, one) for one in report.divergences]
-        report.rounding = None if report.rounding is None else read(Rounding, {"ways": [], **report.rounding})
+        report.divergences = [read(Divergence, divergence) for divergence in report.divergences]
+        if report.rounding is not None:
+            report.rounding = read(Rounding, {"ways": [], **report.rounding})
         return report
 
     @classmethod
@@ -204,10 +218,10 @@ def evaluate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 256,
     runs: int = 3,
-    methods: Sequence[str] = ways.METHODS,
+    methods: Sequence[str] = METHODS,
     progress: Callable[[Iterable], Iterable] = iter,
-    others: dict[str, dict | Callable] | None = None,
-    tree_nodes: int = ways.TREE_NODES,
+    other_methods: dict[str, dict | Callable] | None = None,
+    tree_nodes: int = TREE_NODES,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
@@ -224,8 +238,8 @@ def evaluate(
         methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `ALONE` and `DRAFTED`. With
             `"target_packed"`, a target with packed weights, drafters and `"mtp"` decode packed too.
         progress: Wraps the iteration over runs and prompts.
-        others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
-            answer ids.
+        other_methods (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt
+            ids to answer ids.
         tree_nodes (`int`): Tokens of a draft tree, for the methods that draft trees.
 
     Returns:
@@ -235,24 +249,15 @@ def evaluate(
         `ValueError`: there are no prompts or runs, a method is unknown, or one that others are compared with is
             missing.
     """
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
-    if runs < 1:
-        raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*ways.ALONE, *ways.DRAFTED}
-    if unknown := set(methods) - known:
-        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
-    if missing := {ways.TARGET, ways.DFLASH} - set(methods):
-        raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
-
-    methods = (*methods, *(others or {}))
-    drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
+    _check_arguments(prompts, runs, methods)
+    other_methods = other_methods or {}
+    methods = (*methods, *other_methods)
+    drafters = {**drafters_of_methods(draft, tree_nodes), AUTO: draft}
     assisted = {name: {"assistant_model": drafter} for name, drafter in drafters.items()}
-    arguments = {**ways.ALONE, **assisted, **(others or {})}
+    arguments = {**ALONE, **assisted, **other_methods}
     packed: dict[str, tuple] = {}  # the models that a method packs
-    if ways.TARGET_PACKED in methods:
-        alone = (ways.TARGET_PACKED, ways.MTP)
-        packed = {**dict.fromkeys(alone, (target,)), **dict.fromkeys(drafters, (target, draft))}
+    if TARGET_PACKED in methods:
+        packed = {TARGET_PACKED: (target,), MTP: (target,), **dict.fromkeys(drafters, (target, draft))}
     decode = _decoder(target, max_new_tokens, arguments, packed)
     compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
     target.eval()
@@ -261,22 +266,24 @@ def evaluate(
     # other methods may leave hooks on the target, and it would be compiled again.
     warmup = {}
     for method in sorted(methods, key=lambda name: name in compiled):
-        first = prompts if method in compiled else prompts[:1]
-        warmup[method] = sum(decode(method, prompt).seconds for prompt in first)
+        warmup_prompts = prompts if method in compiled else prompts[:1]
+        warmup[method] = sum(decode(method, prompt).seconds for prompt in warmup_prompts)
     # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
     decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
     gc.collect()  # what warming up left behind is not collected in someone's time
-    for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
+    for run, index in progress(list(itertools.product(range(runs), range(len(prompts))))):
         shift = (run + index) % len(methods)
         for method in (*methods[shift:], *methods[:shift]):
             decoded[run][method].append(decode(method, prompts[index]))
     # 3. Medians. Ratios are taken within a run, where the load was the same.
-    answers = [one.ids for one in decoded[-1][ways.TARGET]]
-    outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
-    divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_tokens)
+    answers = [answer.ids for answer in decoded[-1][TARGET]]
+    answers_of = {}
+    for method in methods:
+        answers_of[method] = [_diverging_answer(decoded, method, i) for i in range(len(prompts))]
+    divergences, rounding = judge(target, prompts, answers, answers_of, draft.config.block_tokens)
     return EvalReport(
         methods={name: _method_report(decoded, name, warmup[name], name in compiled) for name in methods},
-        acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][ways.DFLASH]],
+        acceptance_lengths=[answer.acceptance_lengths for answer in decoded[-1][DFLASH]],
         responses=answers,
         block_size=draft.config.block_tokens,
         setting={
@@ -289,14 +296,29 @@ def evaluate(
             "draft_dtype": str(draft.dtype).removeprefix("torch."),
             "max_new_tokens": max_new_tokens,
             "runs": runs,
-            "prompt_lookup_num_tokens": ways.LOOKUP_TOKENS,
-            **({"tree_nodes": tree_nodes} if ways.TREE_METHODS & set(methods) else {}),
+            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
+            **({"tree_nodes": tree_nodes} if TREE_METHODS & set(methods) else {}),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
         divergences=divergences,
         rounding=rounding,
     )
+
+
+def _check_arguments(prompts: Sequence[Sequence[int]], runs: int, methods: Sequence[str]) -> None:
+    """See the errors of [`evaluate`]."""
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
+    if runs < 1:
+        raise ValueError(f"runs={runs} must be at least 1.")
+    choices = {*ALONE, *DRAFTED}
+    unknown = set(methods) - choices
+    if unknown:
+        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(choices)}.")
+    missing = {TARGET, DFLASH} - set(methods)
+    if missing:
+        raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
 
 @dataclass
@@ -314,57 +336,76 @@ def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Call
     """A function that decodes a prompt by a method and measures the time."""
 
     def decode(method: str, prompt: Sequence[int]) -> _Decoded:
-        way, output = arguments[method], None
+        how = arguments[method]  # a function, or what `generate` is given
+        output = None
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
-        counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
-        with (
-            without_bars() if method == ways.MTP else contextlib.nullcontext(),  # its heads are loaded in each call
-            _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
-            packed_weights(*packed[method]) if method in packed else contextlib.nullcontext(),
-        ):
+        is_counted = method not in DRAFTED and not callable(how) and "cache_implementation" not in how
+        count = [0]
+        with contextlib.ExitStack() as contexts:
+            if method == MTP:
+                contexts.enter_context(without_bars())  # its heads are loaded in each call
+            if is_counted:
+                count = contexts.enter_context(_count_forwards(target))
+            if method in packed:
+                contexts.enter_context(packed_weights(*packed[method]))
             start = now(target.device)
-            if callable(way):
-                ids = way(prompt)
+            if callable(how):
+                ids = how(prompt)
             else:
-                output = generate_one(target, prompt, max_new_tokens=max_new_tokens, do_sample=False, **way)
+                output = generate_one(target, prompt, max_new_tokens=max_new_tokens, do_sample=False, **how)
                 ids = output.sequences[0, len(prompt) :].tolist()
             seconds = now(target.device) - start
-        lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
-        forwards = 1 + len(lengths) if method in ways.DRAFTED else count[0] or len(ids)
+        lengths_of_rows = getattr(output, "acceptance_lengths", None) or [[]]  # if a DFlash drafter was used
+        lengths = list(lengths_of_rows[0])
+        if method in DRAFTED:
+            forwards = 1 + len(lengths)
+        else:
+            forwards = count[0] or len(ids)
         return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
     return decode
 
 
-def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
+def _diverging_answer(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
     """A method's answer to a prompt; if any run differs from the target's own answer, the first that does."""
-    own = decoded[-1][ways.TARGET][index].ids
+    own = decoded[-1][TARGET][index].ids
     answers = [run[method][index].ids for run in decoded]
     return next((ids for ids in answers if ids != own), own)
 
 
-def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup: float, compiled: bool):
+def _method_report(
+    decoded: list[dict[str, list[_Decoded]]], method: str, warmup: float, compiled: bool
+) -> MethodReport:
+    """The figures of a method; `decoded[run][method]` has an answer for each prompt."""
+
     def speeds(name: str) -> list[float]:
-        return [sum(len(one.ids) for one in run[name]) / sum(one.seconds for one in run[name]) for run in decoded]
+        """Tokens per second of each run."""
+        speeds = []
+        for run in decoded:
+            tokens = sum(len(answer.ids) for answer in run[name])
+            speeds.append(tokens / sum(answer.seconds for answer in run[name]))
+        return speeds
 
     def speedup(base: str) -> float:
-        return statistics.median(own / other for own, other in zip(speeds(method), speeds(base), strict=True))
+        ratios = [speed / base_speed for speed, base_speed in zip(speeds(method), speeds(base), strict=True)]
+        return statistics.median(ratios)
 
-    pairs = [zip(run[method], run[ways.TARGET], strict=True) for run in decoded]
-    last = decoded[-1][method]
-    lengths = [length for one in last for length in one.acceptance_lengths]
-    sizes = [size for one in last for size in one.draft_sizes or ()]
-    equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
+    last_answers = decoded[-1][method]
+    lengths = list(chain.from_iterable(answer.acceptance_lengths for answer in last_answers))
+    sizes = list(chain.from_iterable(answer.draft_sizes or () for answer in last_answers))
+    equal = 0
+    for index in range(len(last_answers)):
+        equal += all(run[method][index].ids == run[TARGET][index].ids for run in decoded)
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
-        speedup=speedup(ways.TARGET),
+        speedup=speedup(TARGET),
         runs=speeds(method),
-        tokens=sum(len(one.ids) for one in last),
-        target_forwards=sum(one.forwards for one in last),
-        equal=sum(equal),
+        tokens=sum(len(answer.ids) for answer in last_answers),
+        target_forwards=sum(answer.forwards for answer in last_answers),
+        equal=equal,
         warmup_seconds=warmup,
         compiled=compiled,
-        speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
+        speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
     )
@@ -382,10 +423,14 @@ def in_blocks(draft):
     return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_tokens)
 
 
-def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
-    """The drafter set up for each method of `OURS`, by name."""
-    whole, values = in_blocks(draft), {"tree_nodes": tree_nodes, "compile": True}
-    return {name: variant(whole, **{key: values[key] for key in keys}) for name, keys in ways.OURS.items()}
+def drafters_of_methods(draft, tree_nodes: int = TREE_NODES) -> dict:
+    """The drafter set up for each method of `FIXED_SIZE`, by name."""
+    whole_blocks = in_blocks(draft)
+    values = {"tree_nodes": tree_nodes, "compile": True}
+    drafters = {}
+    for method, fields in FIXED_SIZE.items():
+        drafters[method] = variant(whole_blocks, **{field: values[field] for field in fields})
+    return drafters
 
 
 @functools.cache

@@ -1,7 +1,12 @@
 """Names of the decoding methods that are compared. Imports no torch: the command line's help reads it."""
 
-TARGET, TARGET_PACKED, PROMPT_LOOKUP, MTP = "target", "target_packed", "prompt_lookup", "mtp"
-DFLASH, TREE, COMPILED = "dflash", "dflash_tree", "dflash_compiled"
+TARGET = "target"
+TARGET_PACKED = "target_packed"
+PROMPT_LOOKUP = "prompt_lookup"
+MTP = "mtp"
+DFLASH = "dflash"
+TREE = "dflash_tree"
+COMPILED = "dflash_compiled"
 AUTO = "dflash_auto"  # the plain call: unchanged settings, so sizes are chosen unless they are set
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
@@ -15,9 +20,14 @@ ALONE = {
 }
 
 # With blocks or trees of fixed size, by the fields of the drafter's `decoding_config` that are switched on.
-OURS = {DFLASH: (), COMPILED: ("compile",), TREE: ("tree_nodes",), f"{TREE}_compiled": ("tree_nodes", "compile")}
-DRAFTED = (*OURS, AUTO)
-TREE_METHODS = {name for name, fields in OURS.items() if "tree_nodes" in fields}
+FIXED_SIZE = {
+    DFLASH: (),
+    COMPILED: ("compile",),
+    TREE: ("tree_nodes",),
+    f"{TREE}_compiled": ("tree_nodes", "compile"),
+}
+DRAFTED = (*FIXED_SIZE, AUTO)
+TREE_METHODS = {name for name, fields in FIXED_SIZE.items() if "tree_nodes" in fields}
 
 
 def methods_of_eval(packed: bool, trees: bool, lookup: bool, mtp: bool) -> list[str]:
@@ -25,4 +35,14 @@ def methods_of_eval(packed: bool, trees: bool, lookup: bool, mtp: bool) -> list[
     Those that `dflash eval` measures: the plain call and whole blocks, with what its options add. If the drafter packs
     weights, so does the target that it is compared with.
     """
-    return [TARGET, *[TARGET_PACKED] * packed, AUTO, DFLASH, *[TREE] * trees, *[PROMPT_LOOKUP] * lookup, *[MTP] * mtp]
+    methods = [TARGET]
+    if packed:
+        methods.append(TARGET_PACKED)
+    methods += [AUTO, DFLASH]
+    if trees:
+        methods.append(TREE)
+    if lookup:
+        methods.append(PROMPT_LOOKUP)
+    if mtp:
+        methods.append(MTP)
+    return methods

@@ -12,8 +12,10 @@ from dflash_hf.terminal import needs
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
 _COLORS |= dict.fromkeys(DRAFTED, "#1a7f5a")
-_COMPILED_COLOR, _OTHER_COLOR = "#0f5a3e", "#6b7fb3"
-_WIDTH, _LINE_HEIGHT = 9, 0.25  # of the figure and of a line of its title, in inches
+_COMPILED_COLOR = "#0f5a3e"
+_OTHER_COLOR = "#6b7fb3"
+_WIDTH = 9  # of the figure, in inches
+_LINE_HEIGHT = 0.25  # of a line of its title, in inches
 _LONGEST_LABEL = 26  # characters of a line of a method's name
 
 
@@ -63,13 +65,14 @@ def draw_report(report: EvalReport, title: str = ""):
         heading = figure.suptitle(title, fontsize=12, fontweight="bold")
         _break_lines(heading, 0.97 * figure.bbox.width)
         figure.set_figheight(height + _LINE_HEIGHT * (1 + heading.get_text().count("\n")))
-    places = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    for axes, draw in zip(places, (_draw_speed, _draw_positions), strict=True):
-        draw(axes, report)
+    speed_axes, positions_axes = figure.subplots(1, 2, width_ratios=[1.5, 1])
+    _draw_speed(speed_axes, report)
+    _draw_positions(positions_axes, report)
+    for axes in (speed_axes, positions_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(10)
     figure.draw_without_rendering()  # places the axes, whose widths limit their titles
-    for axes in places:
+    for axes in (speed_axes, positions_axes):
         _break_lines(axes.title, axes.get_window_extent().width)
     return figure
 
@@ -80,19 +83,25 @@ def _break_lines(text, width: float) -> None:
     longest = max(map(len, lines), default=0)  # characters
     while longest > 1 and text.get_window_extent().width > width:
         longest -= 1
-        text.set_text("\n".join(part for line in lines for part in textwrap.wrap(line, longest)))
+        shorter_lines = []
+        for line in lines:
+            shorter_lines += textwrap.wrap(line, longest)
+        text.set_text("\n".join(shorter_lines))
 
 
 def _draw_speed(axes, report: EvalReport) -> None:
-    names, runs = list(report.methods), len(report.methods[DFLASH].runs)
+    names = list(report.methods)
+    runs = len(report.methods[DFLASH].runs)
     for place, name in enumerate(names):
         method = report.methods[name]
-        speed, slowest, fastest = method.tokens_per_second, min(method.runs), max(method.runs)
+        speed = method.tokens_per_second
+        slowest = min(method.runs)
+        fastest = max(method.runs)
         color = _COMPILED_COLOR if method.compiled else _COLORS.get(name, _OTHER_COLOR)
         axes.barh(place, speed, color=color, height=0.7)
         if runs > 1:
-            spread = [[speed - slowest], [fastest - speed]]
-            axes.errorbar(speed, place, xerr=spread, color="#333333", capsize=3, linewidth=1)
+            error_bar = [[speed - slowest], [fastest - speed]]
+            axes.errorbar(speed, place, xerr=error_bar, color="#333333", capsize=3, linewidth=1)
         axes.text(fastest * 1.02, place, f" {rate(speed)} ({method.gain:.2f}x)", va="center", fontsize=8.5)
     labels = [textwrap.fill(LABELS.get(name, name), _LONGEST_LABEL) for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8.5)

@@ -44,7 +44,7 @@ def prompts_of(
                 raise ValueError(f"Row {index} of {data}: {error}") from error
             if number < len(turns):
                 output = generate_one(target, prompts[-1], do_sample=False, max_new_tokens=max_new_tokens)
-                answer = output.sequences[0, len(prompts[-1]) :]
-                answer = encoder.tokenizer.decode(answer, skip_special_tokens=True)
+                answer_ids = output.sequences[0, len(prompts[-1]) :]
+                answer = encoder.tokenizer.decode(answer_ids, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
     return prompts

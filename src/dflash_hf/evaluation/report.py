@@ -51,14 +51,16 @@ def check_report(folder: Path, draft: DFlashDraftModel, targets: Sequence[str]) 
         return
     setting = EvalReport.load(folder / REPORT_FILE).setting
     measured_as = getattr(torch, str(setting.get("draft_dtype")), draft.dtype)
-    weights = digest_of_parameters((name, one.to(measured_as)) for name, one in draft.named_parameters())
-    measured, foreign = setting.get("target") or targets[0], ""  # none: it was loaded from a folder
+    parameters = ((name, parameter.to(measured_as)) for name, parameter in draft.named_parameters())
+    weights = digest_of_parameters(parameters)
+    measured_target = setting.get("target") or targets[0]  # not named: it was loaded from a folder
+    mismatch = ""
     if setting.get("weights") != weights:
-        foreign = "was not measured with these weights"
-    elif measured not in targets:
-        foreign = f"was measured with target {measured}, not {targets[0]}"
-    if foreign:
+        mismatch = "was not measured with these weights"
+    elif measured_target not in targets:
+        mismatch = f"was measured with target {measured_target}, not {targets[0]}"
+    if mismatch:
         raise ValueError(
-            f"{folder / REPORT_FILE} {foreign}: run `dflash eval --target {targets[0]} --draft {folder} --data DATA "
+            f"{folder / REPORT_FILE} {mismatch}: run `dflash eval --target {targets[0]} --draft {folder} --data DATA "
             f"--output {folder}`, or remove {REPORT_FILE} and {PLOT_FILE}."
         )

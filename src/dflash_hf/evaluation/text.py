@@ -3,15 +3,33 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.methods import (
+    AUTO,
+    DFLASH,
+    MTP,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE,
+    TREE_METHODS,
+)
 
 
-LABELS = {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed", ways.PROMPT_LOOKUP: "prompt lookup"}
-LABELS |= {ways.AUTO: "plain call", ways.DFLASH: "whole blocks", ways.TREE: "draft trees"}
-LABELS |= {ways.MTP: "multi-token prediction"}
-LABELS |= {f"{name}_compiled": f"{LABELS[name]}, compiled" for name in (ways.DFLASH, ways.TREE)}
+LABELS = {
+    TARGET: "target alone",
+    TARGET_PACKED: "target alone, packed",
+    PROMPT_LOOKUP: "prompt lookup",
+    AUTO: "plain call",
+    DFLASH: "whole blocks",
+    TREE: "draft trees",
+    MTP: "multi-token prediction",
+    f"{DFLASH}_compiled": "whole blocks, compiled",
+    f"{TREE}_compiled": "draft trees, compiled",
+}
+_SIZE_BINS = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))  # the largest size of each, and its name
+_LARGER = "more"
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -40,34 +58,44 @@ def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
         sizes (`Sequence[int]`): `draft_sizes` of one or more outputs, one entry a verification.
         speedup (`float`, *optional*): The `estimated_speedup`.
     """
-    bins = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))
-    named = Counter(next((name for most, name in bins if size <= most), "more") for size in sizes)
-    counts = ", ".join(f"{name} in {named[name]}" for name in [*(name for _, name in bins), "more"] if named[name])
+    verifications_of = Counter(_size_bin(size) for size in sizes)
+    names = [*(name for _, name in _SIZE_BINS), _LARGER]
+    counts = ", ".join(f"{name} in {verifications_of[name]}" for name in names if verifications_of[name])
     estimate = "" if speedup is None else f"; an estimated {speedup:.2f}x of the target alone"
     return f"drafted or copied tokens verified: {counts} of {len(sizes)} verifications{estimate}"
 
 
+def _size_bin(size: int) -> str:
+    for largest, name in _SIZE_BINS:
+        if size <= largest:
+            return name
+    return _LARGER
+
+
 def rate(tokens_per_second: float) -> str:
     """A speed: whole tokens, below ten with a decimal."""
-    return f"{tokens_per_second:.{0 if tokens_per_second >= 9.95 else 1}f}"
+    if tokens_per_second >= 9.95:
+        return f"{tokens_per_second:.0f}"
+    return f"{tokens_per_second:.1f}"
 
 
 def headline(report: EvalReport) -> str:
     """What a user who sets nothing gains, and tau, each with its method: one line, as for a title."""
-    over = "over the packed target" if ways.TARGET_PACKED in report.methods else "over the target alone"
-    gain = report.methods[report.usual].gain
-    return f"{LABELS[report.usual]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[ways.DFLASH]}"
+    over = "over the packed target" if TARGET_PACKED in report.methods else "over the target alone"
+    gain = report.methods[report.default_method].gain
+    return f"{LABELS[report.default_method]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[DFLASH]}"
 
 
 def summary_lines(report: EvalReport) -> list[str]:
     """A report for a terminal: the two figures of its headline, the table, and the lines below it."""
-    packed = ways.TARGET_PACKED in report.methods  # shows the gain of packing alone
-    usual, baseline = report.methods[report.usual], report.methods[ways.TARGET_PACKED if packed else ways.TARGET]
+    packed = TARGET_PACKED in report.methods  # shows the gain of packing alone
+    default = report.methods[report.default_method]
+    baseline = report.methods[TARGET_PACKED if packed else TARGET]
     target = "the target alone, packed" if packed else "the target alone"
-    speeds = f"{rate(usual.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens/s"
+    speeds = f"{rate(default.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens/s"
     lines = [
-        f"{LABELS[report.usual]:18}{usual.gain:.2f}x the speed of {target}: {speeds}",
-        f"tau               {report.tau:.2f} tokens per verification in {LABELS[ways.DFLASH]}",
+        f"{LABELS[report.default_method]:18}{default.gain:.2f}x the speed of {target}: {speeds}",
+        f"tau               {report.tau:.2f} tokens per verification in {LABELS[DFLASH]}",
         "",
         f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
         + (f"{'over packed':>12}" if packed else "")
@@ -82,26 +110,30 @@ def summary_lines(report: EvalReport) -> list[str]:
         )
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
-    if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
+    auto = report.methods.get(AUTO)
+    if auto is not None and auto.draft_sizes:
         chosen = chosen_line(auto.draft_sizes)
-        lines += ["", f"{LABELS[ways.AUTO]:18}chooses each time how much to draft; {chosen}"]
-    trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
+        lines += ["", f"{LABELS[AUTO]:18}chooses each time how much to draft; {chosen}"]
+    tree_methods = [method for name, method in report.methods.items() if name in TREE_METHODS]
+    tree_taus = [method.tau for method in tree_methods if method.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
         "",
-        f"{LABELS[ways.DFLASH]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
+        f"{LABELS[DFLASH]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
         f"bonus included, prompts excluded; mean of the answers' means {report.tau_per_response:.2f}",
-        *[f"{LABELS[ways.TREE]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in trees[:1]],
+        *[f"{LABELS[TREE]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in tree_taus[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
         _lossless_line(report),
         *_divergence_lines(report),
     ]
-    warm = [f"{one.warmup_seconds:.0f} s {LABELS[name]}" for name, one in report.methods.items() if one.compiled]
-    if warm:
-        lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
-    if seconds := report.setting.get("mtp_loading_seconds"):
+    compiled = {name: method for name, method in report.methods.items() if method.compiled}
+    if compiled:
+        times = [f"{method.warmup_seconds:.0f} s {LABELS[name]}" for name, method in compiled.items()]
+        lines.append(f"compiling         {', '.join(times)}, once; the next run reuses it")
+    seconds = report.setting.get("mtp_loading_seconds")
+    if seconds:
         loading = f"transformers loads the heads in each call, {seconds:.2g} s that its speed includes"
-        lines.append(f"{LABELS[ways.MTP]}: {loading}")
+        lines.append(f"{LABELS[MTP]}: {loading}")
     gain = report.methods[report.fastest].gain
     if gain < 1:
         best = LABELS[report.fastest]
@@ -110,9 +142,15 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 
 def _lossless_line(report: EvalReport) -> str:
-    equal, found = report.methods[ways.DFLASH].equal, [one for one in report.divergences if one.method == ways.DFLASH]
-    wrong = len({one.prompt for one in found if one.verdict == WRONG})
-    ties, count = report.num_prompts - equal - wrong, f"{wrong} {WRONG}" if wrong else "no output is wrong"
+    equal = report.methods[DFLASH].equal
+    wrong_prompts = {
+        divergence.prompt
+        for divergence in report.divergences
+        if divergence.method == DFLASH and divergence.verdict == WRONG
+    }
+    wrong = len(wrong_prompts)
+    ties = report.num_prompts - equal - wrong
+    count = f"{wrong} {WRONG}" if wrong else "no output is wrong"
     line = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
     return line + (f", {ties} differ at a near-tie" if ties else "")
 
@@ -121,18 +159,21 @@ def _divergence_lines(report: EvalReport) -> list[str]:
     """How outputs differ from the target's own."""
     lines = []
     for method in report.methods:
-        found = [one for one in report.divergences if one.method == method]
-        ties = [one.gap for one in found if one.verdict == NEAR_TIE and one.gap is not None]
-        if ties:
-            lines.append(
-                f"  {len(ties)} {LABELS.get(method, method)}: {NEAR_TIE}, the two logits {max(ties):.3g} apart at most"
-            )
-        for one in found:
-            if one.verdict == WRONG:
-                apart = "where a text ends" if one.gap is None else f"the two logits are {one.gap:.3g} apart"
+        label = LABELS.get(method, method)
+        divergences = [divergence for divergence in report.divergences if divergence.method == method]
+        near_ties = [divergence for divergence in divergences if divergence.verdict == NEAR_TIE]
+        gaps = [divergence.gap for divergence in near_ties if divergence.gap is not None]
+        if gaps:
+            lines.append(f"  {len(gaps)} {label}: {NEAR_TIE}, the two logits {max(gaps):.3g} apart at most")
+        for divergence in divergences:
+            if divergence.verdict == WRONG:
+                if divergence.gap is None:
+                    apart = "where a text ends"
+                else:
+                    apart = f"the two logits are {divergence.gap:.3g} apart"
                 lines.append(
-                    f"  {WRONG}: {LABELS.get(method, method)}, token {one.position} of the answer to prompt "
-                    f"{one.prompt}: {one.other} in place of {one.own}; {apart}"
+                    f"  {WRONG}: {label}, token {divergence.position} of the answer to prompt {divergence.prompt}: "
+                    f"{divergence.other} in place of {divergence.own}; {apart}"
                 )
     if report.rounding is not None:
         lines.append(f"  rounding moves two logits of this target apart by up to {report.rounding.size:.3g}")
@@ -141,7 +182,9 @@ def _divergence_lines(report: EvalReport) -> list[str]:
 
 def shade(source: int) -> int:
     """The terminal colour of an origin: none for the target itself, otherwise one of two alternating greens."""
-    return 0 if source == 0 else 32 if source % 2 else 92
+    if source == 0:
+        return 0
+    return 32 if source % 2 else 92
 
 
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
@@ -149,14 +192,18 @@ def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
     The text that each token adds; together they are the answer. A character of several tokens belongs to the last of
     them.
     """
-    texts, first, done = [], 0, 0  # tokens from `first` on are decoded together; those before `done` are in `texts`
+    texts = []
+    first = 0  # tokens from here on are decoded together
+    done = 0  # tokens before this one are in `texts`
     for end in range(1, len(ids) + 1):
-        before, text = tokenizer.decode(ids[first:done]), tokenizer.decode(ids[first:end])
+        before = tokenizer.decode(ids[first:done])
+        text = tokenizer.decode(ids[first:end])
         if text.endswith("\ufffd") and end < len(ids):
             texts.append("")
             continue
         texts.append(text[len(before) :])
-        first, done = done, end
+        first = done
+        done = end
     return texts
 
 
@@ -168,7 +215,8 @@ def colored_answer(
     `marks`, for which see [`~dflash_hf.terminal.marks_around`].
     """
     opening, closing = marks
-    text, previous = "", 0
+    text = ""
+    previous = 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
             text += f"\x1b[{shade(source)}m{piece}" if source != previous else piece

@@ -35,9 +35,15 @@ class Chat:
     """
 
     def __init__(self, decoder: Decoder, encode: Callable, options: dict, echo: Echo, color: bool):
-        self.decoder, self.encode, self.options = decoder, encode, options
-        self.color, self.note, self.write = color, echo.note, echo.write
-        self.drafts, self.messages, self.turns = decoder.draft is not None, [], []
+        self.decoder = decoder
+        self.encode = encode
+        self.options = options
+        self.color = color
+        self.note = echo.note
+        self.write = echo.write
+        self.drafts = decoder.draft is not None
+        self.messages: list[dict] = []
+        self.turns: list[dict] = []
 
     def run(self) -> list[dict]:
         """Chat until the end of the input; returns the turns with their figures."""
@@ -47,14 +53,15 @@ class Chat:
             if self.color and self.drafts:
                 self.note("Green tokens were drafted and accepted; the others are the target's own.")
             self.note(HELP)
-        for message in self._typed() if sys.stdin.isatty() else stdin_lines():
+        messages = self._typed_messages() if sys.stdin.isatty() else stdin_lines()
+        for message in messages:
             if message.startswith("/"):
-                self._command(message.strip())
+                self._run_command(message.strip())
             elif message.strip():
-                self._turn(message.strip())
+                self._answer(message.strip())
         return self.turns
 
-    def _command(self, command: str) -> None:
+    def _run_command(self, command: str) -> None:
         """Do what a line with a slash says, and say what was done."""
         if command == "/reset":
             self.messages = []
@@ -69,7 +76,7 @@ class Chat:
         else:
             self.note(f"{one_line(command, 60)} is unknown; a message may begin with a space and a slash.\n{HELP}")
 
-    def _typed(self) -> Iterator[str]:
+    def _typed_messages(self) -> Iterator[str]:
         """Messages from a terminal: a line that is typed, or all lines of a pasted block."""
         while True:
             try:
@@ -83,14 +90,16 @@ class Chat:
                 if isinstance(end, EOFError):
                     return
 
-    def _turn(self, text: str) -> None:
-        asked, target = [*self.messages, {"role": "user", "content": text}], self.decoder.target
+    def _answer(self, text: str) -> None:
+        """Answer a message. If that fails, the conversation stays as it was, and a terminal is asked for the next."""
+        target = self.decoder.target
+        messages = [*self.messages, {"role": "user", "content": text}]
         streamer = PieceStreamer(self.decoder.tokenizer, self._show)
         settings = copy.deepcopy(target.generation_config)
         settings.update(**self.options)
         with after_the_text():
             try:
-                ids = torch.tensor([self.encode(asked)], device=target.device)
+                ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
                 self._wait(self.decoder.submit(request))
@@ -99,11 +108,14 @@ class Chat:
                     raise
                 self.note(f"error: {explain(error)}")
                 return
-            self.write(("\x1b[0m" if self.color else "") + "\n")
-        self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
-        limit = self.options["max_new_tokens"]
-        where = "" if request.ended else cut_at(request.tokens, limit, target.generation_config)
-        stopped = "; stopped" if request.gone.is_set() else f"; cut off at {where}" if where else ""
+            self.write("\x1b[0m\n" if self.color else "\n")
+        self.messages = [*messages, {"role": "assistant", "content": streamer.text}]
+        stopped = ""
+        if request.gone.is_set():
+            stopped = "; stopped"
+        elif not request.ended:
+            cut = cut_at(request.tokens, self.options["max_new_tokens"], target.generation_config)
+            stopped = f"; cut off at {cut}" if cut else ""
         who = "with the drafter" if streamer.rounds else "target alone"
         self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}

@@ -10,25 +10,26 @@ def total_usage(usages: Sequence[dict], per_prompt: int) -> dict:
     total: dict = {}
     for index, usage in enumerate(usages):
         for name, value in usage.items():
-            counts = index % per_prompt == 0 or not name.startswith(("prompt", "total"))
+            # Of choices that share a prompt, only the first counts its tokens.
+            is_counted = index % per_prompt == 0 or not name.startswith(("prompt", "total"))
             if isinstance(value, dict):
-                before = total.setdefault(name, dict.fromkeys(value, 0))
+                details = total.setdefault(name, dict.fromkeys(value, 0))
                 for detail, count in value.items():
-                    before[detail] += count if counts else 0
+                    details[detail] += count if is_counted else 0
             else:
-                total[name] = total.get(name, 0) + (value if counts else 0)
+                total[name] = total.get(name, 0) + (value if is_counted else 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     return total
 
 
-def merged(answers: Sequence[dict], per_prompt: int) -> dict:
+def merge_answers(answers: Sequence[dict], per_prompt: int) -> dict:
     """One answer with the choices of all, and their usage; the first has its name and time."""
     choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     usage = total_usage([answer["usage"] for answer in answers], per_prompt)
     return {**answers[0], "choices": choices, "usage": usage}
 
 
-async def merged_streams(
+async def merge_streams(
     streams: Sequence[AsyncIterator[str]], per_prompt: int, include_usage: bool
 ) -> AsyncIterator[str]:
     """

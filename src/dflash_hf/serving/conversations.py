@@ -27,12 +27,24 @@ class Conversation(NamedTuple):
     @property
     def memory(self) -> int:
         """Bytes, with what drafters have read."""
-        contexts = [*CONTEXTS.get(self.cache, {}).values()]
-        layers = [layer for cache in (self.cache, *(one.cache for one in contexts)) for layer in cache.layers]
-        states = [state for layer in layers for state in vars(layer).values()]
-        states += [features for one in contexts for features, _ in one.unread]
-        states += [part for state in states if isinstance(state, list) for part in state]
-        return sum(state.nbytes for state in states if isinstance(state, Tensor))
+        states: list = []
+        states += _states_of(self.cache)
+        for context in CONTEXTS.get(self.cache, {}).values():
+            states += _states_of(context.cache)
+            states += [features for features, _ in context.unread]
+        tensors = []
+        for state in states:
+            parts = state if isinstance(state, list) else [state]
+            tensors += [part for part in parts if isinstance(part, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def _states_of(cache) -> list:
+    """The attributes of a cache's layers: tensors, lists of tensors, and others."""
+    states: list = []
+    for layer in cache.layers:
+        states += vars(layer).values()
+    return states
 
 
 class Conversations:
@@ -47,7 +59,7 @@ class Conversations:
     def __init__(self, target):
         self.longest = context_of(target)
         self.memory = _SHARE * free_memory(target.device)
-        self.kept: list[Conversation] = []
+        self.entries: list[Conversation] = []
 
     def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
         """
@@ -56,37 +68,44 @@ class Conversations:
         The next turn of a conversation takes its cache. A conversation that only begins like another one, as with the
         same instructions, shares the tensors of this beginning: what follows is written into new ones.
         """
-        common = [len(commonprefix([one.text, ids[:-1]])) for one in self.kept]  # one token is left to be read
-        length = max(common, default=0)
+        readable = ids[:-1]  # one token is left to be read
+        common_lengths = [len(commonprefix([entry.text, readable])) for entry in self.entries]
+        length = max(common_lengths, default=0)
         if not length:
             return None, 0
-        found = self.kept[common.index(length)]
-        cache, whole = found.cache, length == len(found.text)
-        taken = whole or (length >= found.prompt - _OPENING and len(ids) > found.prompt)
-        if not taken and length < _WORTH_SHARING:
+        conversation = self.entries[common_lengths.index(length)]
+        cache = conversation.cache
+        is_whole = length == len(conversation.text)
+        is_next_turn = is_whole or (length >= conversation.prompt - _OPENING and len(ids) > conversation.prompt)
+        if not is_next_turn and length < _WORTH_SHARING:
             return None, 0
-        if not whole:
-            cache = copy.copy(found.cache)
+        if not is_whole:
+            cache = copy.copy(conversation.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             try:
-                cache.crop(length - len(found.text))
+                cache.crop(length - len(conversation.text))
             except RuntimeError:  # sliding windows and recurrent states have forgotten what came before
                 return None, 0
-            if found.cache in CONTEXTS:  # drafters write into them; without 850 tokens of it, tau was 15 % lower
-                contexts = CONTEXTS[found.cache]
-                CONTEXTS[cache] = contexts if taken else copy.deepcopy(contexts)
-        if taken:
-            self.kept.remove(found)
+            # Drafters write into them; without 850 tokens of it, tau was 15 % lower.
+            if conversation.cache in CONTEXTS:
+                contexts = CONTEXTS[conversation.cache]
+                CONTEXTS[cache] = contexts if is_next_turn else copy.deepcopy(contexts)
+        if is_next_turn:
+            self.entries.remove(conversation)
         return cache, length
 
     def keep(self, text: list[int], prompt: int, cache) -> None:
         """Keep the cache of a text that begins with a prompt of so many tokens, as far as it was read."""
-        if not isinstance(cache, DynamicCache) or not (length := cached_columns(cache)):
+        if not isinstance(cache, DynamicCache):
             return
-        self.kept.append(Conversation(text[:length], prompt, cache))
-        while len(self.kept) > 1 and self._too_many():
-            del self.kept[0]
+        length = cached_columns(cache)
+        if not length:
+            return
+        self.entries.append(Conversation(text[:length], prompt, cache))
+        while len(self.entries) > 1 and self._are_too_large():
+            del self.entries[0]
 
-    def _too_many(self) -> bool:
-        tokens, memory = (sum(one) for one in zip(*((len(one.text), one.memory) for one in self.kept), strict=True))
+    def _are_too_large(self) -> bool:
+        tokens = sum(len(entry.text) for entry in self.entries)
+        memory = sum(entry.memory for entry in self.entries)
         return memory > self.memory or (self.longest is not None and tokens > self.longest)

@@ -45,7 +45,7 @@ _MOST_BATCHES = 2  # each has its own cache
 _MEMORY = 0.1  # share of the free memory for such a cache
 _CPU_TOKENS = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
 _NEWS = 0.1  # seconds without a token after which a batch looks whether it still runs
-_LONGEST_REST = 31  # requests without the drafter
+_LONGEST_BACK_OFF = 31  # requests without the drafter
 _ENDED = "The thread that decodes has ended, and no request is answered any more; restart the server."
 _PAUSE = 0.1  # seconds after an error that belongs to nobody, so that one that repeats does not take a whole core
 
@@ -66,8 +66,11 @@ class Decoder:
     """
 
     def __init__(self, target, tokenizer, draft=None):
-        self.target, self.tokenizer, self.draft = target, tokenizer, draft
-        self.stops, target.generation_config.stop_strings = target.generation_config.stop_strings, None
+        self.target = target
+        self.tokenizer = tokenizer
+        self.draft = draft
+        self.stops = target.generation_config.stop_strings
+        target.generation_config.stop_strings = None
         self.bytes_of = TokenBytes(tokenizer)
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.waiting: deque[Request] = deque()
@@ -75,7 +78,9 @@ class Decoder:
         self.managers: dict[tuple, Any] = {}  # of batches, by what their requests share; the latest last
         self.failures = 0 if hasattr(target, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
-        self.rest = self.resting = 0  # requests without the drafter after one that gained nothing; those still to come
+        # Back-off: after an answer that gained nothing by the drafter, requests are decoded without it.
+        self.back_off = 0  # how many after the latest such answer
+        self.undrafted_left = 0  # of these, how many are still to come
         self.stopped = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -104,13 +109,15 @@ class Decoder:
         """What the requests of a batch must share; `None` if a request cannot be batched."""
         settings = request.settings
         seeded = settings.do_sample and request.seed is not None
-        alone = request.processors, settings.bad_words_ids, settings.max_time, seeded
-        if any(alone) or set(request.inputs) - _TEXT_ONLY or not settings.max_new_tokens or request.scores:
+        unsupported = (request.processors, settings.bad_words_ids, settings.max_time, seeded)
+        if any(unsupported) or set(request.inputs) - _TEXT_ONLY or not settings.max_new_tokens or request.scores:
             return None
         if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
             return None
-        processors = [type(one) for one in self.target._get_logits_processor(settings)]
-        return (settings.do_sample, *processors) if all(one in _PER_REQUEST for one in processors) else None
+        processors = [type(processor) for processor in self.target._get_logits_processor(settings)]
+        if not all(processor in _PER_REQUEST for processor in processors):
+            return None
+        return (settings.do_sample, *processors)
 
     def stop(self) -> None:
         """End the threads; torch must not be at work in one while the interpreter ends."""
@@ -122,6 +129,7 @@ class Decoder:
     # In the thread.
 
     def _run(self) -> None:
+        """Until `stop`: the first that waits is served. Whatever ends the thread, nobody is left waiting."""
         try:
             while not self.stopped:
                 try:
@@ -141,14 +149,14 @@ class Decoder:
                 return
             if request.over:  # nobody waits any more
                 request.finish()
-            elif self._joins(request.kind):
+            elif self._can_join(request.kind):
                 self.waiting.appendleft(request)
-                self._together(request.kind)
+                self._decode_batch(request.kind)
             else:
-                self._alone(request)
+                self._decode_alone(request)
         except BaseException as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):  # the next one may need what they take
-                self.conversations.kept.clear()
+                self.conversations.entries.clear()
             request.fail(error)
 
     def _fail_waiting(self) -> None:
@@ -162,19 +170,21 @@ class Decoder:
             self.waiting.popleft().fail(DecoderEnded(_ENDED))
 
     def _receive(self, wait: bool) -> None:
+        """Take what has arrived into `waiting`; with `wait`, at least one request, or the sign to stop."""
         while wait or not self.inbox.empty():
-            request, wait = self.inbox.get(), False
+            request = self.inbox.get()
+            wait = False
             if request is None:
                 self.stopped = True
             else:
                 self.waiting.append(request)
 
-    def _joins(self, kind: tuple | None) -> bool:
+    def _can_join(self, kind: tuple | None) -> bool:
         """Whether the first that waits may be decoded together with others of a kind."""
-        batches = kind is not None and self.failures < _FAILURES
-        return batches and bool(self.waiting) and self.waiting[0].kind == kind
+        can_batch = kind is not None and self.failures < _FAILURES
+        return can_batch and bool(self.waiting) and self.waiting[0].kind == kind
 
-    def _alone(self, request: Request) -> None:
+    def _decode_alone(self, request: Request) -> None:
         """Decode a request with the drafter, from where a batch has left it, and until others wait to join it."""
         if request.scores is not None:
             request.scores.score(self.target, request.prompt, lambda: request.over)
@@ -182,14 +192,15 @@ class Decoder:
             request.begin()
             request.finish()
             return
-        leaves, drafts = False, request.drafts and not self.resting
-        if request.drafts and self.resting:
-            self.resting -= 1
+        leaves = False  # for a batch
+        drafts = request.drafts and not self.undrafted_left
+        if request.drafts and self.undrafted_left:
+            self.undrafted_left -= 1
 
         def ends(input_ids, scores, **kwargs) -> torch.BoolTensor:
             nonlocal leaves
             self._receive(wait=False)
-            leaves = self._joins(request.kind)
+            leaves = self._can_join(request.kind)
             return torch.full((len(input_ids),), request.over or leaves, device=input_ids.device)
 
         inputs = request.inputs
@@ -198,11 +209,13 @@ class Decoder:
         if request.tokens:
             ids = torch.tensor([text], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        settings.max_new_tokens, settings.return_dict_in_generate = request.left, True
+        settings.max_new_tokens = request.left
+        settings.return_dict_in_generate = True
         options: dict = {"assistant_model": self.draft if drafts else None}
-        keeps = not set(inputs) - _TEXT_ONLY and (settings.num_beams or 1) == 1 and not settings.cache_implementation
+        is_text = not set(inputs) - _TEXT_ONLY
+        keeps_cache = is_text and (settings.num_beams or 1) == 1 and not settings.cache_implementation
         request.begin()
-        if keeps:
+        if keeps_cache:
             options[CACHE_NAME], request.cached = self._cache_of(text)
         device = self.target.device
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
@@ -216,11 +229,12 @@ class Decoder:
                 logits_processor=[*request.processors],
                 stopping_criteria=[ends],
             )
-        if keeps:
+        if keeps_cache:
             self._keep(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
         speedup = output.get("estimated_speedup")
         if speedup is not None:  # the loop that can draft costs time, too
-            self.rest = self.resting = 0 if speedup > 1 else min(2 * self.rest + 1, _LONGEST_REST)
+            self.back_off = 0 if speedup > 1 else min(2 * self.back_off + 1, _LONGEST_BACK_OFF)
+            self.undrafted_left = self.back_off
         if leaves and request.left and not request.over and not request.ended:
             self.waiting.appendleft(request)
         else:
@@ -232,7 +246,7 @@ class Decoder:
             return self.conversations.take(text)
         except Exception as error:
             _log("The caches of conversations are dropped after an error", error)
-            self.conversations.kept.clear()
+            self.conversations.entries.clear()
             return None, 0
 
     def _keep(self, text: list[int], prompt: int, cache) -> None:
@@ -241,17 +255,17 @@ class Decoder:
             self.conversations.keep(text, prompt, cache)
         except Exception as error:
             _log("The caches of conversations are dropped after an error", error)
-            self.conversations.kept.clear()
+            self.conversations.entries.clear()
 
-    def _together(self, kind: tuple) -> None:
+    def _decode_batch(self, kind: tuple) -> None:
         """Decode in a batch until it is empty; requests that arrive meanwhile join it, up to one of another kind."""
         running: dict[str, Request] = {}
         try:
-            manager = self._manager(kind)
+            manager = self._batch_manager(kind)
             while True:
                 self._receive(wait=False)
-                while self._joins(kind):
-                    self._join(manager, running)
+                while self._can_join(kind):
+                    self._add_to_batch(manager, running)
                 if not running:
                     self.failures = 0
                     return
@@ -259,7 +273,7 @@ class Decoder:
                 if output is None and not manager.is_running():
                     raise RuntimeError("it has ended")
                 if output is not None and output.request_id in running:
-                    self._take(output, manager, running)
+                    self._take_output(output, manager, running)
         except BaseException as error:
             _log("Continuous batching failed; its requests continue one by one", error)
             self._leave_batch(kind, running)
@@ -282,7 +296,8 @@ class Decoder:
         except BaseException as error:
             _log("A batch cannot be ended", error)
 
-    def _manager(self, kind: tuple):
+    def _batch_manager(self, kind: tuple):
+        """The manager of the batches of a kind; the oldest ends where there are too many. It owns a cache."""
         if kind not in self.managers:
             if len(self.managers) == _MOST_BATCHES:
                 self.managers.pop(next(iter(self.managers))).stop(block=True, timeout=2)
@@ -300,12 +315,13 @@ class Decoder:
             self.managers[kind] = manager
         return self.managers[kind]
 
-    def _join(self, manager, running: dict[str, Request]) -> None:
+    def _add_to_batch(self, manager, running: dict[str, Request]) -> None:
         """The first waiting request joins a batch."""
         request = self.waiting[0]
         settings = request.settings
         try:
-            own = {_PER_REQUEST[warper]: getattr(settings, _PER_REQUEST[warper]) for warper in request.kind[1:]}
+            attributes = [_PER_REQUEST[warper] for warper in request.kind[1:]]
+            own_settings = {attribute: getattr(settings, attribute) for attribute in attributes}
             text = request.text
             request.begin()
         except BaseException as error:  # of its streamer
@@ -314,12 +330,12 @@ class Decoder:
             return
         name = f"request {next(self.numbers)}"
         ends = settings.eos_token_id
-        if not manager.add_request(text, name, request.left, streaming=True, eos_token_id=ends, **own):
+        if not manager.add_request(text, name, request.left, streaming=True, eos_token_id=ends, **own_settings):
             raise RuntimeError("it takes no more requests")
         request.batched = len(text)
         running[name] = self.waiting.popleft()
 
-    def _take(self, output, manager, running: dict[str, Request]) -> None:
+    def _take_output(self, output, manager, running: dict[str, Request]) -> None:
         """The next tokens of a request in a batch, which leaves it when it is complete."""
         request = running[output.request_id]
         if output.error is not None:

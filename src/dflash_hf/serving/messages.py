@@ -132,9 +132,9 @@ def _check_part(place: str, part) -> None:
             raise ValueError(f"{place} of type {kind!r} has no 'text': it must be a string.")
         return
     if kind not in _LOADED:
-        known = ", ".join((*_TEXTS, *_LOADED))
+        supported = ", ".join((*_TEXTS, *_LOADED))
         raise ValueError(
-            f"{place}: content has a part of type {kind!r}, which the model cannot read; types are {known}."
+            f"{place}: content has a part of type {kind!r}, which the model cannot read; types are {supported}."
         )
     loaded = part.get(_LOADED[kind])
     if kind == "input_audio" and isinstance(loaded, dict):

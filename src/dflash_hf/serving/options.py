@@ -15,18 +15,27 @@ from dflash_hf.serving.token_bytes import TokenBytes
 
 # Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty
 # stops, searches the vocabulary for stop strings in each call, and ignores the others or does not know them.
-_OURS = {"seed", "stop", "logit_bias", "logprobs", "top_logprobs", "tool_choice", "response_format", "text"}
-_OURS |= {"n", "echo", "top_k", "min_p", "repetition_penalty", "repeat_penalty"}
+_HANDLED_HERE = {"seed", "stop", "logit_bias", "logprobs", "top_logprobs", "tool_choice", "response_format", "text"}
+_HANDLED_HERE |= {"n", "echo", "top_k", "min_p", "repetition_penalty", "repeat_penalty"}
 # What would change the answer and is not done, with the value that changes nothing, if there is one.
-_ONLY = dict.fromkeys(("functions", "function_call", "suffix", "audio", "image", "moderation", "verbosity"))
-_ONLY |= dict.fromkeys(("reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "context_management"))
-_ONLY |= {"previous_response_id": None, "conversation": None, "best_of": 1, "presence_penalty": 0}
-_ONLY |= {"modalities": ["text"], "background": False, "truncation": "disabled"}
+_FIXED = dict.fromkeys(("functions", "function_call", "suffix", "audio", "image", "moderation", "verbosity"))
+_FIXED |= dict.fromkeys(
+    ("reasoning", "reasoning_effort", "web_search_options", "max_tool_calls", "context_management")
+)
+_FIXED |= {"previous_response_id": None, "conversation": None, "best_of": 1, "presence_penalty": 0}
+_FIXED |= {"modalities": ["text"], "background": False, "truncation": "disabled"}
 # Of vLLM and SGLang, and of llama.cpp.
-_ONLY |= {"min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True}
-_ONLY |= {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False}
-_ONLY |= {"spaces_between_special_tokens": True, "stop_token_ids": None, "prompt_logprobs": None}
-_ONLY |= {"dynatemp_range": 0, "xtc_probability": 0, "typ_p": 1, "typical_p": 1, "dry_multiplier": 0, "mirostat": 0}
+_FIXED |= {"min_tokens": 0, "ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True}
+_FIXED |= {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False}
+_FIXED |= {"spaces_between_special_tokens": True, "stop_token_ids": None, "prompt_logprobs": None}
+_FIXED |= {
+    "dynatemp_range": 0,
+    "xtc_probability": 0,
+    "typ_p": 1,
+    "typical_p": 1,
+    "dry_multiplier": 0,
+    "mirostat": 0,
+}
 # What changes no answer here: of beams, of samplers that are off, and what a server should log, keep or report.
 _IGNORED = {"length_penalty", "early_stopping", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length"}
 _IGNORED |= {"dry_penalty_last_n", "dry_sequence_breakers", "repeat_last_n", "samplers", "backend_sampling"}
@@ -84,17 +93,17 @@ class Settings(BaseModel, extra="forbid", strict=True):
             `ValueError`: it is no JSON object, or has a setting that a request may not have.
         """
         try:
-            asked = json.loads(text)
+            settings = json.loads(text)
         except ValueError as error:
             raise ValueError(f"generation_config is not JSON ({error}).") from error
-        if not isinstance(asked, dict):
+        if not isinstance(settings, dict):
             raise ValueError("generation_config must be a JSON object, as a string.")
-        usual = GenerationConfig().to_dict()
+        defaults = GenerationConfig().to_dict()
         changed = {}
-        for name, value in asked.items():
+        for name, value in settings.items():
             if value is None or name in _GENERATED_BY:
                 continue
-            if name in cls.model_fields or value != _NEUTRAL.get(name, usual.get(name)):
+            if name in cls.model_fields or value != _NEUTRAL.get(name, defaults.get(name)):
                 changed[name] = value
         try:
             cls.model_validate(changed)
@@ -118,7 +127,8 @@ _NEUTRAL |= {"early_stopping": False, "diversity_penalty": 0.0, "encoder_repetit
 def _first_of(error: ValidationError) -> tuple[str, str]:
     """The first field with a wrong value, and what is wrong with it."""
     name = error.errors()[0]["loc"][0]
-    return str(name), "; ".join(dict.fromkeys(one["msg"] for one in error.errors() if one["loc"][0] == name))
+    messages = [detail["msg"] for detail in error.errors() if detail["loc"][0] == name]
+    return str(name), "; ".join(dict.fromkeys(messages))
 
 
 class Options(BaseModel):
@@ -166,8 +176,8 @@ class Options(BaseModel):
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        for name in [name for name in body if name in _ONLY and body[name] not in (None, _ONLY[name], [], "")]:
-            only = "" if _ONLY[name] is None else f": only {_ONLY[name]!r} is"
+        for name in [name for name in body if name in _FIXED and body[name] not in (None, _FIXED[name], [], "")]:
+            only = "" if _FIXED[name] is None else f": only {_FIXED[name]!r} is"
             raise ValueError(f"{name}={body[name]!r} is not supported{only}; leave it out.")
         try:
             options = cls.model_validate(body)
@@ -180,8 +190,9 @@ class Options(BaseModel):
             raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
         if "input" in body and options.likely is not None:
             raise ValueError(f"logprobs={options.logprobs!r} is not supported by /v1/responses; use a chat.")
-        if unknown := [tool for tool in options.tools or [] if tool.get("type", "function") != "function"]:
-            raise ValueError(f"tools has {unknown[0]!r}, which is not supported: its type must be 'function'.")
+        other_tools = [tool for tool in options.tools or [] if tool.get("type", "function") != "function"]
+        if other_tools:
+            raise ValueError(f"tools has {other_tools[0]!r}, which is not supported: its type must be 'function'.")
         if options.tool_choice == "none":
             body.pop("tools", None)
         elif options.parallel_tool_calls is False and options.tools and not options.is_call:
@@ -193,7 +204,7 @@ class Options(BaseModel):
         if (options.temperature or 1.0) < _COLDEST or options.top_p == 0:
             options.temperature = body["temperature"] = 0.0
             body.pop("top_p", None)
-        for name in body.keys() & (_OURS | _IGNORED | _ONLY.keys()):
+        for name in body.keys() & (_HANDLED_HERE | _IGNORED | _FIXED.keys()):
             del body[name]
         return options
 
@@ -215,7 +226,8 @@ class Options(BaseModel):
     @property
     def stops(self) -> list[str]:
         """The stop strings."""
-        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
     @property
     def likely(self) -> int | None:
@@ -243,7 +255,8 @@ class Options(BaseModel):
                     tools = [tool for tool in tools if tool.get("name") == name]
                 case dict():
                     tools = []
-            if not (calls := [_call_of(tool) for tool in tools if tool.get("name")]):
+            calls = [_call_schema(tool) for tool in tools if tool.get("name")]
+            if not calls:
                 raise ValueError(f"tool_choice={self.tool_choice!r} names none of the tools.")
             return calls[0] if len(calls) == 1 else {"anyOf": calls}
         match self.response_format or (self.text or {}).get("format") or {"type": "text"}:
@@ -255,11 +268,11 @@ class Options(BaseModel):
                 return schema
             case {"type": "json_schema", "schema": dict(schema)}:
                 return schema
-            case asked:
-                raise ValueError(f"response_format={asked!r} is not supported: text, json_object and json_schema are.")
+            case other:
+                raise ValueError(f"response_format={other!r} is not supported: text, json_object and json_schema are.")
 
 
-def _call_of(tool: dict) -> dict:
+def _call_schema(tool: dict) -> dict:
     """The JSON schema of a tool's call."""
     properties = {"name": {"const": tool.get("name")}, "arguments": tool.get("parameters") or {"type": "object"}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -275,7 +288,8 @@ class LogProbs(LogitsProcessor):
     """
 
     def __init__(self, bytes_of: TokenBytes, likely: int):
-        self.bytes_of, self.likely = bytes_of, likely
+        self.bytes_of = bytes_of
+        self.likely = likely
         self.content: deque[dict] = deque()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
@@ -344,7 +358,9 @@ class Grammars:
     """
 
     def __init__(self, target, tokenizer):
-        self.target, self.tokenizer, self.compiler = target, tokenizer, None
+        self.target = target
+        self.tokenizer = tokenizer
+        self.compiler = None  # made with the first schema
 
     def processor(self, schema: dict) -> LogitsProcessor:
         """
@@ -361,10 +377,10 @@ class Grammars:
             raise ValueError(f"{message}`pip install xgrammar`, or leave them out.") from error
         if self.compiler is None:
             ends = self.target.generation_config.eos_token_id
-            size = self.target.config.get_text_config(decoder=True).vocab_size
+            vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
             stops = {"stop_token_ids": ends} if ends is not None else {}
-            known = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=size, **stops)
-            self.compiler = xgrammar.GrammarCompiler(known)
+            tokenizer_info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=vocab_size, **stops)
+            self.compiler = xgrammar.GrammarCompiler(tokenizer_info)
         try:
             return Grammar(self.compiler.compile_json_schema(json.dumps(schema)))
         except RuntimeError as error:

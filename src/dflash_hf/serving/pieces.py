@@ -25,11 +25,15 @@ class PieceStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer, write: Callable[[str, int], None]):
-        self.tokenizer, self.write = tokenizer, write
+        self.tokenizer = tokenizer
+        self.write = write
         self._bytes_of = TokenBytes(tokenizer)
-        self.tokens = self.rounds = 0
-        self.text, self.seconds = "", 0.0
-        self._start, self._prompt = time.perf_counter(), True
+        self.tokens = 0
+        self.rounds = 0
+        self.text = ""
+        self.seconds = 0.0
+        self._start = time.perf_counter()
+        self._awaits_prompt = True
         self._round: list[int] = []  # tokens committed by the current verification
         self._line: list[int] = []  # the last line break and the tokens since; and their text written so far
         self._written = ""
@@ -46,8 +50,8 @@ class PieceStreamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then each token."""
-        if self._prompt:
-            self._prompt = False
+        if self._awaits_prompt:
+            self._awaits_prompt = False
             return
         self._round += value.flatten().tolist()
         self.tokens += value.numel()
@@ -63,16 +67,21 @@ class PieceStreamer(BaseStreamer):
     def end(self) -> None:
         """The answer is complete."""
         self._flush()
-        self._piece([], 0, final=True)
+        self._write_piece([], 0, final=True)
 
     def _flush(self) -> None:
-        accepted, own, self._round = self._round[:-1], self._round[-1:], []
+        """Write what the current verification has committed."""
+        # The last token of a verification is the target's own.
+        accepted = self._round[:-1]
+        own = self._round[-1:]
+        self._round = []
         if accepted:
-            self._piece(accepted, self.rounds)
+            self._write_piece(accepted, self.rounds)
         if own:
-            self._piece(own, 0)
+            self._write_piece(own, 0)
 
-    def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
+    def _write_piece(self, tokens: list[int], source: int, final: bool = False) -> None:
+        """Write what these tokens add to the text; an incomplete character waits for the next ones."""
         self._line += tokens
         if final:  # without a character that was cut
             text = self._bytes_of.complete_text(self._line)
@@ -80,7 +89,8 @@ class PieceStreamer(BaseStreamer):
             text = self.tokenizer.decode(self._line, skip_special_tokens=True)
             if text.endswith("\ufffd"):  # an incomplete character
                 return
-        piece, self._written = text[len(self._written) :], text
+        piece = text[len(self._written) :]
+        self._written = text
         if text.endswith("\n"):  # keep it: some tokenizers drop the space of the first token
             self._line = self._line[-1:]
             self._written = self.tokenizer.decode(self._line, skip_special_tokens=True)

@@ -54,10 +54,17 @@ class Request:
         scores=None,
     ):
         if not settings.do_sample:  # these mean nothing then, and upstream warns of other values
-            settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
+            settings.temperature = 1.0
+            settings.top_p = 1.0
+            settings.top_k = 50
             settings.min_p = None
-        self.inputs, self.settings, self.streamer = inputs, settings, streamer
-        self.seed, self.processors, self.drafts, self.scores = seed, processors, drafts, scores
+        self.inputs = inputs
+        self.settings = settings
+        self.streamer = streamer
+        self.seed = seed
+        self.processors = processors
+        self.drafts = drafts
+        self.scores = scores
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
             raise ValueError("The prompt is empty.")
@@ -65,15 +72,24 @@ class Request:
             room_for_answer(decoder.target, len(self.prompt) - 1, 1)
         else:
             settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
-        stops, settings.stop_strings = stops or settings.stop_strings or decoder.stops or [], None
+        stops = stops or settings.stop_strings or decoder.stops or []
+        settings.stop_strings = None  # `generate` would search the vocabulary for them
         self.stops: Sequence[str] = [stops] if isinstance(stops, str) else stops
         self.completes = CompletesStop(decoder.tokenizer.decode, self.stops) if self.stops else None
-        self.done, self.gone = Future(), threading.Event()
+        self.done: Future = Future()
+        self.gone = threading.Event()
         self.done.set_running_or_notify_cancel()  # who stops waiting for it sets `gone`
-        self.arrived, self.begun = time.perf_counter(), 0.0
+        self.arrived = time.perf_counter()
+        self.begun = 0.0
         self.tokens: list[int] = []
-        self.rounds = self.drafted = self.accepted = self.cached = self.batched = 0
-        self.stopped = self._reads_prompt = self._verified = False
+        self.rounds = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.cached = 0
+        self.batched = 0
+        self.stopped = False
+        self._reads_prompt = False
+        self._verified = False
         self.kind: tuple | None = None  # what it shares with others of a batch
 
     @property
@@ -103,7 +119,8 @@ class Request:
             self.begun = time.perf_counter()
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(self.prompt))
-        self._reads_prompt, self._verified = True, False
+        self._reads_prompt = True
+        self._verified = False
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then each token."""
@@ -130,7 +147,9 @@ class Request:
 
     def next_round(self, drafted: int) -> None:
         """The following tokens come from a new verification, the last of them from the target itself."""
-        self.rounds, self.drafted, self.accepted = self.rounds + 1, self.drafted + drafted, self.accepted - 1
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted -= 1  # `put` will count the target's own token, too
         self._verified = True
         if hasattr(self.streamer, "next_round"):
             self.streamer.next_round(drafted)
@@ -163,7 +182,8 @@ class Request:
     def status(self) -> str:
         """Tokens, speed, tau and waiting time until now, as they are logged."""
         begun = self.begun or time.perf_counter()
-        seconds, count = max(time.perf_counter() - begun, 1e-9), len(self.tokens)
+        seconds = max(time.perf_counter() - begun, 1e-9)
+        count = len(self.tokens)
         read = f"{len(self.prompt)} ({self.cached} cached)" if self.cached else len(self.prompt)
         tau = f", tau {(self.accepted + self.rounds) / self.rounds:.2f}" if self.rounds else ""
         together = ", together with others" if self.batched else ""

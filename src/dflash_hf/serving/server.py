@@ -33,7 +33,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
 
 from dflash_hf.responses import context_of, eos_ids
-from dflash_hf.serving.choices import merged, merged_streams
+from dflash_hf.serving.choices import merge_answers, merge_streams
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.messages import check_items, check_strings, read_messages, template_arguments_of
 from dflash_hf.serving.options import Grammars, LogProbs, Options
@@ -83,7 +83,9 @@ class Exchange:
         prompt: str | list[int] | None = None,
         number: int = 0,
     ):
-        self.decoder, self.say, self.options = decoder, say, options
+        self.decoder = decoder
+        self.say = say
+        self.options = options
         self.number = number
         self.prompt = prompt if isinstance(prompt, str) else None
         self.ids = prompt if isinstance(prompt, list) else None
@@ -92,7 +94,9 @@ class Exchange:
             self.echo = decoder.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
         self.request: Request | None = None
         self.logprobs = None if options.likely is None else LogProbs(decoder.bytes_of, options.likely)
-        self.processors = [*processors, *([] if self.logprobs is None else [self.logprobs])]
+        self.processors = [*processors]
+        if self.logprobs is not None:
+            self.processors.append(self.logprobs)
 
     @property
     def text_prompt(self) -> str:
@@ -113,11 +117,13 @@ class Exchange:
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         """As upstream; the streamer's `cancel` ends the request."""
-        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue = asyncio.Queue()
         streamer = WholeStreamer(self.decoder.bytes_of, loop, events, response_parser)
 
         def failed(done: Future) -> None:
-            if (error := done.exception()) is not None:  # upstream puts its text between quotes
+            error = done.exception()
+            if error is not None:  # upstream puts its text between quotes
                 event = _StreamError(json.dumps(one_line(error))[1:-1])
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -142,13 +148,15 @@ class Exchange:
         return text, len(request.prompt), request.tokens
 
     def _submit(self, inputs, settings, name: str, streamer=None) -> Request:
-        options, own = self.options, vars(self.decoder.target.generation_config)
+        """Ask the decoder, with the settings of the body, and of the target where the body says nothing."""
+        options = self.options
         if self.ids is not None:
             ids = torch.tensor([self.ids], device=self.decoder.target.device)
             inputs.update({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         if settings.max_new_tokens is None and settings.max_length is not None:
             settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
-        for key, value in own.items():  # what a body's `generation_config` leaves out; `update` warns, see `Request`
+        # What a body's `generation_config` leaves out; `update` warns, see `Request`.
+        for key, value in vars(self.decoder.target.generation_config).items():
             if getattr(settings, key, None) is None:
                 setattr(settings, key, value)
         if options.logit_bias:
@@ -172,8 +180,12 @@ class Exchange:
 
         def finished(done: Future) -> None:
             error = done.exception()
-            end = "; the client disconnected" if request.gone.is_set() else ""
-            self.say(f"{name[:8]}: {request.status()}{f'; failed: {one_line(error)}' if error is not None else end}")
+            end = ""
+            if error is not None:
+                end = f"; failed: {one_line(error)}"
+            elif request.gone.is_set():
+                end = "; the client disconnected"
+            self.say(f"{name[:8]}: {request.status()}{end}")
 
         request.done.add_done_callback(finished)
         self.request = self.decoder.submit(request)
@@ -183,11 +195,15 @@ class Exchange:
 
     def complete(self, answer: dict) -> dict:
         """An answer of upstream, or a piece of its stream, with log-probabilities, its usage and where it was cut."""
-        request, whole = self.request, answer.get("response", answer)
+        request = self.request
+        whole = answer.get("response", answer)
         choice = whole.get("choices", [{}])[0]
-        if content := self.logprobs and self.logprobs.since("text" not in choice):
-            choice["logprobs"] = content
-        if not (usage := whole.get("usage")):
+        if self.logprobs is not None:
+            content = self.logprobs.since("text" not in choice)
+            if content:
+                choice["logprobs"] = content
+        usage = whole.get("usage")
+        if not usage:
             return answer
         read, written = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
         usage[f"{read}_tokens_details"] = {"cached_tokens": request.cached}
@@ -200,18 +216,20 @@ class Exchange:
             choice["finish_reason"] = "length"
         elif not request.ended and "output" in whole:
             whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-            answer |= {"type": "response.incomplete"} if whole is not answer else {}
+            if whole is not answer:  # a piece of a stream
+                answer["type"] = "response.incomplete"
         return answer
 
     def whole(self, answer: dict) -> dict:
         """An answer that is not streamed, without the stop string."""
         answer = self.complete(answer)
         choice = answer.get("choices", [{}])[0]
-        texts = [(choice, "text"), (choice.get("message", {}), "content")]
-        texts += [(part, "text") for item in answer.get("output", []) for part in item.get("content", [])]
-        for of, name in texts:
-            if name in of:
-                of[name] = without_stop(of[name] or "", self.request.stops)
+        holders_and_fields = [(choice, "text"), (choice.get("message", {}), "content")]
+        for item in answer.get("output", []):
+            holders_and_fields += [(part, "text") for part in item.get("content", [])]
+        for holder, field in holders_and_fields:
+            if field in holder:
+                holder[field] = without_stop(holder[field] or "", self.request.stops)
         if self.echo:
             choice["text"] = self.echo + choice["text"]
         return answer
@@ -223,8 +241,8 @@ class Exchange:
                 yield text
                 continue
             for event in text.removesuffix("\n\n").split("\n\n"):
-                for one in self.pieces(json.loads(event.removeprefix("data: "))):
-                    yield f"data: {json.dumps(one)}\n\n"
+                for piece in self.pieces(json.loads(event.removeprefix("data: "))):
+                    yield f"data: {json.dumps(piece)}\n\n"
         if not of_responses:
             yield "data: [DONE]\n\n"
 
@@ -257,7 +275,8 @@ class WholeStreamer(DirectStreamer):
         self.bytes_of = bytes_of
         self.tokens: list[int] = []
         self.passed = 0  # characters
-        self._decoding, self._decode_stream = self._decode_stream, self
+        self._decoding = self._decode_stream
+        self._decode_stream = self
 
     def step(self, tokenizer, token: int) -> str | None:
         """As the `DecodeStream` whose place it takes."""
@@ -295,9 +314,14 @@ class Server:
 
     def __init__(self, target, processor, draft, name: str, say: Callable[[str], None], template: dict | None = None):
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.target, self.processor, self.name, self.say, self.template = target, processor, name, say, template
-        self.decoder, self.grammars = Decoder(target, tokenizer, draft), Grammars(target, tokenizer)
-        self.calls = _reads_calls(processor, target.generation_config)
+        self.target = target
+        self.processor = processor
+        self.name = name
+        self.say = say
+        self.template = template
+        self.decoder = Decoder(target, tokenizer, draft)
+        self.grammars = Grammars(target, tokenizer)
+        self.calls_processor = _processor_for_calls(processor, target.generation_config)
         # A few tokens, so that errors appear before the first request.
         settings = copy.deepcopy(target.generation_config)
         settings.update(max_new_tokens=4, do_sample=False)
@@ -339,9 +363,9 @@ class Server:
         app.add_api_route("/load_model", self._loaded, methods=["POST"])
         app.add_api_route("/health", self._health, response_model=None)
         for kind in (StarletteHTTPException, RequestValidationError, Exception):
-            app.add_exception_handler(kind, _as_openai_does)
+            app.add_exception_handler(kind, _format_error)
         if api_key is not None:
-            app.add_middleware(_guarded, api_key=api_key)
+            app.add_middleware(_require_key, api_key=api_key)
         if cors:  # last, so first to be asked: preflight requests have no key
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         return app
@@ -383,9 +407,9 @@ class Server:
             raise ValueError(f"The chat template of {self.name} does not support tools; leave `tools` out.")
         self._check_limit(handler, body)
         self._check_ids(options)
-        asked = body.get("chat_template_kwargs")
-        if asked:
-            body["chat_template_kwargs"] = template_arguments_of(self.processor, asked)
+        template_arguments = body.get("chat_template_kwargs")
+        if template_arguments:
+            body["chat_template_kwargs"] = template_arguments_of(self.processor, template_arguments)
 
     def _check_limit(self, handler: type, body: dict) -> None:
         """The room that is left for a limit of -1; a limit of 0 is for completions, whose prompt is scored."""
@@ -407,7 +431,10 @@ class Server:
         """
         rows = self.target.get_input_embeddings().weight.shape[0]
         prompts = options.prompts if isinstance(options.prompt, list) else []
-        ids = {token for prompt in prompts if isinstance(prompt, list) for token in prompt}
+        ids: set[int] = set()
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                ids.update(prompt)
         named = [("prompt", ids), ("logit_bias", {*(options.logit_bias or {})})]
         for name, tokens in named:
             wrong = [token for token in tokens if not 0 <= token < rows]
@@ -429,27 +456,29 @@ class Server:
             self._check_input(handler, body, options)
             exchanges += await self._exchanges(handler, options)
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
-            work = asyncio.ensure_future(_all([self._handle(handler, one, body, name) for one in exchanges]))
-            gone = asyncio.ensure_future(request.receive())  # of a body that was read: the end of the connection
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            choices = [self._handle(handler, exchange, body, name) for exchange in exchanges]
+            work = asyncio.ensure_future(_gather_choices(choices))
+            # Of a body that was read, what comes next is the end of the connection.
+            disconnected = asyncio.ensure_future(request.receive())
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
-                _leave(exchanges)
+                _cancel(exchanges)
                 return Response(status_code=499)  # which nobody reads
-            gone.cancel()
+            disconnected.cancel()
             answers = work.result()
         except HTTPException as error:
-            _leave(exchanges)
+            _cancel(exchanges)
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         except DecoderEnded as error:
             raise HTTPException(503, str(error)) from error
         except Exception as error:
-            _leave(exchanges)
+            _cancel(exchanges)
             # Until the decoder has it, reading the body fails: its template, its tools, its images.
-            read = any(exchange.request is not None for exchange in exchanges)
-            ours = isinstance(error, MemoryError) or (read and isinstance(error, RuntimeError | OSError))
+            is_read = any(exchange.request is not None for exchange in exchanges)
+            is_server_error = isinstance(error, MemoryError) or (is_read and isinstance(error, RuntimeError | OSError))
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
+            raise HTTPException(500 if is_server_error else 400, one_line(f"{kind}{error}")) from error
         answer = _one_answer(exchanges, answers, options, handler is ResponseHandler)
         answer.headers["x-request-id"] = name
         return answer
@@ -470,7 +499,7 @@ class Server:
         if handler is CompletionHandler:
             body["prompt"] = exchange.text_prompt
         own = handler(ModelManager, exchange, self.template)
-        processor = self.calls if exchange.options.is_call else self.processor
+        processor = self.calls_processor if exchange.options.is_call else self.processor
         own._resolve_model = lambda _: (self.name, self.target, processor)
         own.get_processor_inputs_from_messages = functools.partial(
             read_messages, own.get_processor_inputs_from_messages
@@ -478,14 +507,14 @@ class Server:
         return await own.handle_request(body, name)
 
 
-def _leave(exchanges: list[Exchange]) -> None:
+def _cancel(exchanges: list[Exchange]) -> None:
     """Nobody waits for these any more."""
     for exchange in exchanges:
         if exchange.request is not None:
             exchange.request.gone.set()
 
 
-async def _all(choices: list) -> list[Response]:
+async def _gather_choices(choices: list) -> list[Response]:
     """The answers of all choices; when one fails, or nobody waits any more, the others end."""
     tasks = [asyncio.ensure_future(choice) for choice in choices]
     try:
@@ -499,11 +528,15 @@ def _one_answer(exchanges: list[Exchange], answers: list, options: Options, of_r
     """The answer of one choice, or of several, completed."""
     several = len(exchanges) > 1
     if not isinstance(answers[0], StreamingResponse):
-        wholes = [one.whole(json.loads(answer.body)) for one, answer in zip(exchanges, answers, strict=True)]
-        return JSONResponse(merged(wholes, options.n or 1) if several else wholes[0])
-    streams = [one.stream(answer.body_iterator, of_responses) for one, answer in zip(exchanges, answers, strict=True)]
+        wholes = []
+        for exchange, answer in zip(exchanges, answers, strict=True):
+            wholes.append(exchange.whole(json.loads(answer.body)))
+        return JSONResponse(merge_answers(wholes, options.n or 1) if several else wholes[0])
+    streams = []
+    for exchange, answer in zip(exchanges, answers, strict=True):
+        streams.append(exchange.stream(answer.body_iterator, of_responses))
     usage = bool((options.stream_options or {}).get("include_usage"))
-    answers[0].body_iterator = merged_streams(streams, options.n or 1, usage) if several else streams[0]
+    answers[0].body_iterator = merge_streams(streams, options.n or 1, usage) if several else streams[0]
     return answers[0]
 
 
@@ -520,19 +553,20 @@ def bound(host: str, port: int) -> socket.socket:
         raise ValueError(f"Cannot bind to --host {host} --port {port}: {error.strerror or error}.") from error
 
 
-def _guarded(app, api_key: str):
+def _require_key(app, api_key: str):
     """An ASGI application that answers only who has the key, before a body is read or parsed; and `/health`."""
 
     async def guarded(scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        closed = scope["type"] != "lifespan" and scope["path"] != "/health"
-        wrong = closed and not hmac.compare_digest(given, f"Bearer {api_key}".encode())
-        await (_error(401, "Wrong or missing API key.") if wrong else app)(scope, receive, send)
+        authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
+        needs_key = scope["type"] != "lifespan" and scope["path"] != "/health"
+        has_key = hmac.compare_digest(authorization, f"Bearer {api_key}".encode())
+        answer = app if has_key or not needs_key else _error(401, "Wrong or missing API key.")
+        await answer(scope, receive, send)
 
     return guarded
 
 
-def _reads_calls(processor, settings):
+def _processor_for_calls(processor, settings):
     """A processor with which upstream parses answers that are calls."""
     own = copy.copy(processor)
     if hasattr(processor, "tokenizer"):
@@ -544,7 +578,7 @@ def _reads_calls(processor, settings):
     return own
 
 
-async def _as_openai_does(request, error):
+async def _format_error(request, error):
     """Format an error as OpenAI's clients expect."""
     if isinstance(error, StarletteHTTPException):
         return _error(error.status_code, str(error.detail), error.headers)

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 
 def without_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the stop string that is the first to be complete."""
-    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
-    return text[: min(ends)[1]] if ends else text
+    places = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    if not places:
+        return text
+    _, begin = min(places)
+    return text[:begin]
 
 
 class CompletesStop:
@@ -24,7 +27,8 @@ class CompletesStop:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]):
-        self.decode, self.stops = decode, stops
+        self.decode = decode
+        self.stops = stops
         # A token has at least a byte; one more, because decoders may drop the space of the first.
         self.last: deque[int] = deque(maxlen=max(len(stop.encode()) for stop in stops) + 1)
 
@@ -45,8 +49,10 @@ class UpToStop:
     """
 
     def __init__(self, pass_on: Callable, stops: Sequence[str]):
-        self.pass_on, self.stops = pass_on, stops
-        self.waiting, self.stopped = "", False
+        self.pass_on = pass_on
+        self.stops = stops
+        self.waiting = ""
+        self.stopped = False
 
     def __call__(self, item) -> None:
         if type(item) is not str:  # the text is complete
@@ -55,12 +61,18 @@ class UpToStop:
             self.pass_on(item)
         elif not self.stopped:
             text = self.waiting + item
-            kept = without_stop(text, self.stops)
-            self.stopped = kept != text
-            begun = (i for i in range(len(kept)) if any(stop.startswith(kept[i:]) for stop in self.stops))
-            end = len(kept) if self.stopped else next(begun, len(kept))
-            self._pass(kept[:end])
-            self.waiting = kept[end:]
+            before_stop = without_stop(text, self.stops)
+            self.stopped = before_stop != text
+            end = len(before_stop) if self.stopped else self._begin_of_stop(before_stop)
+            self._pass(before_stop[:end])
+            self.waiting = before_stop[end:]
+
+    def _begin_of_stop(self, text: str) -> int:
+        """Where the end of a text may be the beginning of a stop string; the length of the text if nowhere."""
+        for i in range(len(text)):
+            if any(stop.startswith(text[i:]) for stop in self.stops):
+                return i
+        return len(text)
 
     def _pass(self, text: str) -> None:
         if text:

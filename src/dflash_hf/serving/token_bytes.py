@@ -76,6 +76,11 @@ def _incomplete(data: bytes) -> int:
         if byte < 0x80:
             return 0
         if byte >= 0xC0:
-            length = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            if byte >= 0xF0:
+                length = 4
+            elif byte >= 0xE0:
+                length = 3
+            else:
+                length = 2
             return count if count < length else 0
     return 0

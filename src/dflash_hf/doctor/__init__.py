@@ -1,0 +1,37 @@
+"""
+`dflash doctor`: why is acceptance low? A table of experiments, each a small change after which acceptance is counted.
+
+The target writes texts, in which anchors are drawn once. At each anchor the drafter fills one block, given the
+target's features of the text before it. Two figures are counted: the tokens that verification would accept, and the
+text's log-likelihood under the drafter. Every token of a block contributes to the likelihood, only the first mistake
+to acceptance: the likelihood tells a change from chance in a tenth of the texts.
+
+    case.py         the pair, its prompts and texts, and how the drafter was trained
+    measuring.py    an experiment; drafting with it, counting, and whether a difference is more than chance
+    experiments.py  what is tried, the smallest changes first
+    report.py       what is printed, and the data for `--json`
+    causes.py       `diagnose`: run all experiments, and choose the likeliest cause
+"""
+
+from dflash_hf.doctor.case import Case, Text, Training
+from dflash_hf.doctor.causes import diagnose
+from dflash_hf.doctor.experiments import plan_experiments
+from dflash_hf.doctor.measuring import Counts, Experiment, Result, TextCounts, changed_draft, likeliest, measure
+from dflash_hf.doctor.report import Diagnosis
+
+
+__all__ = [
+    "Case",
+    "Counts",
+    "Diagnosis",
+    "Experiment",
+    "Result",
+    "Text",
+    "TextCounts",
+    "Training",
+    "changed_draft",
+    "diagnose",
+    "likeliest",
+    "measure",
+    "plan_experiments",
+]

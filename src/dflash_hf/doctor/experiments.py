@@ -1,0 +1,234 @@
+"""What the doctor tries on a pair: the smallest changes first."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import nn
+
+from dflash_hf.doctor.case import Case
+from dflash_hf.doctor.measuring import Experiment
+from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.private import with_own_config
+from dflash_hf.responses import eos_ids
+from dflash_hf.target import spare_token_id
+
+
+WINDOWS = (64, 256, 1024, 4096)  # tokens of context
+MOST_MASKS = 8  # special tokens that are tried
+NO_WINDOW = 2**30  # tokens
+TRAIN_AGAIN = "train a drafter on this target's own answers: `dflash prompts`, `dflash regenerate`, `dflash train`"
+
+
+def plan_experiments(case: Case) -> Iterator[Experiment]:
+    """
+    All experiments on a pair, the smallest changes first: of those that gain about the same, the first is the cause. A
+    quantised drafter's settings stay as they are, since its weights fit no other model. The base itself comes last.
+    """
+    if quantisation_of(case.draft) is None:
+        yield from _other_settings(case)
+    yield from _other_readings_of_weights(case)
+    yield from _target_without_window(case)
+    yield from _other_prompt_modes(case)
+    yield from _base_of_target(case)
+
+
+# 1. Other values in the drafter's configuration: what was changed, and the fields.
+NamedFields = Iterator[tuple[str, dict]]
+
+
+def _other_settings(case: Case) -> Iterator[Experiment]:
+    for key, right_value, other_values in SETTINGS:
+        for name, fields in other_values(case):
+            first = next(iter(fields))
+            cause = f"{first}={getattr(case.draft.config, first)!r} is not {right_value}"
+            values = ", ".join(f"{json.dumps(field)}: {json.dumps(value)}" for field, value in fields.items())
+            remedy = f"write {values} into the drafter's config.json"
+            yield Experiment(name, key, cause, remedy, config=fields)
+
+
+def _other_masks(case: Case) -> NamedFields:
+    """The usual mask tokens and the tokenizer's special tokens, except those that the texts hold."""
+    tokenizer = case.encoder.tokenizer
+    vocab_size = case.target.get_input_embeddings().weight.shape[0]
+    excluded = {*eos_ids(case.target.generation_config), case.draft.config.mask_token_id}
+    for text in case.texts:
+        if text is not None:
+            excluded.update(text.input_ids[0].tolist())
+    added = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
+    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    special |= {token_id: added[token_id] for token_id in sorted(added)[-MOST_MASKS:]}
+    names = {vocab_size - 1: "last row", spare_token_id(case.target, tokenizer): "first spare row", **special}
+    for token_id, name in names.items():
+        is_possible = token_id is not None and 0 <= token_id < vocab_size and token_id not in excluded
+        if is_possible and not case.draft.config.own_mask_embedding:
+            yield f"mask id {token_id} ({name})", {"mask_token_id": token_id}
+
+
+def _other_layers(step: int, case: Case) -> NamedFields:
+    moved = [i + step for i in case.draft.config.target_layer_ids]
+    if 0 <= min(moved) and max(moved) < text_depth(case.target.config):
+        yield f"layer ids one {'up' if step > 0 else 'down'}, {moved}", {"target_layer_ids": moved}
+
+
+def _other_causality(case: Case) -> NamedFields:
+    config = case.draft.config
+    layers_are_causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
+    if not all(layers_are_causal):
+        yield "causal blocks", {"is_causal": True}
+    if any(layers_are_causal):
+        yield "bidirectional blocks", {"is_causal": False}
+
+
+def _other_block_sizes(case: Case) -> NamedFields:
+    for size in (case.draft.config.block_size // 2, case.draft.config.block_size * 2):
+        if size > 1:
+            yield f"blocks of {size}", {"block_size": size}
+
+
+def _other_embedding_scales(case: Case) -> NamedFields:
+    config = case.draft.config
+    for name, scale in (("raw", 1.0), ("times the square root of the width", round(config.hidden_size**0.5, 4))):
+        if abs(scale - config.input_embedding_scale) > 1e-3:
+            yield f"embedding {name}", {"input_embedding_scale": scale}
+
+
+def _rope_of_target(case: Case) -> NamedFields:
+    config = case.draft.config
+    config_for_target = type(config).for_target(case.target.config, 0, target_layer_ids=config.target_layer_ids)
+    target_rope = config_for_target.rope_parameters
+    if not target_rope:
+        return
+    if any(target_rope.get(key) != config.rope_parameters.get(key) for key in ("rope_type", "rope_theta", "factor")):
+        yield "rotary embedding of the target", {"rope_parameters": target_rope}
+
+
+def _other_windows(case: Case) -> NamedFields:
+    config = case.draft.config
+    layers = config.num_hidden_layers
+    causality = {"is_causal": config.layer_is_causal(0)}
+    if "sliding_attention" in config.layer_types:
+        yield "no window", {"layer_types": ["full_attention"] * layers, **causality}
+    for window in sorted({*WINDOWS, _window_of(case.target) or WINDOWS[0]}):
+        if config.block_size < window != config.sliding_window:
+            layer_types = ["sliding_attention"] * layers
+            yield f"context of {window} tokens", {"sliding_window": window, "layer_types": layer_types, **causality}
+
+
+_LAYERS = "the list of layers of training: ids count from 0, and id i is the output of layer i"
+SETTINGS: tuple[tuple[str, str, Callable[[Case], NamedFields]], ...] = (
+    # the key, what the value must be, other values
+    ("mask", "the mask token of training", _other_masks),
+    ("layers_down", _LAYERS, partial(_other_layers, -1)),
+    ("layers_up", _LAYERS, partial(_other_layers, 1)),
+    ("causal", "the attention mask of training", _other_causality),
+    ("block_size", "the size of the blocks in training", _other_block_sizes),
+    ("embedding", "the scale of training", _other_embedding_scales),
+    ("rope", "that of training", _rope_of_target),
+    ("window", "that of training, or the target's", _other_windows),
+)
+
+
+# 2. The weights read in another way.
+
+
+def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
+    cause = "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; with DFlash's, at anchor + k"
+    remedy = f"{TRAIN_AGAIN}; or serve it with an engine that supports sample_from_anchor"
+    yield Experiment("anchor-first blocks", "anchor_first", cause, remedy, shift=1)
+    head = case.target.get_output_embeddings().weight  # [V, H]
+    embedding = case.target.get_input_embeddings().weight  # [V, H]
+    is_tied = head.data_ptr() == embedding.data_ptr() or head.shape != embedding.shape
+    if not case.draft.config.has_own_head and not is_tied:
+        cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
+        vocab_size, hidden_size = embedding.shape
+        embedding_as_head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta")
+        embedding_as_head.weight = nn.Parameter(embedding, requires_grad=False)
+        yield Experiment("the embedding as head", "head", cause, TRAIN_AGAIN, head=embedding_as_head)
+
+
+# 3. Another target, or other texts.
+
+
+def _target_without_window(case: Case) -> Iterator[Experiment]:
+    window = _window_of(case.target)
+    if window is None:
+        return
+    without_window = with_own_config(case.target)
+    for module in without_window.modules():
+        if "config" in vars(module):  # a copy; other modules are shared with the target
+            module.config.get_text_config().sliding_window = NO_WINDOW
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = NO_WINDOW
+    cause = f"the target slides over {window} tokens, and did not when the drafter was trained for it"
+    texts = partial(case.answer_prompts, case.prompts, without_window)
+    yield Experiment(
+        "target without its window", "target_window", cause, TRAIN_AGAIN, model=without_window, texts=texts
+    )
+
+
+def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
+    """With and without thinking, and without the chat template; prompts that were tried already are left out."""
+    current_kwargs = dict(case.encoder.chat_template_kwargs)
+    template = str(case.encoder.tokenizer.chat_template or "")
+    prompts_of_experiment: list[tuple[Experiment, list[list[int]]]] = []
+    switch = next((name for name in ("enable_thinking", "thinking") if name in template), None)
+    if switch is not None:
+        for value in (False, True, None):
+            kwargs = {
+                key: setting for key, setting in {**current_kwargs, switch: value}.items() if setting is not None
+            }
+            cause = (
+                f"the drafter was not trained with chat_template_kwargs={json.dumps(current_kwargs)}, "
+                "but in another mode"
+            )
+            remedy = f"use it with --template-args {shlex.quote(json.dumps(kwargs))}"
+            experiment = Experiment(f"{switch} {value}", "thinking", cause, remedy)
+            prompts_of_experiment.append((experiment, case.encode_prompts(chat_template_kwargs=kwargs)))
+    cause = "the drafter was trained without the chat template, or it is not the target's template"
+    remedy = "use it without the template, as `dflash eval --raw` does, or train it with the template"
+    experiment = Experiment("without the chat template", "raw", cause, remedy)
+    prompts_of_experiment.append((experiment, case.encode_prompts(raw=True)))
+    tried = [case.prompts]
+    for experiment, prompts in prompts_of_experiment:
+        if prompts not in tried:
+            tried.append(prompts)
+            experiment.texts = partial(case.answer_prompts, prompts)
+            yield experiment
+
+
+def _base_of_target(case: Case) -> Iterator[Experiment]:
+    if case.base is None:
+        return
+    cause = "the target's layers have changed since the drafter was trained, by quantisation or further training"
+    yield Experiment("features of the base", "base", cause, TRAIN_AGAIN, model=case.base)
+    cause = "the drafter fits the base, and no longer the model made from it"
+    yield Experiment(
+        "the base itself, on its own text",
+        "base",
+        cause,
+        TRAIN_AGAIN,
+        model=case.base,
+        head=case.base.get_output_embeddings(),
+        texts=partial(case.answer_prompts, case.prompts, case.base),
+    )
+
+
+def _window_of(target) -> int | None:
+    """The window of a target's sliding layers; `None` if it has none."""
+    config = target.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ()
+    if "sliding_attention" not in layer_types:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def quantisation_of(draft) -> str | None:
+    """The method by which a drafter is quantised; `None` if it is not."""
+    settings = getattr(draft.config, "quantization_config", None)
+    if settings is None:
+        return None
+    if isinstance(settings, dict):
+        return settings["quant_method"]
+    return settings.quant_method
