@@ -16,7 +16,7 @@ from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.hub.check import check
 from dflash_hf.names import ENGINES
-from dflash_hf.training.start import take_vocabulary
+from dflash_hf.training.start import set_draft_vocabulary
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])
@@ -54,7 +54,7 @@ def equal_tensors(ours, theirs):
 def test_shared_head_drafts_all_tokens(parts, target, tmp_path, capsys):
     """Some engines know no reduced vocabulary: the drafter then drafts all tokens with the target's head."""
     reduced = make_draft(target, draft_vocab_size=24, **parts)
-    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    set_draft_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
     reduced.save_pretrained(tmp_path / "reduced")
     (tmp_path / "reduced" / "card_facts.json").write_text('{"base_model": "a/b"}')
     options = ["--share-head", "--dtype", "bfloat16"]
@@ -228,7 +228,7 @@ def test_full_disk_names_the_destination(full, folder, tmp_path, monkeypatch, re
 def test_errors_speak_of_options(target, tmp_path, refused):
     """Of a class and of arguments of Python: `to="z-lab"`, `share_head=True`."""
     reduced = make_draft(target, draft_vocab_size=24)
-    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    set_draft_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
     reduced.save_pretrained(tmp_path / "reduced")
     _, line = refused("convert", tmp_path / "reduced", tmp_path / "native", "--to", "native")
     assert "(--to native): draft_vocab_size=24, which" in line and "; add --share-head, which" in line

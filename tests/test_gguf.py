@@ -21,7 +21,7 @@ from dflash_hf.convert import convert
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.gguf_format import limits, unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
-from dflash_hf.training.start import take_vocabulary
+from dflash_hf.training.start import set_draft_vocabulary
 
 
 gguf = pytest.importorskip("gguf")
@@ -96,7 +96,7 @@ def made(target, name):
     plain = {"conv_kernel_size": None, "conv_group_size": None, "selector_rank": None, "selector_top_k": None}
     draft = make_draft2(target, **{**plain, **parts})
     if draft.config.has_own_head:
-        take_vocabulary(draft, target, torch.arange(target.config.vocab_size) % 3)
+        set_draft_vocabulary(draft, target, torch.arange(target.config.vocab_size) % 3)
     with torch.no_grad():
         if draft.config.own_mask_embedding:
             draft.mask_embedding.normal_(0, 0.5)

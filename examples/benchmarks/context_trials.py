@@ -38,7 +38,7 @@ from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.training.features import drop_layers, stored
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import Pace
+from dflash_hf.training.pace import TimeBudgetSchedule
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -255,8 +255,10 @@ def store_rejected(arguments) -> None:
         print(name, len(found), sum(int(one["valid"].sum()) for one in found), flush=True)
 
 
-class StepPace(Pace):
-    """A [`Pace`] of steps instead of time, for arms whose steps cost the same, on a machine that others use."""
+class StepPace(TimeBudgetSchedule):
+    """
+    A [`TimeBudgetSchedule`] of steps instead of time, for arms whose steps cost the same on a machine that others use.
+    """
 
     steps = 0
 
@@ -310,7 +312,7 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
     with ExitStack() as patched:
         patched.enter_context(patch.object(train, "DFlashTrainer", trainer))
         if arguments.steps:
-            patched.enter_context(patch.object(training, "Pace", StepPace))
+            patched.enter_context(patch.object(training, "TimeBudgetSchedule", StepPace))
         if issubclass(trainer, CatTrainer):
             patched.enter_context(patch.object(losses, "dpace_weights", cat_weights))
         given = arguments.features, arguments.eval_features
@@ -359,7 +361,7 @@ def main() -> None:
     parser.add_argument("--output", default="trials.jsonl", help="in results/heads")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    Pace.clock = staticmethod(time.process_time)
+    TimeBudgetSchedule.clock = staticmethod(time.process_time)
     StepPace.steps = arguments.steps
     DFlowTrainer.folder = arguments.work / "dflow"
     if arguments.part == "rejected":

@@ -27,7 +27,7 @@ from dflash_hf.evaluation.methods import AUTO
 from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
-from dflash_hf.training.pace import Pace
+from dflash_hf.training.pace import TimeBudgetSchedule
 
 
 TAUGHT = 240  # answers in the new style
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    Pace.clock = staticmethod(time.process_time)
+    TimeBudgetSchedule.clock = staticmethod(time.process_time)
     work = arguments.work
     target, answers, held_out = work / "target", work / "answers.jsonl", work / "held_out.jsonl"
     work.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
-from dflash_hf.training.pace import Pace
+from dflash_hf.training.pace import TimeBudgetSchedule
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"
@@ -90,7 +90,7 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 
 
 def train_all(arguments) -> None:
-    Pace.clock = staticmethod(time.process_time)
+    TimeBudgetSchedule.clock = staticmethod(time.process_time)
     known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
     shared = SHARED | {"bf16": not emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):

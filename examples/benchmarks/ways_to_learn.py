@@ -32,8 +32,8 @@ from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
 from dflash_hf.training.features import StoredFeatures, describe, store_features
-from dflash_hf.training.pace import Pace
-from dflash_hf.training.start import begin_as_target, with_parts
+from dflash_hf.training.pace import TimeBudgetSchedule
+from dflash_hf.training.start import initialize_from_target, with_parts
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
@@ -75,7 +75,7 @@ def after_text(folder: Path, seed: int, pair, arguments) -> float:
     learned = trainer_of(keys, [str(store)], str(folder), 60 * minutes, seed).draft
     config = type(learned.config).from_dict(learned.config.to_dict(), target_layer_ids=BASE["target_layer_ids"])
     draft = DFlashDraftModel(config)
-    begin_as_target(draft, pair.target, BASE["init_layers"])
+    initialize_from_target(draft, pair.target, BASE["init_layers"])
     kept = {name: one for name, one in learned.state_dict().items() if name not in ("fc.weight", "hidden_norm.weight")}
     draft.load_state_dict(draft.state_dict() | kept)
     draft.save_pretrained(folder)
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    Pace.clock = staticmethod(time.process_time)
+    TimeBudgetSchedule.clock = staticmethod(time.process_time)
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "ways.jsonl"
     cells = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

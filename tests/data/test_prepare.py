@@ -13,7 +13,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.sources import load_rows
 from dflash_hf.pairs import load_tokenizer
-from dflash_hf.training.rows import survey
+from dflash_hf.training.rows import validate_and_count
 
 
 datasets = pytest.importorskip("datasets")
@@ -111,7 +111,7 @@ def test_counts_are_of_what_is_left(tmp_path):
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
     examples = [example for row in ROWS[:20] for example in encoder(row)]
     assert list(dataset) == examples
-    survey(dataset)
+    validate_and_count(dataset)
     assert (report.rows, report.examples) == (21, 20)
     assert report.tokens == sum(len(one["input_ids"]) for one in examples)
     assert report.supervised == sum(sum(one["loss_mask"]) for one in examples)

@@ -24,7 +24,7 @@ from dflash_hf.hub.drafter import Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import LIMITS
 from dflash_hf.names import ENGINES
-from dflash_hf.training.start import take_vocabulary
+from dflash_hf.training.start import set_draft_vocabulary
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -505,7 +505,7 @@ def test_the_command(folder, target, tmp_path, capsys):
 def test_one_server_that_cannot_read_is_no_failure(target, tmp_path, capsys):
     """README's own walk ended with status 1, of an engine that nobody had asked for."""
     reduced = make_draft(target, target_layer_ids=[0, 1, 2], draft_vocab_size=24)
-    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    set_draft_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
     reduced.save_pretrained(tmp_path / "reduced")
     for words, code, last_lines in (
         ((), 0, "This folder is read by vllm, transformers.\nIt is not read by sglang.\n"),

@@ -26,7 +26,7 @@ from dflash_hf.training.features import (
     stored_tokens,
 )
 from dflash_hf.training.features import stored as stored_features
-from dflash_hf.training.rows import survey
+from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -233,7 +233,7 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
 
 
 def test_several_folders_are_one_dataset(target, stored, tmp_path):
-    assert torch.equal(survey(stored_tokens(stored)), survey(counting_rows(6)))
+    assert torch.equal(validate_and_count(stored_tokens(stored)), validate_and_count(counting_rows(6)))
     store(target, counting_rows(9), tmp_path / "later")
     both = stored_features([stored, tmp_path / "later"])
     assert len(both) == 6 + 9 and len(stored_tokens([stored, tmp_path / "later"])) > 3

@@ -12,7 +12,7 @@ from support.runs import BLOCK, history, make_trainer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.training.heads import head_loss
 from dflash_hf.training.losses import Teacher, block_loss, token_losses
-from dflash_hf.training.start import take_vocabulary
+from dflash_hf.training.start import set_draft_vocabulary
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_the_loss_of_all_scores_written_out(teacher, chunk_size):
                 assert figures.correct[0, 0, slot] == (scores.argmax() == gold)
                 assert figures.alone[0, 0, slot] == (logits.argmax() == gold)
             torch.testing.assert_close(values.detach(), figures.values.detach())
-            assert torch.equal(figures.known, known) and not figures.correct[~known].any()
+            assert torch.equal(figures.draftable, known) and not figures.correct[~known].any()
         gradients.append(torch.autograd.grad((values * torch.arange(7.0)).sum(), (hidden, queries, bias)))
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, expected)
@@ -96,7 +96,7 @@ def test_every_parameter_learns(loss_type, vocabulary, tmp_path):
     target, rows = make_target(), counting_rows(4)
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=vocabulary, **SIZES)
     if vocabulary:
-        take_vocabulary(draft, target, torch.arange(96))
+        set_draft_vocabulary(draft, target, torch.arange(96))
     options = {"warmup_steps": 0, "max_steps": 30, "loss_type": loss_type, "learning_rate": 5e-3}
     trainer = make_trainer(tmp_path, target, rows, draft, rows, **options)
     before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}

@@ -7,7 +7,7 @@ from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 from transformers import ProgressCallback
 
-from dflash_hf.training.pace import OpenEnded, Pace, StepCount
+from dflash_hf.training.pace import OpenEnded, StepCount, TimeBudgetSchedule
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def clock(monkeypatch):
         seconds[0] += 1.0
         return seconds[0]
 
-    monkeypatch.setattr(Pace, "clock", staticmethod(read))
+    monkeypatch.setattr(TimeBudgetSchedule, "clock", staticmethod(read))
     monkeypatch.setattr(StepCount, "clock", staticmethod(lambda: seconds[0]))
     return seconds
 
 
 def test_warm_up_then_cosine_to_zero(clock):
-    pace = Pace(20.0, warmup=0.1)
+    pace = TimeBudgetSchedule(20.0, warmup=0.1)
     factors = [pace(step) for step in range(22)]
     assert factors[:3] == [0.01, 0.5, 1.0]
     assert factors[11] == pytest.approx(0.5) and factors[20] == factors[21] == 0.0
@@ -58,7 +58,7 @@ def test_resumed_run_follows_its_own_arguments(seconds, steps, clock, tmp_path):
     run(tmp_path, 10 / 60).train()
     resumed = run(tmp_path / "resumed", seconds / 60, warmup_steps=0.5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert (resumed.pace.seconds, resumed.pace.warmup) == (seconds, 0.5)
+    assert (resumed.time_schedule.seconds, resumed.time_schedule.warmup) == (seconds, 0.5)
     assert resumed.state.global_step in steps
     rates = {line["step"]: line["learning_rate"] for line in resumed.state.log_history if "learning_rate" in line}
     assert seconds == 5 or max(rates, key=rates.get) in (10, 11)
@@ -72,7 +72,7 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
         assert 9 <= trainer.state.global_step <= 12
         rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
         assert rates[-1] < 3e-5 and max(rates) > 4e-4
-    assert sum(isinstance(one, Pace) for one in trainer.callback_handler.callbacks) == 1
+    assert sum(isinstance(one, TimeBudgetSchedule) for one in trainer.callback_handler.callbacks) == 1
 
 
 def test_a_limit_that_is_taken_off_is_over(clock, tmp_path):
@@ -122,7 +122,7 @@ def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
 
     monkeypatch.setattr(pace, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
     monkeypatch.setattr(pace, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
-    other = Pace(1000.0, warmup=0.1)
+    other = TimeBudgetSchedule(1000.0, warmup=0.1)
     other(0)
     assert other.over and other.done == pytest.approx(0.975)
 

@@ -12,7 +12,7 @@ from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
 from dflash_hf.training import presets
 from dflash_hf.training.recipe import HEADS, RecipeArguments, as_arguments, decide, key_lines, read_recipe
-from dflash_hf.training.rows import digest_of_rows, lengths_of, survey
+from dflash_hf.training.rows import digest_of_rows, lengths_of, validate_and_count
 from dflash_hf.training.start import vocabulary_size
 
 
@@ -156,7 +156,7 @@ def test_cpu_takes_many_small_steps(monkeypatch):
 @pytest.mark.parametrize(("supervised", "size"), [(70_122, 5120), (600_000, 8192), (10, 1024)])
 def test_vocabulary_follows_the_data(supervised, size):
     recipe = RecipeArguments(target="t", data="d", draft_vocab_size=-1)
-    found = survey([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
+    found = validate_and_count([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
     assert vocabulary_size(recipe, found, 49_152) == size
     assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
 
@@ -295,11 +295,13 @@ def test_survey_of_a_table_equals_that_of_a_list():
     table = datasets.Dataset.from_list(rows).select([5, 0, 3])
     same = [rows[5], rows[0], rows[3]]
     assert lengths_of(table).tolist() == lengths_of(same).tolist() == [19, 24, 21]
-    assert torch.equal(survey(table), survey(same)) and digest_of_rows(table) == digest_of_rows(same)
+    assert torch.equal(validate_and_count(table), validate_and_count(same)) and digest_of_rows(
+        table
+    ) == digest_of_rows(same)
     assert digest_of_rows(same) != digest_of_rows(rows)
     joined = [{name: [*same[0][name], *same[1][name]] for name in same[0]}, same[2]]
     assert digest_of_rows(joined) != digest_of_rows(same)  # the same tokens in other rows
-    assert survey(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
+    assert validate_and_count(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_survey_names_the_row_that_teaches_nothing(columns, message):
     rows = [good, good, {**good, **columns}]
     for kind in (list, datasets.Dataset.from_list):
         with pytest.raises(ValueError, match=message):
-            survey(kind(rows))
+            validate_and_count(kind(rows))
 
 
 @pytest.mark.parametrize("kind", ["bool", "int8", "int64", "large_list", "fixed"])
@@ -336,7 +338,9 @@ def test_survey_reads_any_mask(kind, tmp_path):
     mask = mask.cast(lists.get(kind) or pa.list_(types.get(kind, pa.int64())))
     ids = pa.array([row["input_ids"] for row in rows])
     table = datasets.Dataset(pa.table({"input_ids": ids, "loss_mask": mask}))
-    assert torch.equal(survey(table), survey(rows)) and digest_of_rows(table) == digest_of_rows(rows)
+    assert torch.equal(validate_and_count(table), validate_and_count(rows)) and digest_of_rows(
+        table
+    ) == digest_of_rows(rows)
     args = {"num_anchors": 4, "max_steps": 1}
     trainer = make_trainer(tmp_path, make_target(), table, **args)
     assert trainer.train().training_loss > 0

@@ -13,8 +13,8 @@ from dflash_hf.data.examples import make_example
 from dflash_hf.training.heads import head_loss
 from dflash_hf.training.losses import Rows, Teacher, token_losses
 from dflash_hf.training.recipe import RecipeArguments
-from dflash_hf.training.rows import survey
-from dflash_hf.training.start import take_vocabulary, with_parts
+from dflash_hf.training.rows import validate_and_count
+from dflash_hf.training.start import set_draft_vocabulary, with_parts
 from dflash_hf.training.train import train
 
 
@@ -68,7 +68,7 @@ def test_the_loss_among_the_candidates_written_out(teacher, chunk_size):
     plain, own, *_ = known_tokens(teacher, chunk_size)
     both, hidden, weight, labels, states = known_tokens(teacher, chunk_size, shift)
     known = [1, 2, 4, 5, 6]
-    assert both.known[0, 0].nonzero().flatten().tolist() == known
+    assert both.draftable[0, 0].nonzero().flatten().tolist() == known
     for number, slot in enumerate(known):
         logits = weight @ hidden[0, 0, slot].detach()
         ids = logits.topk(4).indices.sort().values
@@ -138,7 +138,7 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
 def test_a_drafter_with_new_parts_drafts_as_before(tmp_path):
     target = make_target()
     plain = make_draft(target, draft_vocab_size=40)
-    take_vocabulary(plain, target, torch.arange(VOCAB))
+    set_draft_vocabulary(plain, target, torch.arange(VOCAB))
     wider = with_parts(with_parts(plain, SELECTOR), {"conv_kernel_size": 2, "conv_group_size": 4})
     wider.save_pretrained(tmp_path)
     again = DFlashDraftModel.from_pretrained(tmp_path)
@@ -181,7 +181,7 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     target, rows = make_target(), counting_rows(6)
     target.save_pretrained(tmp_path / "target")
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=48)
-    take_vocabulary(draft, target, survey(rows))
+    set_draft_vocabulary(draft, target, validate_and_count(rows))
     draft.save_pretrained(tmp_path / "draft")
     lines = [json.dumps({name: list(map(int, row[name])) for name in ("input_ids", "loss_mask")}) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))

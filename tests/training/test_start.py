@@ -11,8 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.training.losses import block_loss, dpace_weights, slot_weights, token_losses
-from dflash_hf.training.rows import survey
-from dflash_hf.training.start import _take, begin_as_target, draft_ids, take_vocabulary
+from dflash_hf.training.rows import validate_and_count
+from dflash_hf.training.start import _copy_weight, draft_ids, initialize_from_target, set_draft_vocabulary
 
 
 WIDTH, VOCAB = 8, 40
@@ -21,7 +21,7 @@ WIDTH, VOCAB = 8, 40
 def test_layers_norm_and_one_feature_are_the_targets():
     target = make_target()
     draft = make_draft(target, num_hidden_layers=2, target_layer_ids=[0, 1, 3])
-    taken = begin_as_target(draft, target, [2, 3])
+    taken = initialize_from_target(draft, target, [2, 3])
     for ours, theirs in zip(draft.layers, target.model.layers[2:], strict=True):
         for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm"):
             assert torch.allclose(ours.get_submodule(name).weight, theirs.get_submodule(name).weight), name
@@ -37,7 +37,7 @@ def test_layers_norm_and_one_feature_are_the_targets():
 def test_a_target_without_norms_of_heads_keeps_the_size_of_its_scores():
     target = make_target("llama")
     draft = make_draft(target, num_hidden_layers=1, target_layer_ids=[0, 1])
-    begin_as_target(draft, target, [2])
+    initialize_from_target(draft, target, [2])
     attention, norm = draft.layers[0].self_attn, draft.layers[0].input_layernorm
     states = norm(torch.randn(4000, target.config.hidden_size, generator=torch.Generator().manual_seed(0)))
     for projection, scale in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
@@ -50,7 +50,7 @@ def test_a_norm_gives_what_it_really_multiplies_with():
     ours, theirs = Qwen3RMSNorm(WIDTH), GemmaRMSNorm(WIDTH)
     with torch.no_grad():
         theirs.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH))
-    assert _take(ours, theirs)
+    assert _copy_weight(ours, theirs)
     states = torch.randn(3, WIDTH)
     assert torch.allclose(ours(states), theirs(states), atol=1e-4)
 
@@ -65,21 +65,21 @@ def test_a_norm_gives_what_it_really_multiplies_with():
 def test_layers_that_are_not_there_are_refused(layers, message):
     target = make_target()
     with pytest.raises(ValueError, match=message):
-        begin_as_target(make_draft(target, num_hidden_layers=2), target, layers)
+        initialize_from_target(make_draft(target, num_hidden_layers=2), target, layers)
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
     target = make_target()
     draft = make_draft(target, draft_vocab_size=4)
     rows = [{"input_ids": [9, 9, 9, 5, 7, 7, 3], "loss_mask": [0, 0, 0, 1, 1, 1, 1]}]  # the prompt does not count
-    counts = survey(rows)
+    counts = validate_and_count(rows)
     assert counts.tolist() == [0, 0, 0, 1, 0, 1, 0, 2]
-    assert take_vocabulary(draft, target, counts) == 1.0
+    assert set_draft_vocabulary(draft, target, counts) == 1.0
     assert draft.target_ids(torch.arange(4)).tolist() == [0, 3, 5, 7]  # 0 fills up: it is the lowest
     assert torch.equal(draft.lm_head.weight, target.get_output_embeddings().weight[[0, 3, 5, 7]])
     ids = draft_ids(draft)
     assert ids[[0, 3, 5, 7]].tolist() == [0, 1, 2, 3] and (ids >= 0).sum() == 4
-    assert take_vocabulary(draft, target, torch.arange(target.config.vocab_size)) < 1.0
+    assert set_draft_vocabulary(draft, target, torch.arange(target.config.vocab_size)) < 1.0
     assert draft_ids(make_draft(target)) is None
 
 
@@ -89,7 +89,7 @@ def test_a_vocabulary_that_nobody_chose_is_refused():
     with pytest.raises(ValueError, match="draft_vocab_size=4, but the drafter's tokens were not chosen"):
         draft_ids(draft)
     # Nor is the default one that was chosen: the first tokens are those of a byte-level tokenizer.
-    take_vocabulary(draft, target, torch.arange(target.config.vocab_size).flip(0))
+    set_draft_vocabulary(draft, target, torch.arange(target.config.vocab_size).flip(0))
     assert not draft.d2t.any() and draft_ids(draft)[:6].tolist() == [0, 1, 2, 3, -1, -1]
 
 
@@ -101,7 +101,7 @@ def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
     counted = torch.tensor([[[False, True, True, True]]])
     labels = torch.tensor([[[0, 3, -1, 5]]])
     losses = token_losses(hidden, head, labels, counted)
-    assert losses.known.tolist() == [[[False, True, False, True]]]
+    assert losses.draftable.tolist() == [[[False, True, False, True]]]
     assert losses.values[0, 0, 2] == 0 and not losses.correct[0, 0, 2]
     weights = None if kind == "dpace" else slot_weights(4)
     loss = block_loss(losses, counted, weights)
@@ -122,7 +122,7 @@ def test_a_reduced_vocabulary_trains_without_its_head(tmp_path):
     rows = counting_rows(4)
     for loss_type in ("dpace", "kl", "dpace_kl"):
         draft = make_draft(target, draft_vocab_size=24)
-        take_vocabulary(draft, target, survey(rows))
+        set_draft_vocabulary(draft, target, validate_and_count(rows))
         head = draft.lm_head.weight.detach().clone()
         before = draft.fc.weight.detach().clone()
         options = {"warmup_steps": 0, "max_steps": 2, "loss_type": loss_type}

@@ -42,17 +42,23 @@ def grouped_attention(implementation: str, module, query, key, value, attention_
     if not isinstance(attention_mask, BlockGroups):
         return attend(module, query, key, value, attention_mask, **kwargs)
 
-    def of_group(query, seen, own, visible):
+    def attend_group(query, seen, own, visible):
+        """The output `[N, G, heads, head_dim]` for the queries of a group; keys and values of its context and own."""
         keys, values = (torch.cat(pair, dim=2) for pair in zip(seen, own, strict=True))
         return attend(module, query, keys, values, additive(visible, query.dtype), **kwargs)[0]
 
-    length, start, outputs = attention_mask.length, 0, []
+    length = attention_mask.length
     recompute = torch.is_grad_enabled() and len(attention_mask.groups) > 1
+    outputs = []
+    start = 0
     for context, visible in attention_mask.groups:
         end = start + visible.shape[2]
-        seen = [one[:, :, :context] for one in (key, value)]
-        own = [one[:, :, length + start : length + end] for one in (key, value)]
+        seen = [states[:, :, :context] for states in (key, value)]
+        own = [states[:, :, length + start : length + end] for states in (key, value)]
         arguments = (query[:, :, start:end], seen, own, visible)
-        outputs.append(checkpoint(of_group, *arguments, use_reentrant=False) if recompute else of_group(*arguments))
+        if recompute:
+            outputs.append(checkpoint(attend_group, *arguments, use_reentrant=False))
+        else:
+            outputs.append(attend_group(*arguments))
         start = end
     return torch.cat(outputs, dim=1), None  # [N, A*B, heads, head_dim]

@@ -116,11 +116,13 @@ def build_blocks(
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
-    token = torch.arange(block_size + anchor_first, device=input_ids.device)  # [T]
+    tokens = block_size + 1 if anchor_first else block_size
+    token = torch.arange(tokens, device=input_ids.device)  # [T]
     place = anchors[..., None] + token  # [N, A, T], index a + k into the sequence
     inside = place.clamp(max=length - 1).flatten(1)  # [N, A*T]
 
     def at(values):
+        """The entries `[N, A, T]` of values `[N, S]` at the tokens of the blocks."""
         return values.gather(1, inside).view(place.shape)  # [N, A, T]
 
     counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (token > 0)
@@ -171,8 +173,10 @@ def block_mask(
     Returns:
         `torch.BoolTensor` `[N, 1, A*B, S + A*B]`, true where visible.
     """
-    visible, rows, _, queries, keys = _rule(anchors, attention_mask, block_size, window, causal)
-    row, query, key = (torch.arange(count, device=anchors.device) for count in (rows, queries, keys))
+    visible, rows, _, queries, keys = _mask_rule(anchors, attention_mask, block_size, window, causal)
+    row = torch.arange(rows, device=anchors.device)
+    query = torch.arange(queries, device=anchors.device)
+    key = torch.arange(keys, device=anchors.device)
     return visible(row[:, None, None, None], None, query[:, None], key)  # [N, 1, A*B, S + A*B]
 
 
@@ -180,10 +184,12 @@ def block_groups(
     anchors, attention_mask, block_size: int, window=None, causal=False, queries: int = 512
 ) -> BlockGroups:
     """The mask of [`block_mask`], with the same arguments, for groups of about `queries` queries."""
-    visible, rows, _, total, _ = _rule(anchors, attention_mask, block_size, window, causal)
-    length, device = attention_mask.shape[1], anchors.device
-    row, groups = torch.arange(rows, device=device)[:, None, None, None], []
-    size = max(queries // block_size, 1) * block_size
+    visible, rows, _, total, _ = _mask_rule(anchors, attention_mask, block_size, window, causal)
+    length = attention_mask.shape[1]
+    device = anchors.device
+    row = torch.arange(rows, device=device)[:, None, None, None]
+    size = max(queries // block_size, 1) * block_size  # queries of a group
+    groups = []
     for start in range(0, total, size):
         query = torch.arange(start, min(start + size, total), device=device)
         context = int(anchors[:, start // block_size : (start + size) // block_size].max())  # keys before any anchor
@@ -195,19 +201,22 @@ def block_groups(
 def flex_mask(anchors, attention_mask, block_size: int, window=None, causal=False) -> BlockMask:
     """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
     on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
-    rule = _rule(anchors, attention_mask, block_size, window, causal)
+    rule = _mask_rule(anchors, attention_mask, block_size, window, causal)
     return create_block_mask(*rule, device=anchors.device, _compile=on_cuda)
 
 
-def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: bool) -> tuple:
+def _mask_rule(anchors, attention_mask, block_size: int, window: int | None, causal: bool) -> tuple:
     """The rule of the mask for one query and key, and the numbers of rows, heads, queries and keys."""
     rows, num_anchors = anchors.shape
-    length, queries = attention_mask.shape[1], num_anchors * block_size
+    length = attention_mask.shape[1]
+    queries = num_anchors * block_size
     real = attention_mask.bool()
 
     def visible(row, head, query, key):
+        """Whether a query sees a key, for indices that broadcast."""
         # Flex attention evaluates whole tiles, with queries and keys past the end: indices stay inside their tensors.
-        slot, own_slot = query % block_size, (key - length) % block_size
+        slot = query % block_size
+        own_slot = (key - length) % block_size  # of the key, if it is a slot of this block
         anchor = anchors[row, (query // block_size).clamp(max=num_anchors - 1)]
         place = key.clamp(max=length - 1)
         context = (key < anchor) & real[row, place]

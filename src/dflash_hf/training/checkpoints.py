@@ -17,7 +17,12 @@ from dflash_hf.modeling.configuration_dflash import part_keys
 logger = logging.get_logger(__name__)
 # Fields that a checkpoint's weights were trained for; another value would load and silently draft worse.
 _FIXED_ON_RESUME = (
-    *("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal"),
+    "mask_token_id",
+    "block_size",
+    "target_layer_ids",
+    "layer_types",
+    "sliding_window",
+    "is_causal",
     "draft_vocab_size",
 )
 
@@ -91,11 +96,12 @@ def check_same_drafter(checkpoint: Path, draft) -> None:
     draft_config = draft.config
     saved = type(draft_config).from_pretrained(checkpoint)
     for name in (*_FIXED_ON_RESUME, *part_keys()):
-        ours, theirs = getattr(draft_config, name), getattr(saved, name)
-        if ours != theirs:
+        value = getattr(draft_config, name)
+        saved_value = getattr(saved, name)
+        if value != saved_value:
             raise ValueError(
-                f"{name}={ours!r} of this drafter is not the {theirs!r} that {checkpoint} was trained with; "
-                f"resume with {theirs!r}, or start a new run from `from_pretrained`."
+                f"{name}={value!r} of this drafter is not the {saved_value!r} that {checkpoint} was trained with; "
+                f"resume with {saved_value!r}, or start a new run from `from_pretrained`."
             )
     weights = checkpoint / SAFE_WEIGHTS_NAME
     if draft_config.has_own_head and weights.is_file():
@@ -136,8 +142,9 @@ class AtomicTrainer(Trainer):
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             for keys, group in zip(before, getattr(self.optimizer, "param_groups", []), strict=False):
-                if lost := keys - group.keys():
-                    raise ValueError(f"without {sorted(lost)}")
+                missing = keys - group.keys()
+                if missing:
+                    raise ValueError(f"without {sorted(missing)}")
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{checkpoint} holds the optimizer of other parameters or another one ({error}): resume with its "

@@ -177,61 +177,71 @@ def store_features(
         `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
             there, the disk is too small, or states are requested from a target whose logits are not its head's output.
     """
-    folder, collator = Path(folder), collator or DFlashCollator()
+    folder = Path(folder)
+    if collator is None:
+        collator = DFlashCollator()
     if manifest.states:
         check_logits(target)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         # 1. The size, from the lengths alone.
         lengths = lengths_of(examples).tolist()
-        before = FeatureManifest.load(folder) if (folder / MANIFEST).exists() else None
-        manifest.shards = before.shards if before else _plan(lengths, shard_bytes // manifest.token_bytes)
-        starts = [0, *accumulate(manifest.shards)]
+        stored_manifest = FeatureManifest.load(folder) if (folder / MANIFEST).exists() else None
+        if stored_manifest is None:
+            manifest.shards = _plan_shards(lengths, shard_bytes // manifest.token_bytes)
+        else:
+            manifest.shards = stored_manifest.shards
+        starts = [0, *accumulate(manifest.shards)]  # the first example of each shard
         missing = [number for number in manifest.missing(folder) if starts[number + 1] <= len(lengths)]
-        needed = sum(sum(lengths[starts[one] : starts[one + 1]]) for one in missing) * manifest.token_bytes
-        whole, free = sum(lengths) * manifest.token_bytes, shutil.disk_usage(folder).free
+        missing_tokens = sum(sum(lengths[starts[number] : starts[number + 1]]) for number in missing)
+        missing_bytes = missing_tokens * manifest.token_bytes
+        total_bytes = sum(lengths) * manifest.token_bytes
+        free_bytes = shutil.disk_usage(folder).free
         say(
-            f"{len(lengths):,} examples, {sum(lengths):,} tokens at {manifest.token_bytes:,} bytes: {_size(whole)}; "
-            f"{_size(needed)} are to be written, {_size(free)} are free in {folder}"
+            f"{len(lengths):,} examples, {sum(lengths):,} tokens at {manifest.token_bytes:,} bytes: "
+            f"{_size(total_bytes)}; {_size(missing_bytes)} are to be written, {_size(free_bytes)} are free in {folder}"
         )
-        if needed > free and enough is None:
+        if missing_bytes > free_bytes and enough is None:
             raise ValueError(
-                f"{folder} has {_size(free)} left, but {_size(needed)} are needed; choose another output."
+                f"{folder} has {_size(free_bytes)} left, but {_size(missing_bytes)} are needed; choose another output."
             )
 
         # 2. The rows, read once and checked, and what the folder holds.
-        rows = examples if enough is None else _first(examples, starts[-1])
+        rows = examples if enough is None else _first_rows(examples, starts[-1])
         manifest.data = _digest_of_data(rows)
-        _claim(folder, manifest, before)
+        _claim_folder(folder, manifest, stored_manifest)
 
         # 3. Shard by shard.
-        with logging.tqdm(total=needed // manifest.token_bytes, unit="token", unit_scale=True, desc="features") as bar:
+        with logging.tqdm(total=missing_tokens, unit="token", unit_scale=True, desc="features") as bar:
             for number in missing:
                 if enough is not None and number > 0 and enough():
                     manifest.shards = manifest.shards[:number]
-                    manifest.data = _digest_of_data(_first(rows, manifest.examples))
+                    manifest.data = _digest_of_data(_first_rows(rows, manifest.examples))
                     write_json(folder / MANIFEST, asdict(manifest))
                     break
-                chosen = [examples[i] for i in range(starts[number], starts[number + 1])]
-                tensors = _shard(target, chosen, starts[number], manifest, batch_size, bar.update, collator)
-                with atomic(folder / shard_name(number)) as half:
-                    save_file(tensors, half)
+                shard_rows = [examples[i] for i in range(starts[number], starts[number + 1])]
+                tensors = _compute_shard(
+                    target, shard_rows, starts[number], manifest, batch_size, bar.update, collator
+                )
+                with atomic(folder / shard_name(number)) as unfinished:
+                    save_file(tensors, unfinished)
     return manifest
 
 
-def _plan(lengths: list[int], most: int) -> list[int]:
-    """The examples of each shard, one at least, of at most `most` tokens if there are more."""
-    shards, tokens = [], most + 1  # the first example begins a shard
+def _plan_shards(lengths: list[int], max_tokens: int) -> list[int]:
+    """The examples of each shard, one at least, of at most `max_tokens` tokens if there are more."""
+    shards: list[int] = []
+    tokens = max_tokens + 1  # the first example begins a shard
     for length in lengths:
         tokens += length
-        if tokens > most:
+        if tokens > max_tokens:
             shards.append(0)
             tokens = length
         shards[-1] += 1
     return shards
 
 
-def _first(rows, count: int):
+def _first_rows(rows, count: int):
     """The first rows of a dataset."""
     return rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows[:count]
 
@@ -239,52 +249,78 @@ def _first(rows, count: int):
 def _digest_of_data(rows) -> str:
     """Of the ids and loss masks of a dataset, and of the content of its images, if it has any."""
     if hasattr(rows, "column_names"):
-        images = rows["images"] if "images" in rows.column_names else []
+        images_by_row = rows["images"] if "images" in rows.column_names else []
     else:
-        images = [row.get("images") for row in rows]
+        images_by_row = [row.get("images") for row in rows]
     content = hashlib.sha256()
-    for one in (one for some in images for one in [*(some or ()), "data:"]):  # after each row, nothing
-        content.update((digest_of(one) if one.startswith("data:") else digest_of_file(Path(one))).encode())
+    for images in images_by_row:
+        for image in images or ():
+            digest_of_image = digest_of(image) if image.startswith("data:") else digest_of_file(Path(image))
+            content.update(digest_of_image.encode())
+        content.update(digest_of("data:").encode())  # marks the end of a row
     digest = digest_of_rows(rows)
-    return digest_of([digest, content.hexdigest()]) if any(images) else digest
+    return digest_of([digest, content.hexdigest()]) if any(images_by_row) else digest
 
 
-def _claim(folder: Path, manifest: FeatureManifest, before: FeatureManifest | None) -> None:
+def _claim_folder(folder: Path, manifest: FeatureManifest, stored_manifest: FeatureManifest | None) -> None:
     """Write the manifest of a folder; one that is there must be of the same features, wherever the target lay."""
-    if before is not None:
-        if others := differences(asdict(before), {**asdict(manifest), "target": before.target}):
+    if stored_manifest is not None:
+        wanted = {**asdict(manifest), "target": stored_manifest.target}
+        mismatches = differences(asdict(stored_manifest), wanted)
+        if mismatches:
             raise ValueError(
-                f"{folder} was stored with {'; '.join(others)}; choose another output, or remove this one."
+                f"{folder} was stored with {'; '.join(mismatches)}; choose another output, or remove this one."
             )
     elif any(folder.glob("features-*.safetensors")):
         raise ValueError(f"{folder} holds shards without {MANIFEST}; choose another output, or remove them.")
-    for half in folder.glob(".*.half"):
-        half.unlink()
+    for unfinished in folder.glob(".*.half"):
+        unfinished.unlink()
     write_json(folder / MANIFEST, asdict(manifest))
 
 
-def _shard(target, rows, first, manifest, batch_size, on_tokens, collator) -> dict[str, torch.Tensor]:
+def _compute_shard(
+    target,
+    rows: list[dict],
+    first: int,
+    manifest: FeatureManifest,
+    batch_size: int,
+    on_tokens: Callable[[int], object],
+    collator: DFlashCollator,
+) -> dict[str, torch.Tensor]:
+    """
+    The tensors of a shard, see the top of this module.
+
+    Args:
+        rows: The examples of the shard, the first of which has number `first` in its dataset.
+        on_tokens: Called with the number of tokens of each example that has been read.
+    """
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
-    offsets, dtype = lengths.cumsum(0), getattr(torch, manifest.dtype)
+    offsets = lengths.cumsum(0)  # [examples + 1]
+    dtype = getattr(torch, manifest.dtype)
     widths = {"features": manifest.width}
     if manifest.states:
         widths["states"] = manifest.width // len(manifest.layer_ids)
     tensors = {name: torch.empty(int(offsets[-1]), width, dtype=dtype) for name, width in widths.items()}
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
+    for start in range(0, len(by_length), batch_size):
+        batch_rows = by_length[start : start + batch_size]
         names = ("input_ids", "loss_mask", "images")
-        examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in chosen]
+        examples = [{name: rows[i][name] for name in names if name in rows[i]} for i in batch_rows]
         batch = collator(examples)
-        ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        more = {"states": manifest.states, "images": collator.read_images(batch)}
-        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, **more)
-        found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
-        for row, i in enumerate(chosen):
-            place = slice(offsets[i], offsets[i + 1])
+        output = target_forward(
+            target,
+            manifest.layer_ids,
+            batch["input_ids"].to(target.device),
+            attention_mask=batch["attention_mask"].to(target.device),
+            states=manifest.states,
+            images=collator.read_images(batch),
+        )
+        outputs = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
+        for row, i in enumerate(batch_rows):
+            tokens = slice(offsets[i], offsets[i + 1])
             for name, tensor in tensors.items():
-                tensor[place] = found[name][row, : lengths[i + 1]].to("cpu", dtype)
-                _check_finite(tensor[place], f"Example {first + i}", manifest)
+                tensor[tokens] = outputs[name][row, : lengths[i + 1]].to("cpu", dtype)
+                _check_finite(tensor[tokens], f"Example {first + i}", manifest)
             on_tokens(int(lengths[i + 1]))
     if all(CONVERSATION in row for row in rows):
         tensors["conversations"] = torch.tensor([row[CONVERSATION] for row in rows])
@@ -337,7 +373,8 @@ class StoredFeatures(torch.utils.data.Dataset):
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.manifest = manifest = FeatureManifest.load(self.folder)
-        if missing := manifest.missing(self.folder):
+        missing = manifest.missing(self.folder)
+        if missing:
             raise ValueError(
                 f"{folder} holds {len(manifest.shards) - len(missing)} of {len(manifest.shards)} shards; run the same "
                 f"`dflash features` again to finish it ({shard_name(missing[0])} is missing)."
@@ -380,6 +417,7 @@ class StoredFeatures(torch.utils.data.Dataset):
 
 @lru_cache(maxsize=256)
 def _opened(path: str, changed: int):
+    """An open shard; `changed`, the time of its last change, makes a file that was written anew another entry."""
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
@@ -391,12 +429,13 @@ def store_rows(rows, folder: Path, trainer, recipe, encoder, enough: Callable[[]
     """Store the features of a trainer's rows, if there are any; `enough`: see [`store_features`]."""
     if rows is None:
         return
-    target, layer_ids, states = trainer.target, trainer.draft.config.target_layer_ids, trainer.args.has_teacher
+    target = trainer.target
+    layer_ids = trainer.draft.config.target_layer_ids
     dtype = str(target.dtype).removeprefix("torch.")
-    made_with = describe(target, recipe.target, layer_ids, encoder, dtype, states)
+    manifest = describe(target, recipe.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
     collator = DFlashCollator(0, encoder.reader)
-    size = _TOKENS * made_with.token_bytes
-    store_features(target, rows, folder, made_with, shard_bytes=size, enough=enough, collator=collator)
+    shard_bytes = _TOKENS * manifest.token_bytes
+    store_features(target, rows, folder, manifest, shard_bytes=shard_bytes, enough=enough, collator=collator)
 
 
 def stored_output(batch: dict, states: bool) -> TargetOutput:
@@ -422,12 +461,12 @@ def check_stored(dataset: StoredFeatures, states: bool, weights: dict | None = N
     Raises:
         `ValueError`: names what differs and the remedy.
     """
-    others = differences(asdict(dataset.manifest), wanted)
-    others += [f"weights.{one}" for one in differences(dataset.manifest.weights, weights or {})]
-    if others:
+    mismatches = differences(asdict(dataset.manifest), wanted)
+    mismatches += [f"weights.{part}" for part in differences(dataset.manifest.weights, weights or {})]
+    if mismatches:
         raise ValueError(
-            f"{dataset.folder} was stored with {'; '.join(others)}: train with the target, tokenizer, chat template "
-            "(chat_template=FILE) and target_layer_ids of the features, or store them again."
+            f"{dataset.folder} was stored with {'; '.join(mismatches)}: train with the target, tokenizer, chat "
+            "template (chat_template=FILE) and target_layer_ids of the features, or store them again."
         )
     if states and not dataset.manifest.states:
         raise ValueError(
@@ -445,8 +484,12 @@ def stored(folders: str | Path | Sequence[str | Path]):
 
 def stored_tokens(folders: str | Path | Sequence[str | Path]) -> list[dict[str, torch.Tensor]]:
     """The ids and loss masks of stored features, a row for each shard."""
-    files = [_opened(*file) for one in parts_of(stored(folders)) for file in one.files]
-    return [{name: file.get_tensor(name) for name in ("input_ids", "loss_mask")} for file in files]
+    rows = []
+    for part in parts_of(stored(folders)):
+        for file in part.files:
+            shard = _opened(*file)
+            rows.append({name: shard.get_tensor(name) for name in ("input_ids", "loss_mask")})
+    return rows
 
 
 def parts_of(dataset) -> list:
@@ -457,4 +500,5 @@ def parts_of(dataset) -> list:
 
 
 def _size(count: float) -> str:
+    """A number of bytes for people."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

@@ -42,13 +42,13 @@ def choice_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed
         return wanted, seed
     path = Path(checkpoint, FACTS_FILE)
     training = read_json(path).get("training", {}) if path.is_file() else {}
-    before = training.get("held_out_rows", 0)
-    if wanted not in (None, before):
+    count = training.get("held_out_rows", 0)
+    if wanted not in (None, count):
         raise ValueError(
-            f"held_out_rows={wanted}, but {checkpoint} was trained with {before}: rows that were learned tell "
+            f"held_out_rows={wanted}, but {checkpoint} was trained with {count}: rows that were learned tell "
             "nothing. Leave it out, or start a new run."
         )
-    return before, training.get("seed", 0)  # facts that are 0 are left out
+    return count, training.get("seed", 0)  # facts that are 0 are left out
 
 
 def split_rows(rows, count: int | None, seed: int) -> tuple:
@@ -59,18 +59,22 @@ def split_rows(rows, count: int | None, seed: int) -> tuple:
     Args:
         rows: An encoded `datasets.Dataset` with the column `conversation`, or stored features.
     """
-    table = hasattr(rows, "remove_columns")
-    if table:
-        keys = rows[CONVERSATION]
+    is_table = hasattr(rows, "remove_columns")
+    if is_table:
+        keys = list(rows[CONVERSATION])
         rows = rows.remove_columns(CONVERSATION)
     else:
-        keys = [key for part in parts_of(rows) for key in part.conversations]
-    trained, held_out, conversations = hold_out(list(keys), count, seed)
-    if not held_out:
+        keys = []
+        for part in parts_of(rows):
+            keys += part.conversations
+    train_indices, held_out_indices, conversations = hold_out(keys, count, seed)
+    if not held_out_indices:
         return rows, None, 0
-    if table:
-        return rows.select(trained), rows.select(held_out), conversations
-    return torch.utils.data.Subset(rows, trained), torch.utils.data.Subset(rows, held_out), conversations
+    if is_table:
+        return rows.select(train_indices), rows.select(held_out_indices), conversations
+    train_rows = torch.utils.data.Subset(rows, train_indices)
+    held_out_rows = torch.utils.data.Subset(rows, held_out_indices)
+    return train_rows, held_out_rows, conversations
 
 
 def taus(log_history: list[dict]) -> dict[str, float]:
@@ -98,8 +102,8 @@ def closing_line(trainer) -> str:
             "held-out tau      unknown: no row was held out (held_out_rows=N holds out N, eval_data names others); "
             "the tau of the training rows says nothing of other texts"
         )
-    where = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
-    line = f"held-out tau      {last[kind]:.2f}, simulated, of {where}"
+    which_rows = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
+    line = f"held-out tau      {last[kind]:.2f}, simulated, of {which_rows}"
     if "training" in last:
         line += f"; {last['training']:.2f} of the training rows"
         if learned_by_heart(last["training"], last[kind]):

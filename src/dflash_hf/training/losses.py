@@ -21,10 +21,10 @@ DIVERGENCES = {
 class TokenLosses:
     """The results of one pass through the head, for every token."""
 
-    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
-    nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
-    correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not known
-    known: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
+    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not draftable
+    nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not draftable
+    correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not draftable
+    draftable: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
     alone: torch.BoolTensor | None = None  # [...]  as `correct`, for each slot's argmax without the head
 
 
@@ -40,7 +40,7 @@ class Teacher:
 
 @dataclass
 class Rows:
-    """`M` known tokens, from which a drafter learns."""
+    """`M` draftable tokens, from which a drafter learns."""
 
     scores: torch.Tensor  # [M, V]  the head's scores, differentiable; [M, k] of `ids`
     logits: torch.Tensor  # [M, V]  the slots' own draft logits, differentiable
@@ -64,7 +64,7 @@ class Rows:
         log_q = self.scores.log_softmax(-1)
         wanted = self.ids == self.labels[:, None]  # a label that is no candidate has no effect
         if self.teacher is not None:
-            wanted = self.teacher.to(_wide(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
+            wanted = self.teacher.to(_at_least_fp32(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
         wanted = wanted.to(log_q)
         share = wanted.sum(-1, keepdim=True).clamp(min=1e-30)
         return (torch.xlogy(wanted, wanted / share) - wanted * log_q).sum(-1)
@@ -72,9 +72,11 @@ class Rows:
     @torch.no_grad()
     def figures(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[M]` each: the label's negative log-likelihood, whether it is drafted, and whether the slot alone does."""
-        scores, labels = self.scores.to(_wide(self.scores.dtype)), self.labels
+        labels = self.labels
+        scores = self.scores.to(_at_least_fp32(self.scores.dtype))
         best = scores.max(-1).indices  # `argmax` takes twice as long in fp32, and four times as long in bf16
-        alone = (best if self.logits is self.scores else self.logits.max(-1).indices) == labels
+        best_alone = best if self.logits is self.scores else self.logits.max(-1).indices
+        alone = best_alone == labels
         if self.ids is None:
             return functional.cross_entropy(scores, labels, reduction="none"), best == labels, alone
         is_label = self.ids == labels[:, None]
@@ -89,22 +91,22 @@ def divergence(
     The loss of logits `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, by `DIVERGENCES[kind]`; without a
     teacher, the labels' cross-entropy.
     """
-    log_q = logits.to(_wide(logits.dtype)).log_softmax(-1)
-    of_labels, distance, total = DIVERGENCES["ce" if teacher is None else kind]
+    log_q = logits.to(_at_least_fp32(logits.dtype)).log_softmax(-1)
+    ce_weight, variation_weight, kl_weight = DIVERGENCES["ce" if teacher is None else kind]
     loss = 0.0
-    if of_labels:
-        loss = loss + of_labels * functional.nll_loss(log_q, labels, reduction="none")
-    if distance:
-        loss = loss + distance * variation(logits, teacher)
-    if total:
+    if ce_weight:
+        loss = loss + ce_weight * functional.nll_loss(log_q, labels, reduction="none")
+    if variation_weight:
+        loss = loss + variation_weight * variation(logits, teacher)
+    if kl_weight:
         log_p = teacher.to(log_q).log_softmax(-1)
-        loss = loss + total * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        loss = loss + kl_weight * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return loss
 
 
 def variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """`[M]`, the total variation between the distributions of two logits `[M, V]`, from 0 to 1."""
-    q = logits.to(_wide(logits.dtype)).softmax(-1)
+    q = logits.to(_at_least_fp32(logits.dtype)).softmax(-1)
     return 0.5 * (q - teacher.to(q).softmax(-1)).abs().sum(-1)
 
 
@@ -148,8 +150,8 @@ def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0
     Returns:
         `torch.Tensor` `[..., B]`, 0 where not counted.
     """
-    kept = (1 - alpha) * (-nll.detach()).exp() + alpha  # [..., B]
-    credit = kept.masked_fill(~counted, 1.0).cumprod(-1) * counted
+    smoothed = (1 - alpha) * (-nll.detach()).exp() + alpha  # [..., B]
+    credit = smoothed.masked_fill(~counted, 1.0).cumprod(-1) * counted
     return credit.flip(-1).cumsum(-1).flip(-1) * counted
 
 
@@ -177,37 +179,44 @@ def token_losses(
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): A loss against the target's distribution, instead of the cross-entropy of `labels`.
-        queries (`torch.Tensor`): `[M, q]`, the queries of the drafter's head for the known tokens.
+        queries (`torch.Tensor`): `[M, q]`, the queries of the drafter's head for the draftable tokens.
         score (`Callable`): Maps queries and logits `[M, V]` to the head's candidates, `[M, k]` or `None` for all
             tokens, and their scores. Default: the logits themselves.
         loss (`Callable`): Maps [`Rows`] to losses `[M]`.
     """
-    known = counted & (labels >= 0)
-    kept, gold = hidden[known], labels[known]
-    places = None if teacher is None else teacher.rows[known].to(teacher.states.device)
+    draftable = counted & (labels >= 0)
+    draftable_hidden = hidden[draftable]  # [M, H]
+    draftable_labels = labels[draftable]  # [M]
+    teacher_rows = None if teacher is None else teacher.rows[draftable].to(teacher.states.device)  # [M]
     kind = "ce" if teacher is None else teacher.kind
 
-    def of_chunk(chunk, query, gold, states):
-        logits = head(chunk)  # [chunk, V]
+    def chunk_losses(chunk_hidden, query, chunk_labels, states):
+        """The loss and the figures of `M` rows of one pass through the head, `[M]` each."""
+        logits = head(chunk_hidden)  # [M, V]
         ids, scores = score(query, logits)
-        gold, logits = gold.to(scores.device), logits.to(scores.device)
-        # The target's head may have rows past the drafter's vocabulary.
-        wanted = None if states is None else teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
-        rows = Rows(scores, logits, ids, gold, wanted, chunk, query, kind)
+        logits = logits.to(scores.device)
+        teacher_logits = None
+        if states is not None:
+            # The target's head may have rows past the drafter's vocabulary.
+            teacher_logits = teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
+        rows = Rows(scores, logits, ids, chunk_labels.to(scores.device), teacher_logits, chunk_hidden, query, kind)
         return loss(rows), *rows.figures()
 
-    parts = []
-    for start in range(0, max(len(kept), 1), chunk_size):  # even without tokens: every rank runs its backward
+    count = len(draftable_hidden)
+    recompute = count > chunk_size and torch.is_grad_enabled()
+    chunks = []
+    for start in range(0, max(count, 1), chunk_size):  # even without tokens: every rank runs its backward
         part = slice(start, start + chunk_size)
-        states = None if places is None else teacher.states[places[part]]
-        arguments = (kept[part], None if queries is None else queries[part], gold[part], states)
-        if len(kept) <= chunk_size or not torch.is_grad_enabled():
-            parts.append(of_chunk(*arguments))
+        query = None if queries is None else queries[part]
+        states = None if teacher_rows is None else teacher.states[teacher_rows[part]]
+        arguments = (draftable_hidden[part], query, draftable_labels[part], states)
+        if recompute:
+            chunks.append(checkpoint(chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
-            parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-    figures = (torch.cat(one).to(hidden.device) for one in zip(*parts, strict=True))
-    values, nll, correct, alone = (_spread(one, known) for one in figures)
-    return TokenLosses(values, nll, correct, known, alone)
+            chunks.append(chunk_losses(*arguments))
+    columns = (torch.cat(column).to(hidden.device) for column in zip(*chunks, strict=True))
+    values, nll, correct, alone = (_scatter(column, draftable) for column in columns)
+    return TokenLosses(values, nll, correct, draftable, alone)
 
 
 def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
@@ -242,7 +251,7 @@ def block_loss(
     elif weighting == "auf":
         weights = first_failure_weights(losses.correct, counted)
     else:
-        nll = losses.nll.masked_fill(counted & ~losses.known, math.inf)  # never drafted
+        nll = losses.nll.masked_fill(counted & ~losses.draftable, math.inf)  # never drafted
         weights = dpace_weights(nll, counted)
     return (losses.values * weights).sum((1, 2))
 
@@ -257,10 +266,11 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
     return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
 
 
-def _spread(of_known: torch.Tensor, known: torch.BoolTensor) -> torch.Tensor:
-    """Values `[M]` at their `[...]` places, and 0 elsewhere."""
-    return of_known.new_zeros(known.shape).masked_scatter(known, of_known)
+def _scatter(values: torch.Tensor, mask: torch.BoolTensor) -> torch.Tensor:
+    """Values `[M]` at the `M` true places of a mask `[...]`, and 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of a dtype are summed."""
     return torch.promote_types(dtype, torch.float32)

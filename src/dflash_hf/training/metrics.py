@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
 
     def plus(self, batch: "Statistics") -> "Statistics":
         """These sums and those of each sequence of a batch, `[N, ...]`."""
-        return Statistics(*(total + one.sum(0) for total, one in zip(self, batch, strict=True)))
+        return Statistics(*(total + per_sequence.sum(0) for total, per_sequence in zip(self, batch, strict=True)))
 
 
 def block_statistics(
@@ -73,14 +73,18 @@ def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str,
     its remaining tokens. If a head depends on other tokens (`has_head`), also `simulated_tau_argmax`, the value that
     each slot's argmax without the head would reach. 0 for a slot that no block reached; empty without blocks.
     """
-    counted, correct, reached, accepted, accepted_alone, blocks, loss, normalizer = (one.tolist() for one in sums)
-    if blocks == 0:
+    values = Statistics(*(tensor.tolist() for tensor in sums))
+    if values.blocks == 0:
         return {}
-    metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
-    metrics["simulated_tau"] = sum(accepted) / blocks + 1
+    metrics = {
+        "loss": values.loss / values.normalizer,
+        "accuracy": sum(values.correct) / sum(values.counted),
+        "simulated_tau": sum(values.accepted) / values.blocks + 1,
+    }
     if has_head:
-        metrics["simulated_tau_argmax"] = accepted_alone / blocks + 1
-    for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
+        metrics["simulated_tau_argmax"] = values.accepted_alone / values.blocks + 1
+    shares = (("accuracy", values.correct, values.counted), ("acceptance", values.accepted, values.reached))
+    for name, hits, totals in shares:
         for slot, total in enumerate(totals, start=1):
             metrics[f"{name}_{slot}"] = hits[slot - 1] / total if total else 0.0
     return metrics

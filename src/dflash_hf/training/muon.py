@@ -28,8 +28,11 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        self.muon.state = self.adamw.state = self.state
+        """Let both optimizers work on the groups and the state of this one, which a schedule and a checkpoint use."""
+        self.muon.param_groups = self.param_groups[:1]
+        self.adamw.param_groups = self.param_groups[1:]
+        self.muon.state = self.state
+        self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -40,10 +43,17 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def muon_of(draft, args) -> MuonAdamW:
-    """The optimizer of a drafter: the matrices of its layers and of `fc`, which reads the features, go to Muon."""
-    modules = [one for part in (draft.layers, draft.fc) for one in part.modules() if isinstance(one, nn.Linear)]
-    matrices = {id(one.weight): one.weight for one in modules if one.weight.requires_grad}
-    others = [one for one in draft.parameters() if one.requires_grad and id(one) not in matrices]
+    """
+    The optimizer of a drafter: the matrices of its layers and of `fc`, which reads the features, go to Muon.
+
+    Raises:
+        `ValueError`: either of the two has nothing to train.
+    """
+    modules = [*draft.layers.modules(), *draft.fc.modules()]
+    weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
+    matrices = {id(weight): weight for weight in weights if weight.requires_grad}
+    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    others = [parameter for parameter in trained if id(parameter) not in matrices]
     if not matrices or not others:
         raise ValueError(
             f"muon=True trains matrices of layers with Muon and the rest with AdamW, but of what is trained here "

@@ -33,6 +33,7 @@ def meet(args) -> None:
 
 
 def _arrive(store, processes: int) -> None:
+    """Wait until `processes` processes have called this with the store of one wait; the last of them lets all go."""
     if store.add("arrived", 1) == processes:
         store.set("all", "here")
     store.wait(["all"], _PATIENCE)
@@ -47,11 +48,13 @@ def one_process_first(args) -> Iterator[None]:
     if args.world_size == 1:
         yield
         return
-    store, first = _store(next(_numbers)), args.local_process_index <= 0
-    if not first:
+    store = _store(next(_numbers))
+    runs_first = args.local_process_index <= 0
+    # All processes arrive once: the first of a node after its block, the others before theirs.
+    if not runs_first:
         _arrive(store, args.world_size)
     yield
-    if first:
+    if runs_first:
         _arrive(store, args.world_size)
 
 

@@ -49,7 +49,10 @@ class Objective:
     """
 
     def __init__(self, draft, target, args, read: Callable[[Batch], TargetOutput]):
-        self.draft, self.target, self.args, self.read = draft, target, args, read
+        self.draft = draft
+        self.target = target
+        self.args = args
+        self.read = read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
         self.slot_weights = None  # others depend on what is drafted
@@ -57,8 +60,12 @@ class Objective:
             tokens = draft.config.block_size + draft.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
-        half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        self.precision = partial(torch.autocast, args.device.type, dtype=half, enabled=half is not None)
+        half_dtype = None
+        if args.bf16:
+            half_dtype = torch.bfloat16
+        elif args.fp16:
+            half_dtype = torch.float16
+        self.precision = partial(torch.autocast, args.device.type, dtype=half_dtype, enabled=half_dtype is not None)
         self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
         drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_head else None  # [v]
         self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
@@ -91,7 +98,8 @@ class Objective:
             The loss of each sequence `[N]`, differentiable, and its statistics. Their normalizer is the weights that
             the loss is a sum over; it is to be divided by their sum over all micro-batches and ranks.
         """
-        args, config = self.args, self.config
+        args = self.args
+        config = self.config
 
         # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
         output = self.read(batch)
@@ -115,7 +123,8 @@ class Objective:
 
         # 4. Token losses through the target's head, chunk by chunk.
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(blocks.labels.device)[blocks.labels]
-        before, teacher = batch["input_ids"].flatten()[blocks.before], None  # [N, A, T]
+        before = batch["input_ids"].flatten()[blocks.before]  # [N, A, T]
+        teacher = None
         if args.has_teacher:
             teacher = Teacher(output.last_hidden_state.flatten(0, 1), blocks.before, self.teacher_head, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
@@ -124,8 +133,10 @@ class Objective:
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
-        correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
-        return loss, block_statistics(correct, counted, loss, normalizer, alone)
+        statistics = block_statistics(
+            losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.alone[drafted]
+        )
+        return loss, statistics
 
     def build_blocks(self, batch: Batch) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
@@ -147,6 +158,7 @@ class Objective:
         """
 
         def mask(window: int | None, is_causal: bool):
+            """The mask of one layer type."""
             shape = (self.config.block_size, window, is_causal)
             if self.uses_flex:
                 return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
@@ -165,7 +177,8 @@ class Objective:
             before (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
             progress (`float`): Share of the run that is done.
         """
-        draft, head = self.draft, self.config.head(self.draft, partial(self.draft.embed, self.target))
+        draft = self.draft
+        head = self.config.head(draft, partial(draft.embed, self.target))
         common = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
         if not self.config.has_head:
             return token_losses(*common)
@@ -174,6 +187,7 @@ class Objective:
         queries = forced_queries(head, before, hidden.detach() if chooses else hidden, counted & (labels >= 0))
 
         def score(query, logits):
+            """The head's candidates and their scores, as [`~dflash_hf.training.losses.token_losses`] takes them."""
             ids, logits = head.candidates((logits.detach() if chooses else logits).to(query.device))
             return ids if chooses else None, head.scores(query, draft.target_ids(ids), logits)
 

@@ -29,12 +29,12 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-class Pace(TrainerCallback):
+class TimeBudgetSchedule(TrainerCallback):
     """
     The learning-rate factor after a share of the time: linear warm-up, cosine to zero. Evaluations and saving count.
     As a callback it ends training when the time is over; the number of steps is not known in advance. The time spent
     is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time, as long as it is now said
-    to be.
+    to be. For that, a checkpoint holds the attributes under their names.
 
     Args:
         seconds (`float`): Duration of training.
@@ -44,25 +44,29 @@ class Pace(TrainerCallback):
     clock = staticmethod(time.monotonic)
 
     def __init__(self, seconds: float, warmup: float):
-        self.seconds, self.warmup = seconds, warmup
-        self.spent = self.usual = 0.0
-        self.last: float | None = None
+        self.seconds = seconds
+        self.warmup = warmup
+        self.spent = 0.0  # seconds until the last step
+        self.usual = 0.0  # seconds of a step without an evaluation
+        self.last: float | None = None  # time of the last step
         self.step: int | None = None
 
     def __call__(self, step: int) -> float:
         if step != self.step:  # called for each parameter group
             now = type(self).clock()
-            took = 0.0 if self.last is None else now - self.last
+            elapsed = 0.0 if self.last is None else now - self.last
+            self.spent += elapsed
             # An evaluation between two steps does not count as a step.
-            self.spent, self.usual = self.spent + took, min(took, 2 * self.usual) if self.usual else took
-            self.last, self.step = now, step
-            self._agree()
+            self.usual = min(elapsed, 2 * self.usual) if self.usual else elapsed
+            self.last = now
+            self.step = step
+            self._share_time()
         done = self.done
         if done < self.warmup:
             return max(done / self.warmup, 0.01)
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
 
-    def _agree(self) -> None:
+    def _share_time(self) -> None:
         """All processes use the first one's time, so that they share the learning rate and the last step."""
         state = PartialState()
         if state.num_processes > 1:
@@ -84,8 +88,10 @@ class Pace(TrainerCallback):
         self.last = type(self).clock()
 
     def on_step_end(self, args, state, control, **kwargs):
+        """End training, with a last line of the log, when the time is over."""
         if self.over:
-            control.should_training_stop = control.should_log = True
+            control.should_training_stop = True
+            control.should_log = True
 
 
 class StepCount(TrainerCallback):
@@ -101,10 +107,13 @@ class StepCount(TrainerCallback):
     clock = staticmethod(time.monotonic)
 
     def __init__(self, say: Callable[[str], None] = logger.info, warn: Callable[[str], None] = logger.warning):
-        self.say, self.warn = say, warn
+        self.say = say
+        self.warn = warn
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        self.start, self.told = None, False
+        """Forget an earlier run; warn of many passes where the number of steps is known."""
+        self.start: float | None = None  # time of the end of the first step
+        self.told = False
         if args.max_minutes is None and state.is_world_process_zero:
             self._warn_of_passes(args, state.max_steps, train_dataloader)
 
@@ -119,19 +128,23 @@ class StepCount(TrainerCallback):
             )
 
     def on_step_end(self, args, state, control, lr_scheduler=None, train_dataloader=None, **kwargs):
+        """Time the steps, and tell their number once."""
         now = type(self).clock()
         if self.start is None:  # the first step takes memory and fills caches: as long as several others
-            self.first, self.start = state.global_step, now
-        steps, seconds = state.global_step - self.first, now - self.start
+            self.start = now
+            self.first = state.global_step
+        steps = state.global_step - self.first
+        seconds = now - self.start
         if self.told or (steps < _TIMED and seconds < 30) or not state.is_world_process_zero:
             return
         self.told = True
-        each, total = seconds / steps, state.max_steps
+        step_seconds = seconds / steps
+        total = state.max_steps
         if args.max_minutes is not None:
-            pace = getattr(lr_scheduler, "scheduler", lr_scheduler).lr_lambdas[0]
-            total = state.global_step + int((pace.seconds - pace.spent) / each)
-        left = duration((total - state.global_step) * each)
-        self.say(f"time              about {total:,} steps of {each:.2g} s, {left} left")
+            schedule = getattr(lr_scheduler, "scheduler", lr_scheduler).lr_lambdas[0]  # accelerate wraps it
+            total = state.global_step + int((schedule.seconds - schedule.spent) / step_seconds)
+        left = duration((total - state.global_step) * step_seconds)
+        self.say(f"time              about {total:,} steps of {step_seconds:.2g} s, {left} left")
         if args.max_minutes is not None:
             self._warn_of_passes(args, total, train_dataloader)
         if total < FEWEST_STEPS:
@@ -155,6 +168,7 @@ class OpenEnded(ProgressCallback):
     """Upstream's progress bar; a run that ends by time has no number of steps."""
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar; with `max_minutes` without a total."""
         if args.max_minutes is not None:
             state = copy.copy(state)
             state.max_steps = None
@@ -165,7 +179,7 @@ class BarAlone(OpenEnded):
     """A progress bar that prints no figures."""
 
     def on_log(self, args, state, control, **kwargs):
-        pass
+        """Nothing: [`LogLines`] prints the figures."""
 
 
 class LogLines(TrainerCallback):
@@ -181,20 +195,21 @@ class LogLines(TrainerCallback):
         self.say = say
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Print an entry of the log, if it has a tau."""
         if not state.is_world_process_zero or not logs:
             return
-        for prefix, of in (("", "of the training rows"), ("eval_", "of eval_data")):
+        for prefix, which_rows in (("", "of the training rows"), ("eval_", "of eval_data")):
             if f"{prefix}simulated_tau" in logs:
-                self.say(self._line(state, logs, prefix, of))
+                self.say(self._format_line(state, logs, prefix, which_rows))
 
     @staticmethod
-    def _line(state, logs: dict, prefix: str, of: str) -> str:
+    def _format_line(state, logs: dict, prefix: str, which_rows: str) -> str:
         passes = f"pass {state.epoch:.1f}"
         parts = [f"step {state.global_step:>7,}", f"{passes:<10}", f"loss {logs[f'{prefix}loss']:.3f}"]
         tau = f"tau {logs[f'{prefix}simulated_tau']:.2f}"
         if f"{prefix}simulated_tau_argmax" in logs:
             tau += f" ({logs[f'{prefix}simulated_tau_argmax']:.2f} without its head)"
-        parts.append(f"{tau} {of}")
+        parts.append(f"{tau} {which_rows}")
         parts.append(f"accuracy {logs[f'{prefix}accuracy']:.1%}")
         if "learning_rate" in logs:
             parts.append(f"learning rate {logs['learning_rate']:.1e}")

@@ -31,19 +31,28 @@ _TABLE: dict[str, tuple[Any, Any, str]] = {
     "logging_steps": (50, 10, "a line every few seconds"),
     "save_steps": (250, 1000, "at most minutes are lost"),
 }
-# A given key, those that would have no effect beside it, and why.
-_WITHOUT_EFFECT = {
+_JUDGED = "a run is judged by its evaluation data, and trains on all others"
+# Key: the keys that would have no effect beside it, and why.
+_WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "features": (
-        *("data_name", "data_revision", "split", "max_length", "num_proc", "attn_implementation", "eval_data"),
-        *("eval_split", "store_rows"),
+        (
+            "data_name",
+            "data_revision",
+            "split",
+            "max_length",
+            "num_proc",
+            "attn_implementation",
+            "eval_data",
+            "eval_split",
+            "store_rows",
+        ),
         "stored features are read as they are, without the target's layers",
     ),
-    "data": ("eval_features", "features of `eval_data` are computed"),
-    **dict.fromkeys(
-        ("eval_data", "eval_split", "eval_features"),
-        ("held_out_rows", "a run is judged by its evaluation data, and trains on all others"),
-    ),
-    "draft": ("init_layers", "draft_vocab_size", "a trained drafter has its weights and vocabulary"),
+    "data": (("eval_features",), "features of `eval_data` are computed"),
+    "eval_data": (("held_out_rows",), _JUDGED),
+    "eval_split": (("held_out_rows",), _JUDGED),
+    "eval_features": (("held_out_rows",), _JUDGED),
+    "draft": (("init_layers", "draft_vocab_size"), "a trained drafter has its weights and vocabulary"),
 }
 # Keys of the preset that a run with another key has no use for, or that the other decides.
 _DECIDES = {
@@ -57,54 +66,76 @@ _DECIDES = {
 }
 
 
-def check_apart(given: dict) -> None:
+def check_keys_with_effect(settings: dict) -> None:
     """
+    Check that each of the keys that a recipe and the command line set has an effect beside the others.
+
+    Args:
+        settings (`dict`): Keys and values.
+
     Raises:
-        `ValueError`: of the keys that were given, one has no effect beside another.
+        `ValueError`: names the two keys, their values and the reason.
     """
-    for name, (*others, why) in _WITHOUT_EFFECT.items():
-        for other in others:
-            if given.get(name) and given.get(other):
+    for name, (keys_without_effect, why) in _WITHOUT_EFFECT.items():
+        for key in keys_without_effect:
+            if settings.get(name) and settings.get(key):
                 raise ValueError(
-                    f"{other}={given[other]!r} has no effect with {name}={given[name]!r}: {why}; leave one out."
+                    f"{key}={settings[key]!r} has no effect with {name}={settings[name]!r}: {why}; leave one out."
                 )
 
 
-def preset(given: dict) -> tuple[str, dict, dict[str, str]]:
+def preset(settings: dict) -> tuple[str, dict, dict[str, str]]:
     """
     The settings for this kind of machine.
 
     Args:
-        given (`dict`): The keys that are set already.
+        settings (`dict`): The keys that are set already, and their values.
 
     Returns:
         The preset's name, its values, and the reason for each value that is not the paper's.
     """
-    on_cpu = given.get("use_cpu") or not torch.accelerator.is_available()
+    on_cpu = settings.get("use_cpu") or not torch.accelerator.is_available()
     device = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
-    small = device in ("cpu", "mps")
-    values: dict[str, Any] = {name: row[0 if small else 1] for name, row in _TABLE.items()}
-    reasons = {name: row[2] for name, row in _TABLE.items()} if small else {}
-    if at_once := given.get("per_device_train_batch_size"):
+    is_small = device in ("cpu", "mps")
+    values: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for name, (cpu_value, gpu_value, reason) in _TABLE.items():
+        if is_small:
+            values[name] = cpu_value
+            reasons[name] = reason
+        else:
+            values[name] = gpu_value
+    batch_size = settings.get("per_device_train_batch_size")
+    if batch_size:
         rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-        values["gradient_accumulation_steps"] = max(rows // at_once, 1)
+        values["gradient_accumulation_steps"] = max(rows // batch_size, 1)
         reasons["gradient_accumulation_steps"] = f"a step has {rows} rows, however many are read at a time"
-    if small:
-        layers = int(given.get("num_draft_layers") or values["num_draft_layers"])
+    if is_small:
+        layers = int(settings.get("num_draft_layers") or values["num_draft_layers"])
         values["init_layers"] = list(range(-layers, 0))
         reasons["init_layers"] = "start as the target's last layers, which understand its features"
     if device == "cpu":
-        values["use_cpu"], reasons["use_cpu"] = True, "there is no accelerator"
-        values["bf16"] = not emulated(torch.bfloat16)
-        values["target_dtype"] = "bfloat16" if values["bf16"] else "float32"
-        reasons["bf16"] = f"this processor has {'' if values['bf16'] else 'no '}units for bf16"
+        values["use_cpu"] = True
+        reasons["use_cpu"] = "there is no accelerator"
+        if emulated(torch.bfloat16):
+            values["bf16"] = False
+            values["target_dtype"] = "float32"
+            reasons["bf16"] = "this processor has no units for bf16"
+        else:
+            values["bf16"] = True
+            values["target_dtype"] = "bfloat16"
+            reasons["bf16"] = "this processor has units for bf16"
     elif device == "cuda":
         values["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    if small and given.get("draft"):
-        values["learning_rate"], reasons["learning_rate"] = 5e-4, "a trained drafter has less to learn"
-    if given.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
-        values["save_steps"] = given.get("eval_steps") or given.get("logging_steps") or values["logging_steps"]
-    unwanted = {key for name, keys in _DECIDES.items() if given.get(name) for key in keys}
+    if is_small and settings.get("draft"):
+        values["learning_rate"] = 5e-4
+        reasons["learning_rate"] = "a trained drafter has less to learn"
+    if settings.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
+        values["save_steps"] = settings.get("eval_steps") or settings.get("logging_steps") or values["logging_steps"]
+    unwanted = set()
+    for name, keys in _DECIDES.items():
+        if settings.get(name):
+            unwanted.update(keys)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         unwanted.add("store_rows")  # one process would store while the others wait
     return device, {name: value for name, value in values.items() if name not in unwanted}, reasons

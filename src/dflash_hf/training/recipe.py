@@ -21,7 +21,7 @@ from dflash_hf import examples
 from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
-from dflash_hf.training.presets import PAPER, check_apart, preset
+from dflash_hf.training.presets import PAPER, check_keys_with_effect, preset
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -98,15 +98,15 @@ class RecipeArguments:
         if not self.target:
             raise ValueError("target is not given; name the model to draft for, such as --target Qwen/Qwen3-8B.")
         if bool(self.data) == bool(self.features):
-            given = "both are given" if self.data else "neither is given"
-            raise ValueError(f"A run needs data or features, but {given}; name one, as in --data FILE.")
+            problem = "both are given" if self.data else "neither is given"
+            raise ValueError(f"A run needs data or features, but {problem}; name one, as in --data FILE.")
         if self.draft_revision and not self.draft:
             raise ValueError(
                 f"draft_revision={self.draft_revision!r} has no effect without a draft; name it, or leave it out."
             )
-        for name in PAPER:
+        for name, value in PAPER.items():
             if not self.draft and getattr(self, name) is None:
-                setattr(self, name, PAPER[name])
+                setattr(self, name, value)
         if self.init_layers and len(self.init_layers) != self.num_draft_layers:
             raise ValueError(
                 f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
@@ -114,9 +114,10 @@ class RecipeArguments:
             )
         if self.head not in (None, *HEADS):
             raise ValueError(f"head={self.head!r} must be one of {', '.join(HEADS)}.")
-        for name, least in (("num_draft_layers", 1), ("block_size", 2), ("max_length", 1)):  # a block has its anchor
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+        for name, minimum in (("num_draft_layers", 1), ("block_size", 2), ("max_length", 1)):  # a block has its anchor
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} must be at least {minimum}.")
 
     @property
     def evaluates(self) -> bool:
@@ -126,15 +127,26 @@ class RecipeArguments:
     @property
     def feature_folders(self) -> list[str]:
         """The folders of its stored features."""
-        given = [[one] if isinstance(one, str) else one or [] for one in (self.features, self.eval_features)]
-        return [*given[0], *given[1]]
+        folders: list[str] = []
+        for value in (self.features, self.eval_features):
+            if isinstance(value, str):
+                folders.append(value)
+            elif value:
+                folders.extend(value)
+        return folders
 
 
 # What upstream's configurations read besides their fields.
-_OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
-_OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
-_OF_RECIPE = typing.get_type_hints(RecipeArguments)
-_HINTS = {**_OF_RECIPE, **typing.get_type_hints(DFlashTrainingArguments)}
+_UPSTREAM_CONFIG_KEYS = {
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "max_window_layers",
+    "attn_implementation",
+    "torch_dtype",
+}
+_RECIPE_HINTS = typing.get_type_hints(RecipeArguments)
+_HINTS = {**_RECIPE_HINTS, **typing.get_type_hints(DFlashTrainingArguments)}
 
 
 @dataclass(frozen=True)
@@ -169,32 +181,36 @@ def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dic
             value of the wrong type, or not YAML.
         `OSError`: the file does not exist.
     """
+    # 1. The keys that the recipe and the command line set, and where each was set.
     values = {} if path is None else _read_yaml(Path(path))
-    settings = {name: Setting(None, f"recipe {path}") for name in values}
+    origins = dict.fromkeys(values, f"recipe {path}")
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name:
             raise ValueError(f"{override!r} is not an override; write key=value.")
-        plain = _HINTS.get(name) in (str, str | None) and text != "null"  # a commit such as 12e4 is no number
-        _set(values, name.split("."), text if plain else _parse(text, f"the value of {name}"))
-        settings[name.partition(".")[0]] = Setting(None, "command line")
+        is_text = _HINTS.get(name) in (str, str | None) and text != "null"  # a commit such as 12e4 is no number
+        _set_entry(values, name.split("."), text if is_text else _parse_yaml(text, f"the value of {name}"))
+        origins[name.partition(".")[0]] = "command line"
     unknown = [name for name in values if name not in _HINTS]
     if unknown:
-        problems = [_unknown(name, list(_HINTS)) for name in unknown]
-        problems += [_missing(name, values.get(name)) for name in ("data", "eval_data")]
+        problems = [_describe_unknown_key(name, list(_HINTS)) for name in unknown]
+        problems += [_describe_missing_file(name, values.get(name)) for name in ("data", "eval_data")]
         raise ValueError(f"{' '.join(filter(None, problems))} `dflash train --keys` lists all keys.")
-    values = _typed(values)
-    check_apart(values)
-    settings = {name: Setting(values[name], one.origin) for name, one in settings.items()}
+    values = _convert_values(values)
+    check_keys_with_effect(values)
+    settings = {name: Setting(values[name], origin) for name, origin in origins.items()}
 
+    # 2. What the head sets. Its loss comes before the preset's, which does not replace it.
     fields, loss = HEADS.get(values.get("head"), ({}, {}))
     if fields:
         origin = settings["draft_config"].origin if "draft_config" in settings else settings["head"].origin
         settings["draft_config"] = Setting({**fields, **values.get("draft_config", {})}, origin)
-    machine, chosen, reasons = preset(values)
     for name, value in loss.items():
         settings.setdefault(name, Setting(value, f"head {values['head']}"))
-    for name, value in chosen.items():
+
+    # 3. What the preset of this machine sets.
+    machine, preset_values, reasons = preset(values)
+    for name, value in preset_values.items():
         reason = f": {reasons[name]}" if name in reasons else ""
         settings.setdefault(name, Setting(value, f"preset {machine}{reason}"))
     return settings
@@ -202,28 +218,30 @@ def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dic
 
 def as_arguments(settings: dict[str, Setting]) -> tuple[RecipeArguments, dict]:
     """The arguments of a run's pair and data, and those of `DFlashTrainingArguments`."""
-    values = {name: one.value for name, one in settings.items()}
-    recipe = RecipeArguments(**{name: value for name, value in values.items() if name in _OF_RECIPE})
-    known = DFlashDraftConfig.field_names() | _OF_UPSTREAM
-    if wrong := [name for name in recipe.draft_config if name not in known]:
-        raise ValueError(f"draft_config: {_unknown(wrong[0], sorted(known))}")
-    return recipe, {name: value for name, value in values.items() if name not in _OF_RECIPE}
+    values = {name: setting.value for name, setting in settings.items()}
+    recipe = RecipeArguments(**{name: value for name, value in values.items() if name in _RECIPE_HINTS})
+    config_keys = DFlashDraftConfig.field_names() | _UPSTREAM_CONFIG_KEYS
+    unknown = [name for name in recipe.draft_config if name not in config_keys]
+    if unknown:
+        raise ValueError(f"draft_config: {_describe_unknown_key(unknown[0], sorted(config_keys))}")
+    return recipe, {name: value for name, value in values.items() if name not in _RECIPE_HINTS}
 
 
 def key_lines(word: str = "") -> list[str]:
     """The keys whose name or help contains `word`, with their defaults: pair and data, DFlash's, transformers'."""
-    known = [*dataclasses.fields(RecipeArguments), *dataclasses.fields(DFlashTrainingArguments)]
-    own = [*RecipeArguments.__annotations__, *DFlashTrainingArguments.__annotations__]
+    fields = [*dataclasses.fields(RecipeArguments), *dataclasses.fields(DFlashTrainingArguments)]
+    fields = [field for field in fields if field.init]
+    own_names = {*RecipeArguments.__annotations__, *DFlashTrainingArguments.__annotations__}
     lines = []
-    for one in sorted((one for one in known if one.init), key=lambda one: one.name not in own):
-        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+    for field in sorted(fields, key=lambda field: field.name not in own_names):  # those of transformers last
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-        help = " ".join(one.metadata.get("help", "").replace("%%", "%").split())
-        lines.append(f"{one.name}={default}  {help}".rstrip())
+        help = " ".join(field.metadata.get("help", "").replace("%%", "%").split())
+        lines.append(f"{field.name}={default}  {help}".rstrip())
     return [line for line in lines if word.lower() in line.lower()] or [f"No key contains {word!r}."]
 
 
-def _set(values: dict, names: list[str], value) -> None:
+def _set_entry(values: dict, names: list[str], value) -> None:
     """Set an entry of nested mappings, which are copied."""
     for name, inner in pairwise(names):
         if not isinstance(values.get(name) or {}, dict):
@@ -233,17 +251,17 @@ def _set(values: dict, names: list[str], value) -> None:
     values[names[-1]] = value
 
 
-def _missing(name: str, data) -> str:
+def _describe_missing_file(name: str, data) -> str:
     """Which file of some data does not exist; empty if all do."""
     try:
-        check_files(name, _at_home(data) if isinstance(data, str | list) else None)
+        check_files(name, _expand_home(data) if isinstance(data, str | list) else None)
     except FileNotFoundError as error:
         return str(error)
     return ""
 
 
-def _unknown(name: str, known: typing.Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+def _describe_unknown_key(name: str, keys: typing.Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(name), keys, n=1, cutoff=0.0)[0]
     return f"Unknown key {name!r}; did you mean {nearest!r}?"
 
 
@@ -253,20 +271,22 @@ def _read_yaml(path: Path) -> dict:
     if not path.is_file():
         bundled = Path(examples.__file__).parent / "recipes"
         raise FileNotFoundError(f"--config {path}: there is no such file; bundled recipes are in {bundled}.")
-    values = _parse(read_text(path), f"--config {path}")
+    values = _parse_yaml(read_text(path), f"--config {path}")
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} must hold keys and values, such as `target: Qwen/Qwen3-8B`.")
     return values
 
 
-def _parse(text: str, what: str):
-    """A YAML value, with numbers such as `6e-4`, which YAML 1.1 reads as strings."""
+def _parse_yaml(text: str, what: str):
+    """A YAML value, with numbers such as `6e-4`, which YAML 1.1 reads as strings; `what` names it in an error."""
     with needs("A recipe needs pyyaml", "train"):
         import yaml
 
     class Loader(yaml.SafeLoader):
+        """PyYAML's loader with a resolver of its own; copies of the lists keep PyYAML's unchanged."""
+
         yaml_implicit_resolvers = {
-            first: list(found) for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+            first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
     exponent = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
@@ -282,32 +302,45 @@ class _Parser(HfArgumentParser):
     """Upstream's parser; errors are raised, and name key and value."""
 
     def error(self, message: str):
+        """
+        Raises:
+            `ValueError`: always; instead of a usage message and an exit.
+        """
         name, _, problem = message.removeprefix("argument --").partition(": ")
         name = name.partition("/")[0]
-        raise ValueError(f"{name}: (not shown) has the wrong type." if is_secret(name) else f"{name}: {problem}.")
+        if is_secret(name):
+            raise ValueError(f"{name}: (not shown) has the wrong type.")
+        raise ValueError(f"{name}: {problem}.")
 
 
-def _typed(values: dict) -> dict:
+def _convert_values(values: dict) -> dict:
     """The values of a run's keys: scalars as `HfArgumentParser` reads them, lists and mappings as in YAML."""
     parser = _Parser((RecipeArguments, DFlashTrainingArguments), allow_abbrev=False)
-    typed, scalars = {}, []
+    converted = {}
+    scalars = []  # for the parser
     for name, value in values.items():
         hint = _HINTS[name]
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
-        if type(value) in kinds:
-            typed[name] = _at_home(value)
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
+        allowed = [typing.get_origin(member) or member for member in members]
+        if type(value) in allowed:
+            converted[name] = _expand_home(value)
         elif value is None or isinstance(value, dict | list):
-            names = [kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not type(None)]
+            names = [kind.__name__ for kind in allowed if isinstance(kind, type) and kind is not type(None)]
             raise ValueError(f"{name}={value!r} must be of type {' or '.join(names)}.")
-        else:  # YAML reads `no` as a truth value
-            scalars.append(f"--{name}={'no' if value is False and bool not in kinds else value}")
-    read = vars(parser.parse_args(scalars))
-    return {**typed, **{name: _at_home(read[name]) for name in values if name not in typed}}
+        elif value is False and bool not in allowed:  # YAML reads `no` as a truth value
+            scalars.append(f"--{name}=no")
+        else:
+            scalars.append(f"--{name}={value}")
+    parsed = vars(parser.parse_args(scalars))
+    for name in values:
+        if name not in converted:
+            converted[name] = _expand_home(parsed[name])
+    return converted
 
 
-def _at_home(value):
-    """Paths in a file, where no shell expands `~`."""
+def _expand_home(value):
+    """A value whose paths begin with the home folder in place of `~`, which no shell expands in a file."""
     if isinstance(value, list):
-        return [_at_home(one) for one in value]
+        return [_expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) else value

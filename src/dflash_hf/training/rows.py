@@ -13,12 +13,14 @@ _BATCH = 10_000  # rows
 
 
 class _Batch(NamedTuple):
+    """`T` tokens of some rows, one row after the other."""
+
     ids: torch.Tensor  # [T]
     mask: torch.Tensor  # [T]
     lengths: torch.Tensor  # [rows]
 
 
-def survey(dataset) -> torch.LongTensor:
+def validate_and_count(dataset) -> torch.LongTensor:
     """
     Read a dataset once, and reject rows that cannot be trained on: training on nothing would fail silently.
 
@@ -33,18 +35,18 @@ def survey(dataset) -> torch.LongTensor:
         `ValueError`: there are no rows, or [`~dflash_hf.data.examples.check_example`] rejects one.
     """
     counts = torch.zeros(0, dtype=torch.long)
-    for batch in _batches(dataset):
-        found = batch.ids[batch.mask.bool()].bincount(minlength=len(counts))
-        counts = found + torch.nn.functional.pad(counts, (0, len(found) - len(counts)))
+    for batch in _read_batches(dataset):
+        batch_counts = batch.ids[batch.mask.bool()].bincount(minlength=len(counts))
+        counts = batch_counts + torch.nn.functional.pad(counts, (0, len(batch_counts) - len(counts)))
     return counts
 
 
 def digest_of_rows(dataset) -> str:
-    """A digest of all ids and loss masks of a dataset, whose rows are checked as in [`survey`]."""
+    """A digest of all ids and loss masks of a dataset, whose rows are checked as in [`validate_and_count`]."""
     digest = hashlib.sha256()
-    for ids, mask, lengths in _batches(dataset):
-        for one in (ids.int(), mask.byte(), lengths.int()):
-            digest.update(one.numpy().data)
+    for ids, mask, lengths in _read_batches(dataset):
+        for tensor in (ids.int(), mask.byte(), lengths.int()):
+            digest.update(tensor.numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -56,7 +58,7 @@ def lengths_of(dataset) -> torch.Tensor:
 
     tables = dataset.select_columns("input_ids").with_format("arrow").iter(_BATCH)
     lengths = [pc.list_value_length(table.column("input_ids").combine_chunks()) for table in tables]
-    return torch.cat([torch.from_dlpack(one.fill_null(0)).long() for one in lengths])
+    return torch.cat([torch.from_dlpack(array.fill_null(0)).long() for array in lengths])
 
 
 def _is_table(dataset) -> bool:
@@ -65,34 +67,36 @@ def _is_table(dataset) -> bool:
     return hasattr(dataset, "with_format") and columns is not None and {"input_ids", "loss_mask"} <= set(columns)
 
 
-def _batches(dataset) -> Iterator[_Batch]:
+def _read_batches(dataset) -> Iterator[_Batch]:
+    """All rows of a dataset, checked, in batches."""
     if len(dataset) == 0:
         raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
-    return _of_table(dataset) if _is_table(dataset) else _of_list(dataset)
+    return _read_table(dataset) if _is_table(dataset) else _read_list(dataset)
 
 
-def _of_table(dataset) -> Iterator[_Batch]:
+def _read_table(dataset) -> Iterator[_Batch]:
     """The rows of an Arrow table, all of them checked."""
     for number, table in enumerate(dataset.with_format("arrow").iter(_BATCH)):
         first = number * _BATCH
-        columns = [_lists(table, name) for name in ("input_ids", "loss_mask")]
-        whole = all(one is not None for one in columns)
-        if whole:
-            (ids, lengths), (mask, of_mask) = columns
-        if not whole or not torch.equal(lengths, of_mask) or not _is_fit(mask, lengths):
-            for place in range(first, first + table.num_rows):
-                check_example(dataset[place], f"Row {place}")
+        columns = [_read_column(table, name) for name in ("input_ids", "loss_mask")]
+        is_fit = False
+        if all(column is not None for column in columns):
+            (ids, lengths), (mask, mask_lengths) = columns
+            is_fit = torch.equal(lengths, mask_lengths) and _is_fit_mask(mask, lengths)
+        if not is_fit:  # row by row, to name the row that cannot be trained on
+            for index in range(first, first + table.num_rows):
+                check_example(dataset[index], f"Row {index}")
         yield _Batch(ids, mask, lengths)
 
 
-def _is_fit(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
+def _is_fit_mask(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
     """Whether the mask of each row is of zeros and ones, and not of zeros only."""
     supervised = torch.nn.functional.pad(mask.cumsum(0, dtype=torch.long), (1, 0))  # [T + 1], before each token
     ends = lengths.cumsum(0)
     return bool(((mask == 0) | (mask == 1)).all() and (supervised[ends] > supervised[ends - lengths]).all())
 
 
-def _lists(table, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _read_column(table, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The values of a column of lists, one list after the other, and the length of each; `None` if any is null."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -106,11 +110,12 @@ def _lists(table, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     return torch.from_dlpack(values), torch.from_dlpack(pc.list_value_length(column)).long()
 
 
-def _of_list(dataset) -> Iterator[_Batch]:
+def _read_list(dataset) -> Iterator[_Batch]:
     """The rows of any other dataset, all of them checked."""
     for start in range(0, len(dataset), _BATCH):
-        rows = [dataset[place] for place in range(start, min(start + _BATCH, len(dataset)))]
-        for place, row in enumerate(rows, start):
-            check_example(row, f"Row {place}")
-        ids, mask = (torch.cat([torch.as_tensor(row[name]) for row in rows]) for name in ("input_ids", "loss_mask"))
+        rows = [dataset[index] for index in range(start, min(start + _BATCH, len(dataset)))]
+        for index, row in enumerate(rows, start):
+            check_example(row, f"Row {index}")
+        ids = torch.cat([torch.as_tensor(row["input_ids"]) for row in rows])
+        mask = torch.cat([torch.as_tensor(row["loss_mask"]) for row in rows])
         yield _Batch(ids, mask, torch.tensor([len(row["input_ids"]) for row in rows]))

@@ -31,11 +31,15 @@ def make_draft(recipe, target, encoder, say):
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
     chat template and the digests of the tokenizer with which the data are encoded.
     """
-    draft = _draft_to_go_on(recipe, say) if recipe.draft else _fresh_draft(recipe, target, encoder.mask_token_id, say)
-    kept, kwargs = draft.config.dflash_config, encoder.chat_template_kwargs
-    if kwargs or kept.get("chat_template_kwargs") is not None:
-        kept["chat_template_kwargs"] = kwargs
-    kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    if recipe.draft:
+        draft = _load_trained_draft(recipe, say)
+    else:
+        draft = _make_fresh_draft(recipe, target, encoder.mask_token_id, say)
+    dflash_config = draft.config.dflash_config
+    kwargs = encoder.chat_template_kwargs
+    if kwargs or dflash_config.get("chat_template_kwargs") is not None:
+        dflash_config["chat_template_kwargs"] = kwargs
+    dflash_config["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 
@@ -43,16 +47,19 @@ def mask_token_of(recipe, target, tokenizer) -> int:
     """
     The mask token of a recipe's drafter: as given, else a trained drafter's, else the first spare row of the target's
     embedding.
+
+    Raises:
+        `ValueError`: the target has no spare row.
     """
     if recipe.mask_token_id is not None:
         return recipe.mask_token_id
     if recipe.draft:
         return draft_config_of(recipe.draft, Loading(draft_revision=recipe.draft_revision)).mask_token_id
-    found = spare_token_id(target, tokenizer)
-    if found is None:
+    spare_id = spare_token_id(target, tokenizer)
+    if spare_id is None:
         remedy = mask_token_remedy(tokenizer)
         raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
-    return found
+    return spare_id
 
 
 def vocabulary_size(recipe, counts: torch.LongTensor, vocab_size: int) -> int | None:
@@ -67,8 +74,10 @@ def vocabulary_size(recipe, counts: torch.LongTensor, vocab_size: int) -> int | 
     return size if size < vocab_size / 2 else None
 
 
-def _draft_to_go_on(recipe, say):
-    name, fields = recipe.draft, recipe.draft_config
+def _load_trained_draft(recipe, say):
+    """The trained drafter that a recipe names, with the parts that its `draft_config` adds."""
+    name = recipe.draft
+    fields = recipe.draft_config
     options = {"dtype": torch.float32, "revision": recipe.draft_revision or "main"}
     draft = DFlashDraftModel.from_pretrained(name, **options)
     causal = fields.get("is_causal")
@@ -76,10 +85,16 @@ def _draft_to_go_on(recipe, say):
         say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")
         draft = DFlashDraftModel.from_pretrained(name, **options, is_causal=causal)
     config = draft.config
-    for key in ("mask_token_id", "num_draft_layers", "block_size", "target_layer_ids"):
-        given, has = getattr(recipe, key), getattr(config, "num_hidden_layers" if key == "num_draft_layers" else key)
-        if given not in (None, has):
-            raise ValueError(f"{key}={given}, but {name} was trained with {has}; leave it out.")
+    trained_with = {
+        "mask_token_id": config.mask_token_id,
+        "num_draft_layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "target_layer_ids": config.target_layer_ids,
+    }
+    for key, trained_value in trained_with.items():
+        value = getattr(recipe, key)
+        if value not in (None, trained_value):
+            raise ValueError(f"{key}={value}, but {name} was trained with {trained_value}; leave it out.")
     parts = {key: value for key, value in fields.items() if key in part_keys()}
     for key, value in fields.items():
         if key not in parts and getattr(config, key, None) != value:
@@ -87,29 +102,36 @@ def _draft_to_go_on(recipe, say):
     return with_parts(draft, parts) if parts else draft
 
 
-def _fresh_draft(recipe, target, mask_token_id: int, say):
+def _make_fresh_draft(recipe, target, mask_token_id: int, say):
+    """A new drafter of a recipe; `init_layers` start as the target's, those counted from the end only if they fit."""
     fields = {**recipe.draft_config}
-    stored = [FeatureManifest.load(Path(folder)).layer_ids for folder in recipe.feature_folders[:1]]
-    if recipe.target_layer_ids or stored:
-        fields["target_layer_ids"] = recipe.target_layer_ids or stored[0]
+    target_layer_ids = recipe.target_layer_ids
+    if recipe.feature_folders:
+        stored_layer_ids = FeatureManifest.load(Path(recipe.feature_folders[0])).layer_ids
+        target_layer_ids = target_layer_ids or stored_layer_ids
+    if target_layer_ids:
+        fields["target_layer_ids"] = target_layer_ids
     if recipe.draft_vocab_size:
         fields["draft_vocab_size"] = recipe.draft_vocab_size
-    layers, block = recipe.num_draft_layers, recipe.block_size
-    draft = DFlashDraftModel(DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields))
+    config = DFlashDraftConfig.for_target(
+        target.config, mask_token_id, recipe.num_draft_layers, recipe.block_size, **fields
+    )
+    draft = DFlashDraftModel(config)
     if recipe.init_layers:
-        depth, last = len(decoder_layers(target)), min(recipe.init_layers) < 0
+        depth = len(decoder_layers(target))
+        layers = [depth + layer if layer < 0 else layer for layer in recipe.init_layers]
         try:
-            taken = begin_as_target(draft, target, [one + depth * (one < 0) for one in recipe.init_layers])
+            initialized = initialize_from_target(draft, target, layers)
         except ValueError:
-            if not last:
+            if min(recipe.init_layers) >= 0:
                 raise
-            taken = []
-        say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")
+            initialized = []
+        say(f"{len(initialized)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")
     return draft
 
 
 @torch.no_grad()
-def begin_as_target(draft, target, layers: list[int]) -> list[str]:
+def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
     """
     Initialise a fresh drafter from layers of its target: their weights if names and shapes agree, the target's final
     norm, and `fc` as the identity on the feature nearest below the first of these layers, which is their input.
@@ -125,35 +147,38 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
     Raises:
         `ValueError`: the wrong number of layers, a layer that the target does not have, or nothing fits.
     """
-    theirs, config = decoder_layers(target), draft.config
-    if len(layers) != len(draft.layers) or not all(0 <= one < len(theirs) for one in layers):
+    config = draft.config
+    target_layers = decoder_layers(target)
+    all_exist = all(0 <= layer < len(target_layers) for layer in layers)
+    if len(layers) != len(draft.layers) or not all_exist:
         raise ValueError(
-            f"init_layers={layers} must name a layer of the target, 0 to {len(theirs) - 1}, for each of the drafter's "
-            f"{len(draft.layers)}."
+            f"init_layers={layers} must name a layer of the target, 0 to {len(target_layers) - 1}, for each of the "
+            f"drafter's {len(draft.layers)}."
         )
-    taken = []
+    initialized = []
     for number, layer in enumerate(layers):
-        ours, source = draft.layers[number], dict(theirs[layer].named_modules())
-        for name, module in ours.named_modules():
-            if name in source and _take(module, source[name]):
-                taken.append(f"layers.{number}.{name}.weight")
-        _scale_head_norms(ours, source)
-    if not taken:
+        draft_layer = draft.layers[number]
+        target_modules = dict(target_layers[layer].named_modules())
+        for name, module in draft_layer.named_modules():
+            if name in target_modules and _copy_weight(module, target_modules[name]):
+                initialized.append(f"layers.{number}.{name}.weight")
+        _scale_head_norms(draft_layer, target_modules)
+    if not initialized:
         raise ValueError(
             f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and shape of a "
             "drafter's weight; leave init_layers out."
         )
     final = getattr(target.get_decoder(), "norm", None)
-    if final is not None and _take(draft.norm, final):
-        taken.append("norm.weight")
+    if final is not None and _copy_weight(draft.norm, final):
+        initialized.append("norm.weight")
     if config.target_hidden_size == config.hidden_size:
         below = [i for i, layer in enumerate(config.target_layer_ids) if layer < layers[0]]
         feature = max(below, key=lambda i: config.target_layer_ids[i], default=len(config.target_layer_ids) - 1)
         draft.fc.weight.zero_()
         draft.fc.weight[:, feature * config.hidden_size :][:, : config.hidden_size].fill_diagonal_(1.0)
         draft.hidden_norm.weight.copy_(torch.stack([layer.input_layernorm.weight for layer in draft.layers]).mean(0))
-        taken += ["fc.weight", "hidden_norm.weight"]
-    return taken
+        initialized += ["fc.weight", "hidden_norm.weight"]
+    return initialized
 
 
 def with_parts(draft, fields: dict):
@@ -171,60 +196,71 @@ def with_parts(draft, fields: dict):
     Raises:
         `ValueError`: any other field, or a part that it already has in another size.
     """
-    others = head_fields().keys() - draft.config.head.fields
+    of_other_heads = head_fields().keys() - draft.config.head.fields
     for key, value in fields.items():
-        has = None if key in others else getattr(draft.config, key, None)
-        if key not in part_keys() or has not in (None, value):
-            reason = "is not a part that can be added" if key not in part_keys() else f"differs from its {has}"
+        present_value = None if key in of_other_heads else getattr(draft.config, key, None)
+        reason = None
+        if key not in part_keys():
+            reason = "is not a part that can be added"
+        elif present_value not in (None, value):
+            reason = f"differs from its {present_value}"
+        if reason is not None:
             raise ValueError(
                 f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, except for "
                 f"{', '.join(part_keys())}, which add a missing part."
             )
     config = type(draft.config).from_dict(draft.config.to_dict(), **fields)
-    wider = type(draft)(config).to(draft.device, draft.dtype)
-    wider.load_state_dict({**wider.state_dict(), **draft.state_dict()})
-    return wider.train(draft.training)
+    extended = type(draft)(config).to(draft.device, draft.dtype)
+    extended.load_state_dict({**extended.state_dict(), **draft.state_dict()})
+    return extended.train(draft.training)
 
 
-def _take(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1)."""
-    if isinstance(ours, nn.Linear) and isinstance(theirs, nn.Linear):
-        weight = theirs.weight
-    elif "Norm" in type(ours).__name__ and "Norm" in type(theirs).__name__:
-        weight = theirs(torch.ones_like(ours.weight, device=theirs.weight.device))
+def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
+    """
+    Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1), and say whether
+    it fitted.
+    """
+    if isinstance(draft_module, nn.Linear) and isinstance(target_module, nn.Linear):
+        weight = target_module.weight
+    elif "Norm" in type(draft_module).__name__ and "Norm" in type(target_module).__name__:
+        weight = target_module(torch.ones_like(draft_module.weight, device=target_module.weight.device))
     else:
         return False
-    if weight.shape != ours.weight.shape or not weight.any():
+    if weight.shape != draft_module.weight.shape or not weight.any():
         return False
-    ours.weight.copy_(weight)
+    draft_module.weight.copy_(weight)
     return True
 
 
-def _scale_head_norms(ours: nn.Module, theirs: dict[str, nn.Module]) -> None:
+def _scale_head_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
     """
     A target without query and key norms uses their raw lengths; the drafter's norms get the length that states with
     independent channels would have.
     """
-    attention = ours.self_attn
+    if "self_attn.q_norm" in target_modules or "self_attn.q_proj" not in target_modules:
+        return
+    attention = draft_layer.self_attn
+    input_scale = draft_layer.input_layernorm.weight
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-        if "self_attn.q_norm" not in theirs and "self_attn.q_proj" in theirs:
-            norm.weight.fill_((projection.weight * ours.input_layernorm.weight).square().sum(1).mean().sqrt())
+        norm.weight.fill_((projection.weight * input_scale).square().sum(1).mean().sqrt())
 
 
 @torch.no_grad()
-def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
+def set_draft_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     """
     Give a drafter with `draft_vocab_size` the most frequent tokens, and their rows of the target's head as its own.
 
     Args:
         draft (`DFlashDraftModel`): Changed in place.
         target (`PreTrainedModel`): Its target, with head.
-        counts (`torch.LongTensor`): How often each token is supervised, see [`~dflash_hf.training.rows.survey`].
+        counts (`torch.LongTensor`): How often each token is supervised, see
+            [`~dflash_hf.training.rows.validate_and_count`].
 
     Returns:
         `float`: Share of the counted tokens that it can draft.
     """
-    head, size = target.get_output_embeddings(), draft.config.draft_vocab_size
+    head = target.get_output_embeddings()
+    size = draft.config.draft_vocab_size
     rows = head.weight.shape[0]
     counts = torch.nn.functional.pad(counts, (0, max(rows - len(counts), 0)))[:rows]
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # ties go to the lowest ids
@@ -241,14 +277,15 @@ def draft_ids(draft, rows: int = 0) -> torch.LongTensor | None:
     Raises:
         `ValueError`: its vocabulary was never chosen.
     """
-    size, reduced = draft.config.vocab_size, draft.config.has_own_head
+    size = draft.config.vocab_size
+    reduced = draft.config.has_own_head
     if not reduced and (size is None or rows <= size):
         return None
     # d2t is 0 for the first tokens of the target, too.
     if reduced and draft.lm_head.weight.numel() > 0 and not draft.lm_head.weight.any():
         raise ValueError(
             f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (its head "
-            "is 0): call `dflash_hf.training.start.take_vocabulary(draft, target, counts)` before training."
+            "is 0): call `dflash_hf.training.start.set_draft_vocabulary(draft, target, counts)` before training."
         )
     ids = torch.full((max(rows, size),), -1, device=draft.device)
     own = torch.arange(draft.config.draft_vocab_size or size, device=draft.device)

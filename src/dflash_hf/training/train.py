@@ -40,10 +40,10 @@ from dflash_hf.training.features import (
 )
 from dflash_hf.training.held_out import PREFIX, choice_of_checkpoint, split_rows
 from dflash_hf.training.nodes import fewest, meet, one_process_first, writes_to
-from dflash_hf.training.pace import BarAlone, LogLines, Pace, StepCount, duration
+from dflash_hf.training.pace import BarAlone, LogLines, StepCount, TimeBudgetSchedule, duration
 from dflash_hf.training.recipe import RecipeArguments
-from dflash_hf.training.rows import survey
-from dflash_hf.training.start import make_draft, mask_token_of, take_vocabulary, vocabulary_size
+from dflash_hf.training.rows import validate_and_count
+from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -66,20 +66,27 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         `DFlashTrainer`: After training.
     """
     # 1. The arguments, and whatever else can be checked before a model is loaded.
-    start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
+    start = TimeBudgetSchedule.clock()
+    folder = Path(training["output_dir"]).expanduser()  # as transformers does
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     target_config = check_run(recipe, args)
     with one_process_first(args):
-        rows, eval_rows = _rows(recipe)
-    source = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
-    tokenizer = load_tokenizer(*source, empty=rows is None or "input_ids" in rows[0])  # only texts need a vocabulary
+        rows, eval_rows = _load_rows(recipe)
+    tokenizer = load_tokenizer(
+        recipe.target,
+        recipe.chat_template,
+        recipe.target_revision,
+        recipe.trust_remote_code,
+        empty=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
+    )
     loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
     reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
     for features in recipe.feature_folders:
         check_stored(StoredFeatures(features), args.has_teacher, **digests_of_tokenizer(tokenizer))
-    first = args.process_index == 0
-    say, tell = (echo, note) if first else (lambda line: None,) * 2
+    is_first = args.process_index == 0
+    say = echo if is_first else _say_nothing  # what a run is about to do
+    tell = note if is_first else _say_nothing  # what it does otherwise than one might expect
 
     # 2. The target, on the device of this process; with stored features, which need little of it, in main memory.
     set_seed(args.seed)
@@ -88,44 +95,47 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter.
-    encoder = _encoder(recipe, target, tokenizer, reader, tell)
+    encoder = _make_encoder(recipe, target, tokenizer, reader, tell)
     with one_process_first(args):
-        eval_rows = _encoded(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
-        rows = _encoded(rows, recipe.data, encoder, recipe.num_proc, say, conversations=True)
+        eval_rows = _encode_rows(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
+        rows = _encode_rows(rows, recipe.data, encoder, recipe.num_proc, say, conversations=True)
     if recipe.features:
-        rows, eval_rows = (stored(one) if one else None for one in (recipe.features, recipe.eval_features))
-    rows, held_out, conversations = _held_out(rows, recipe, args, resume, say)
-    draft = _drafter(recipe, target, encoder, rows, held_out, say, tell)
+        rows = stored(recipe.features)
+        eval_rows = stored(recipe.eval_features) if recipe.eval_features else None
+    rows, held_out, conversations = _hold_rows_out(rows, recipe, args, resume, say)
+    draft = _make_draft_with_vocabulary(recipe, target, encoder, rows, held_out, say, tell)
 
     # 4. The trainer, which checks the rest.
     if recipe.features:
         drop_layers(target, args.device)
     model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
-    measured = eval_rows if held_out is None else held_out
+    rows_to_evaluate = eval_rows if held_out is None else held_out
     facts = {"held_out_rows": conversations}
     collator = DFlashCollator(0, encoder.reader)
-    trainer = DFlashTrainer(model, target, args, rows, measured, collator, card_facts=facts)
-    _speak(trainer, callbacks, say, tell)
+    trainer = DFlashTrainer(model, target, args, rows, rows_to_evaluate, collator, card_facts=facts)
+    _add_callbacks(trainer, callbacks, say, tell)
     if resume:
         check_same_drafter(Path(resume), draft)
 
     with ExitStack() as stack:
-        anew = not training.get("resume_from_checkpoint")
-        if first:
-            _begin(folder, anew, stack)
+        # The first process locks and clears the folder before any other looks there; on a node with a disk of its
+        # own, the node's first process does the same with the folder there.
+        is_new_run = not training.get("resume_from_checkpoint")
+        if is_first:
+            _prepare_folder(folder, is_new_run, stack)
         meet(args)
         writes = writes_to(folder, args)
-        if writes and not first:
-            _begin(folder, anew, stack)
+        if writes and not is_first:
+            _prepare_folder(folder, is_new_run, stack)
         # 5. Features of rows that are read more than once.
         if recipe.store_rows:
-            _store(trainer, recipe, encoder, writes, say)
-        # 6. Training.
+            _replace_rows_by_features(trainer, recipe, encoder, writes, say)
+        # 6. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
         if resume:
             say(f"resuming from {resume}")
-        saving = 2.0 + 4 * draft.num_parameters() / 1e8
-        measuring = 0.0 if held_out is None else 0.03 * 60 * (args.max_minutes or 0)
-        trainer.reserved_seconds = Pace.clock() - start + saving + measuring
+        saving_seconds = 2.0 + 4 * draft.num_parameters() / 1e8
+        evaluation_seconds = 0.0 if held_out is None else 0.03 * 60 * (args.max_minutes or 0)
+        trainer.reserved_seconds = TimeBudgetSchedule.clock() - start + saving_seconds + evaluation_seconds
         trainer.train(resume_from_checkpoint=resume)
         if held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
@@ -133,14 +143,20 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if writes:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
-    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all: {passes}")
+    total_time = duration(TimeBudgetSchedule.clock() - start)
+    say(f"trained           {trainer.state.global_step:,} steps, {total_time} in all: {passes}")
     return trainer
 
 
-def _held_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> tuple:
+def _say_nothing(line: str) -> None:
+    """In place of the printers of the first process, in the others."""
+
+
+def _hold_rows_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> tuple:
     """The rows to train on, those that are held out, if any, and their conversations."""
     if recipe.evaluates:
-        count, seed = 0, args.seed
+        count = 0
+        seed = args.seed
     else:
         count, seed = choice_of_checkpoint(resume, recipe.held_out_rows, args.seed)
     rows, held_out, conversations = split_rows(rows, count, seed)
@@ -149,40 +165,43 @@ def _held_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> t
     return rows, held_out, conversations
 
 
-def _drafter(recipe: RecipeArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
+def _make_draft_with_vocabulary(recipe: RecipeArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
     """The drafter of a recipe; a reduced vocabulary is that of the rows to train on."""
     if not recipe.draft_vocab_size:
         return make_draft(recipe, target, encoder, tell)
-    counts = _counts(rows, held_out, recipe)
+    counts = _count_supervised_tokens(rows, held_out, recipe)
     size = vocabulary_size(recipe, counts, target.get_input_embeddings().weight.shape[0])
     draft = make_draft(replace(recipe, draft_vocab_size=size), target, encoder, tell)
     if size:
-        share = take_vocabulary(draft, target, counts)
+        share = set_draft_vocabulary(draft, target, counts)
         say(f"draft vocabulary  {size:,} tokens, {share:.2%} of the supervised tokens")
     return draft
 
 
-def _counts(rows, held_out, recipe: RecipeArguments) -> torch.LongTensor:
+def _count_supervised_tokens(rows, held_out, recipe: RecipeArguments) -> torch.LongTensor:
     """How often each token is supervised in the rows to train on, `[V]`."""
     if not recipe.features:
-        return survey(rows)
-    counts = survey(stored_tokens(recipe.features))  # shard by shard, which is much faster than row by row
+        return validate_and_count(rows)
+    counts = validate_and_count(stored_tokens(recipe.features))  # shard by shard, which is much faster than row by row
     if held_out is not None:
-        others = survey(held_out)
-        counts[: len(others)] -= others
+        held_out_counts = validate_and_count(held_out)
+        counts[: len(held_out_counts)] -= held_out_counts
     return counts
 
 
-def _speak(trainer: DFlashTrainer, callbacks, say, tell) -> None:
-    """Give a run its additional callbacks, and lines for people in place of upstream's."""
+def _add_callbacks(trainer: DFlashTrainer, callbacks, say, tell) -> None:
+    """
+    Give a run its additional callbacks, and lines for people in place of upstream's. The caller's callbacks come
+    first: what they add to a log or decide at a step is there when the run's own read it.
+    """
     trainer.remove_callback(StepCount)
     trainer.remove_callback(PrinterCallback)
     bar = trainer.pop_callback(ProgressCallback)
     own = [LogLines(say), StepCount(say, tell)]
     if bar is not None:
         own.append(BarAlone())
-    for one in (*callbacks, *own):
-        trainer.add_callback(one)
+    for callback in (*callbacks, *own):
+        trainer.add_callback(callback)
 
 
 def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
@@ -255,43 +274,57 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         raise ValueError(
             f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."
         )
-    checkpoint, last = checkpoint_of(resume, folder), last_checkpoint(folder)
-    used = "a finished drafter" if any(folder.glob("*.safetensors")) else last and last.name
-    elsewhere = checkpoint is None or checkpoint.resolve().parent != folder.resolve()
-    if used and elsewhere and not overwrite:
-        why = f"no checkpoint to resume from, but {used}" if resume == "auto" else used
+    checkpoint = checkpoint_of(resume, folder)
+    last = last_checkpoint(folder)
+    contents = None  # of a folder that has been used
+    if any(folder.glob("*.safetensors")):
+        contents = "a finished drafter"
+    elif last is not None:
+        contents = last.name
+    resumes_here = checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
+    if contents is not None and not resumes_here and not overwrite:
+        if resume == "auto":
+            contents = f"no checkpoint to resume from, but {contents}"
         raise ValueError(
-            f"output_dir={str(folder)} holds {why}. Resume with resume_from_checkpoint=auto if there is a "
+            f"output_dir={str(folder)} holds {contents}. Resume with resume_from_checkpoint=auto if there is a "
             "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
         )
     return None if checkpoint is None else str(checkpoint)
 
 
-def _begin(folder: Path, anew: bool, stack: ExitStack) -> None:
-    """Lock a run's folder; a new run removes what another left, so that none of it is ever taken for its own."""
+def _prepare_folder(folder: Path, is_new_run: bool, stack: ExitStack) -> None:
+    """
+    Lock a run's folder until `stack` closes; a new run removes what another left, so that none of it is ever taken for
+    its own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(locked(folder))
-    for one in [*checkpoints_in(folder), folder / STORED] if anew else []:
-        shutil.rmtree(one, ignore_errors=True)
-    for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE) if anew else ():
+    stack.enter_context(locked(folder))  # before anything is removed: another run may be writing
+    if not is_new_run:
+        return
+    for leftover in (*checkpoints_in(folder), folder / STORED):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
-def _encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
+def _make_encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
     """What makes examples of a run's rows."""
-    made_with = {folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders}
-    trained = Loading(draft_revision=recipe.draft_revision)
-    config = draft_config_of(recipe.draft, trained) if recipe.draft else None
-    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, tell)
+    kwargs_of_features = {
+        folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders
+    }
+    draft_loading = Loading(draft_revision=recipe.draft_revision)
+    draft_config = draft_config_of(recipe.draft, draft_loading) if recipe.draft else None
+    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, kwargs_of_features, draft_config, tell)
     mask_token_id = mask_token_of(recipe, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
     return RowEncoder(tokenizer, kwargs, reader, recipe.max_length, mask_token_id, rows)
 
 
-def _rows(recipe: RecipeArguments) -> tuple:
+def _load_rows(recipe: RecipeArguments) -> tuple:
     """The rows to train and to evaluate on; of a run on stored features, none."""
 
     def load(data, split):
+        """The rows of a split of some data."""
         return load_rows(data, split, name=recipe.data_name, revision=recipe.data_revision)
 
     if recipe.features:
@@ -301,7 +334,7 @@ def _rows(recipe: RecipeArguments) -> tuple:
     return load(recipe.data, recipe.split), eval_rows
 
 
-def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say, conversations: bool = False):
+def _encode_rows(rows, data, encoder: RowEncoder, num_proc: int | None, say, conversations: bool = False):
     """Rows, if there are any, as examples."""
     if rows is None:
         return None
@@ -312,33 +345,39 @@ def _encoded(rows, data, encoder: RowEncoder, num_proc: int | None, say, convers
     return dataset
 
 
-def _drawn(rows, recipe: RecipeArguments, args):
+def _draw_rows_to_store(rows, recipe: RecipeArguments, args):
     """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
-    count, stored_before = recipe.store_rows, Path(args.output_dir, STORED, "train", MANIFEST).is_file()
+    count = recipe.store_rows
+    stored_before = Path(args.output_dir, STORED, "train", MANIFEST).is_file()
     if count == -1 and args.max_steps > 0 and not stored_before:  # else those that are stored come first
         count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
-    return rows.select(order[: count if count > 0 else None].tolist())
+    if count > 0:
+        order = order[:count]
+    return rows.select(order.tolist())
 
 
-def _store(trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, writes: bool, say) -> None:
+def _replace_rows_by_features(
+    trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, writes: bool, say
+) -> None:
     """
     Replace a trainer's rows by their features. One process stores them on each disk, as it `writes`; the others wait.
     """
     args = trainer.args
     folder = Path(args.output_dir) / STORED
-    drawn, measured = _drawn(trainer.train_dataset, recipe, args), trainer.eval_dataset
+    train_rows = _draw_rows_to_store(trainer.train_dataset, recipe, args)
+    eval_rows = trainer.eval_dataset
     if writes:
-        enough = _enough(recipe, args, folder.parent, 1 / 3)
-        store_rows(drawn, folder / "train", trainer, recipe, encoder, enough)
+        enough = _storing_limit(recipe, args, folder.parent, 1 / 3)
+        store_rows(train_rows, folder / "train", trainer, recipe, encoder, enough)
         # Held-out rows, too, as many as fit into their share of the time; evaluation data are the user's.
-        enough = None if recipe.evaluates else _enough(recipe, args, folder.parent, 1 / 20)
-        store_rows(measured, folder / "eval", trainer, recipe, encoder, enough)
+        enough = None if recipe.evaluates else _storing_limit(recipe, args, folder.parent, 1 / 20)
+        store_rows(eval_rows, folder / "eval", trainer, recipe, encoder, enough)
     meet(args)
     trainer.train_dataset = _common_rows(StoredFeatures(folder / "train"), trainer)
-    if measured is not None:
+    if eval_rows is not None:
         trainer.eval_dataset = _common_rows(StoredFeatures(folder / "eval"), trainer)
-    say(f"features          of {len(trainer.train_dataset):,} of {len(drawn):,} rows, as many as time allows")
+    say(f"features          of {len(trainer.train_dataset):,} of {len(train_rows):,} rows, as many as time allows")
 
 
 def _common_rows(dataset: StoredFeatures, trainer: DFlashTrainer):
@@ -347,32 +386,50 @@ def _common_rows(dataset: StoredFeatures, trainer: DFlashTrainer):
     return dataset if count == len(dataset) else torch.utils.data.Subset(dataset, range(count))
 
 
-def _enough(recipe: RecipeArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:
-    """Whether storing features, as many as a run can, has taken its share of the time or half of the free disk."""
+def _storing_limit(recipe: RecipeArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:
+    """
+    A function that says whether storing features, as many as a run can, has taken its share of the time or half of the
+    free disk; `None` if the recipe names their number.
+    """
     if recipe.store_rows != -1:
         return None
-    start, free = Pace.clock(), shutil.disk_usage(folder).free
+    start = TimeBudgetSchedule.clock()
+    free_bytes = shutil.disk_usage(folder).free
     seconds = share * 60 * args.max_minutes if args.max_minutes else math.inf
-    return lambda: Pace.clock() - start > seconds or shutil.disk_usage(folder).free < free / 2
+
+    def enough() -> bool:
+        """Whether either limit is reached."""
+        return TimeBudgetSchedule.clock() - start > seconds or shutil.disk_usage(folder).free < free_bytes / 2
+
+    return enough
 
 
 def save(trainer: DFlashTrainer, adapted: bool) -> None:
-    """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
-    folder, sharded = Path(trainer.args.output_dir), trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    """
+    Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it.
+
+    Every process calls it: the weights of a sharded drafter are gathered from all.
+    """
+    folder = Path(trainer.args.output_dir)
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if not adapted:
-        if not sharded:
-            _halved(trainer.draft, trainer.args)
+        if not is_sharded:
+            _to_half_precision(trainer.draft, trainer.args)
         trainer.save_model(str(folder))
         return
     trainer.save_model(str(folder / "adapter"))
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # gathered by all
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if is_sharded else None  # gathered by all
     if trainer.is_world_process_zero():
-        whole = merged(trainer.accelerator.unwrap_model(trainer.model), state)
-        _halved(whole, trainer.args).save_pretrained(folder)
+        merged_draft = merged(trainer.accelerator.unwrap_model(trainer.model), state)
+        _to_half_precision(merged_draft, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
         save_facts(trainer, folder, trainer.trained_steps)
 
 
-def _halved(draft, args):
+def _to_half_precision(draft, args):
     """A drafter, converted to half precision if a run trains in half precision."""
-    return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft
+    if args.bf16:
+        return draft.to(torch.bfloat16)
+    if args.fp16:
+        return draft.to(torch.float16)
+    return draft

@@ -23,8 +23,8 @@ from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import OpenEnded, Pace, StepCount
-from dflash_hf.training.rows import lengths_of, survey
+from dflash_hf.training.pace import OpenEnded, StepCount, TimeBudgetSchedule
+from dflash_hf.training.rows import lengths_of, validate_and_count
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from dflash_hf.weights import is_finite
@@ -101,9 +101,10 @@ class DFlashTrainer(AtomicTrainer):
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         self.draft = model.get_base_model() if is_adapted(model) else model
         self.card_facts = dict(card_facts or {})
-        known, learns = self.draft.config.trained_length is not None, not args.head_only
-        if known and learns and train_dataset is not None and has_rows(train_dataset):
-            self.draft.config.trained_length = max(self.draft.config.trained_length, longest_row(train_dataset))
+        trained_length = self.draft.config.trained_length
+        if trained_length is not None and not args.head_only:
+            if train_dataset is not None and has_rows(train_dataset):
+                self.draft.config.trained_length = max(trained_length, longest_row(train_dataset))
         prepare_draft(self.draft, args, is_adapted(model))
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
         if args.head_only and self.is_fsdp_enabled:
@@ -127,7 +128,7 @@ class DFlashTrainer(AtomicTrainer):
         self.objective = self.objective_class(self.draft, target, args, self.reader())
         self.statistics = Statistics.none(args.device)  # since the last line of the log
         self.eval_statistics = Statistics.none(args.device)
-        self.pace: Pace | None = None  # of `max_minutes`
+        self.time_schedule: TimeBudgetSchedule | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
         self.add_callback(StepCount())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
@@ -141,22 +142,29 @@ class DFlashTrainer(AtomicTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
-        self.pace = None  # an earlier run may have had a time limit
-        self.remove_callback(Pace)
+        self.time_schedule = None  # an earlier run may have had a time limit
+        self.remove_callback(TimeBudgetSchedule)
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         seconds = 60 * self.args.max_minutes
-        self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps)
-        self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
+        self.time_schedule = TimeBudgetSchedule(
+            max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps
+        )
+        self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.time_schedule)
         self._created_lr_scheduler = True  # another call of `train` has its own time
-        self.add_callback(self.pace)
+        self.add_callback(self.time_schedule)
         return self.lr_scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
-        given = None if self.pace is None else (self.pace.seconds, self.pace.warmup)
+        if self.time_schedule is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        # The scheduler restores all of a `TimeBudgetSchedule`: the time spent is the checkpoint's, the limit is ours.
+        seconds = self.time_schedule.seconds
+        warmup = self.time_schedule.warmup
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.pace is not None and given is not None:  # the scheduler restores all of a `Pace`
-            self.pace.seconds, self.pace.warmup = given
+        self.time_schedule.seconds = seconds
+        self.time_schedule.warmup = warmup
 
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed, or the disk."""
@@ -188,8 +196,8 @@ class DFlashTrainer(AtomicTrainer):
     @property
     def progress(self) -> float:
         """Share of the run that is done."""
-        if self.pace is not None:
-            return self.pace.done
+        if self.time_schedule is not None:
+            return self.time_schedule.done
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -201,16 +209,20 @@ class DFlashTrainer(AtomicTrainer):
             return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
-            rows, batch = self.train_dataset, f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
+            rows = self.train_dataset
+            batch_size = f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
             examples = f"{len(rows):,} examples are" if has_rows(rows) else "a stream without examples is"
             raise ValueError(
-                f"No step can be trained: {examples} less than a batch of {batch} on each of {self.args.world_size} "
-                "processes; give more examples, a smaller batch, or dataloader_drop_last=false."
+                f"No step can be trained: {examples} less than a batch of {batch_size} on each of "
+                f"{self.args.world_size} processes; give more examples, a smaller batch, or "
+                "dataloader_drop_last=false."
             )
-        for batch in batches[:1]:
-            if missing := {"input_ids", "attention_mask", "loss_mask"} - set(batch):
+        if batches:
+            columns = set(batches[0])
+            missing = {"input_ids", "attention_mask", "loss_mask"} - columns
+            if missing:
                 raise ValueError(
-                    f"data_collator returns {sorted(batch)} without {sorted(missing)}; see DFlashCollator."
+                    f"data_collator returns {sorted(columns)} without {sorted(missing)}; see DFlashCollator."
                 )
         total = torch.zeros((), device=device)
         for batch in batches:
@@ -268,11 +280,14 @@ class DFlashTrainer(AtomicTrainer):
         return grad_norm
 
     def _not_finite(self, what: str) -> NotFiniteError:
-        good = last_checkpoint(self.args.output_dir)
+        checkpoint = last_checkpoint(self.args.output_dir)
+        if checkpoint is None:
+            remedy = "There is no checkpoint before it."
+        else:
+            remedy = f"The last good checkpoint is {checkpoint}."
         return NotFiniteError(
-            f"Step {self.state.global_step + 1}: {what}. "
-            + (f"The last good checkpoint is {good}. " if good else "There is no checkpoint before it. ")
-            + "If the target is in fp16, load it in bfloat16 or float32 (target_dtype). Otherwise lower learning_rate="
+            f"Step {self.state.global_step + 1}: {what}. {remedy} "
+            "If the target is in fp16, load it in bfloat16 or float32 (target_dtype). Otherwise lower learning_rate="
             f"{self.args.learning_rate}, warm up longer, or use bf16 instead of fp16; a checkpoint given as the model "
             "to start from (`draft=` of `dflash train`) may use other settings."
         )
@@ -324,8 +339,14 @@ def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, A
     if "stored" in batch:
         return stored_output(batch, args.has_teacher)
     images = collator.read_images(batch) if "images" in batch else None  # a caller's own collator may have none
-    more = {"attention_mask": batch["attention_mask"], "images": images}
-    return target_forward(target, layer_ids, batch["input_ids"], **more, states=args.has_teacher)
+    return target_forward(
+        target,
+        layer_ids,
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        images=images,
+        states=args.has_teacher,
+    )
 
 
 def check_dataset(dataset, args, draft_config, target) -> None:
@@ -340,13 +361,16 @@ def check_dataset(dataset, args, draft_config, target) -> None:
         for part in parts:
             check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
     elif has_rows(dataset):
-        survey(dataset)
+        validate_and_count(dataset)
 
 
 def longest_row(dataset) -> int:
     """Tokens of the longest row."""
-    parts = parts_of(dataset)
-    return max(int(one.lengths.max() if isinstance(one, StoredFeatures) else lengths_of(one).max()) for one in parts)
+    longest = 0
+    for part in parts_of(dataset):
+        lengths = part.lengths if isinstance(part, StoredFeatures) else lengths_of(part)
+        longest = max(longest, int(lengths.max()))
+    return longest
 
 
 def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
@@ -381,7 +405,8 @@ def prepare_draft(draft, args, adapted: bool) -> None:
     Raises:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
-    config, head = draft.config, draft.config.head
+    config = draft.config
+    head = config.head
     draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
     if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
         logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
@@ -406,7 +431,8 @@ def prepare_draft(draft, args, adapted: bool) -> None:
     elif modules and adapted:
         logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
     elif modules:
-        trained = {name.split(".")[0] for name, one in draft.named_parameters() if one.requires_grad}
+        parameters = draft.named_parameters()
+        trained = {name.split(".")[0] for name, parameter in parameters if parameter.requires_grad}
         if trained and trained <= modules.keys():
             raise ValueError(
                 "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "

@@ -10,9 +10,17 @@ from dflash_hf.training.held_out import PREFIX, taus
 
 
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
-_OF_UPSTREAM = (
-    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
-    *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
+_UPSTREAM_ARGUMENTS = (
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+    "weight_decay",
+    "max_grad_norm",
+    "optim",
+    "bf16",
+    "fp16",
+    "seed",
 )
 
 
@@ -27,10 +35,13 @@ def save_facts(trainer, folder: Path, steps: int) -> None:
         if "training" in last:
             training["training_simulated_tau"] = round(last["training"], 3)
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
-    path, named = folder / FACTS_FILE, origin(trainer.target)
-    known = read_json(path) if path.is_file() else {}
-    known |= {"base_model_revision": None, **named} if named else {}
-    write_json(path, {name: value for name, value in {**known, "training": training}.items() if value})
+    path = folder / FACTS_FILE
+    facts = read_json(path) if path.is_file() else {}
+    target_facts = origin(trainer.target)
+    if target_facts:
+        facts.update({"base_model_revision": None, **target_facts})
+    facts["training"] = training
+    write_json(path, {name: value for name, value in facts.items() if value})
 
 
 def training_facts(arguments) -> dict:
@@ -39,4 +50,4 @@ def training_facts(arguments) -> dict:
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
     names = [name for name in arguments.on_card if name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
-    return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
+    return {name: values[name] for name in (*names, *_UPSTREAM_ARGUMENTS) if values[name] not in absent}

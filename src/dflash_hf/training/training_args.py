@@ -60,8 +60,16 @@ class DFlashTrainingArguments(TrainingArguments):
 
     # The arguments that a model card lists if they are set.
     on_card = (
-        *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_minutes", "num_anchors"),
-        *("loss_type", "loss_decay_gamma", "muon", "head_only"),
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "num_train_epochs",
+        "max_minutes",
+        "num_anchors",
+        "loss_type",
+        "loss_decay_gamma",
+        "muon",
+        "head_only",
     )
 
     learning_rate: float = key("Initial learning rate of AdamW.", 6e-4)
