@@ -318,9 +318,9 @@ def unnamed(path: Path) -> list[str]:
 
 
 PACKAGE = sorted(SOURCE.rglob("*.py"))
-# Packages whose statements are unfolded and whose variables are named; the others follow.
-READABLE_PACKAGES: tuple[str, ...] = ()
-READABLE = [path for path in PACKAGE if path.relative_to(SOURCE).parts[0] in READABLE_PACKAGES]
+# Where statements are still folded and variables have no names.
+FOLDED = {"data", "decoding", "responses.py"}
+READABLE = [path for path in PACKAGE if path.relative_to(SOURCE).parts[0] not in FOLDED]
 RULES = {
     undeclared: LIBRARY,
     foreign: REMOTE_CODE,

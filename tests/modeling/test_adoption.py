@@ -56,6 +56,8 @@ def test_drafter_loaded_before_the_package_drafts(tmp_path, monkeypatch):
     """By its own code; what is loaded afterwards is the package's and runs no code of a folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another cache
     target = make_target()
     make_draft(target).save_pretrained(tmp_path / "draft")
     with monkeypatch.context() as patches:  # as before `import dflash_hf`

@@ -165,13 +165,25 @@ class RecognisingDraft(ScriptedDraft):
     tolerance = 0.02  # of a hidden state; rounding stays below 1e-3, another text differs by more than 0.2
 
     def places(self, position_ids, hidden_states):
-        size, (texts, width) = self.config.block_size, self.texts.shape
+        size = hidden_states.shape[1]
+        texts, width = self.texts.shape
+        if size not in self.first_states:  # a block that is smaller than in training
+            self.learn(size)
         start = position_ids[:, -size].clamp(max=width - size)  # [R], of the anchors
         first = hidden_states[:, 1]  # [R, H]
-        distances = (self.known[:, start] - first).norm(dim=-1) / first.norm(dim=-1)  # [T, R]
+        distances = (self.first_states[size][:, start] - first).norm(dim=-1) / first.norm(dim=-1)  # [T, R]
         nearest, number = distances.min(dim=0)  # [R]
         number = number + (nearest >= self.tolerance) * (texts // 2)  # it is none of them: something else
         return number[:, None] * width + start[:, None] + torch.arange(1, size, device=start.device)
+
+    def learn(self, slots: int) -> None:
+        """Compute the hidden states by which texts are recognised in blocks of so many slots."""
+        draft, target = self.pair
+        width = self.texts.shape[1]
+        states = torch.full((len(self.features), width, draft.config.hidden_size), torch.inf, dtype=target.dtype)
+        for number, (text, features) in enumerate(self.features):
+            states[number, 1 : len(text)] = _first_hidden_states(draft, target, text, features, slots)
+        self.first_states = {**self.first_states, slots: states}
 
 
 @torch.no_grad()
@@ -209,21 +221,23 @@ def recognising(
     likely += [(tokens + 2) % vocab_size for tokens in likely]
     texts = [nn.functional.pad(text, (0, block_size)) for text in texts]
     recognising = RecognisingDraft.of(draft.requires_grad_(False), texts * 2, likely)
-    recognising.known = torch.full((len(texts), recognising.texts.shape[1], draft.config.hidden_size), torch.inf)
-    recognising.known = recognising.known.to(target.dtype)
-    for number, text in enumerate(texts):
-        hidden = _first_hidden_states(draft, target, text[:-block_size])
-        recognising.known[number, 1 : len(text) - block_size] = hidden
+    recognising.pair = (draft, target)
+    recognising.features = [
+        (text[:-block_size], features_of(target, text[:-block_size], draft.config.target_layer_ids)) for text in texts
+    ]
+    recognising.first_states = {}
+    recognising.learn(draft.config.block_size)
     return recognising
 
 
-def _first_hidden_states(draft: DFlashDraftModel, target, text: torch.LongTensor) -> torch.Tensor:
+def _first_hidden_states(
+    draft: DFlashDraftModel, target, text: torch.LongTensor, features: torch.Tensor, slots: int
+) -> torch.Tensor:
     """`[S - 1, H]`: those of the first slot of the block at each anchor but the first token."""
     config, hidden = draft.config, []
-    features = features_of(target, text, config.target_layer_ids)
-    columns, block = torch.arange(len(text)), torch.arange(config.block_size)
+    columns, block = torch.arange(len(text)), torch.arange(slots)
     for anchors in columns[1:].split(ANCHORS_AT_ONCE):
-        noise = torch.full((len(anchors), config.block_size), config.mask_token_id)
+        noise = torch.full((len(anchors), slots), config.mask_token_id)
         noise[:, 0] = text[anchors]
         # A block sees the text before its anchor, or the window and the first tokens of it, and itself.
         before = columns < anchors[:, None]
@@ -231,7 +245,7 @@ def _first_hidden_states(draft: DFlashDraftModel, target, text: torch.LongTensor
             before &= (columns >= anchors[:, None] - draft.decoding_config.window) | (columns < 4)
         seen = torch.cat([before, torch.ones_like(noise, dtype=torch.bool)], dim=1)[:, None]  # [A, 1, S + B]
         positions = torch.cat([columns.expand(len(anchors), -1), anchors[:, None] + block], dim=1)
-        distances = positions[:, -config.block_size :, None] - positions[:, None]  # [A, B, S + B]
+        distances = positions[:, -slots:, None] - positions[:, None]  # [A, B, S + B]
 
         def mask(sliding_window, causal, seen=seen, distances=distances):
             seen = seen & (distances >= 0) if causal else seen.expand_as(distances)
