@@ -179,6 +179,9 @@ def test_seed_leaves_the_next_draws_alone(decoder, world):
         ({"num_beams": 2}, False),
         ({"bad_words_ids": [[5]]}, False),
         ({"max_time": 5.0}, False),
+        ({"begin_suppress_tokens": [5]}, False),
+        ({"exponential_decay_length_penalty": (2, 1.5)}, False),
+        ({"bad_words_ids": []}, False),
     ],
 )
 def test_what_a_batch_cannot_do_is_decoded_alone(settings, batched, decoder, world):
@@ -187,6 +190,16 @@ def test_what_a_batch_cannot_do_is_decoded_alone(settings, batched, decoder, wor
     assert (decoder.kind_of(asked) is not None) == batched
     asked.inputs["pixel_values"] = 0
     assert decoder.kind_of(asked) is None
+
+
+def test_a_token_that_may_not_begin_does_not_begin(decoder, world):
+    """Which processors a request has was asked without the length of its prompt: a TypeError for the client."""
+    inputs = world[3][0]
+    usual = decoder.submit(request(decoder, inputs)).done.result(timeout=60).tokens
+    options = {"max_new_tokens": 4, "do_sample": False, "begin_suppress_tokens": [usual[0]]}
+    alone = world[0].generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+    answer = Request(decoder, dict(inputs), GenerationConfig(**options))
+    assert decoder.submit(answer).done.result(timeout=60).tokens == alone != usual[:4]
 
 
 def test_batches_that_cannot_start_end_after_three(decoder, world, monkeypatch):

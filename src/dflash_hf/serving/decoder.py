@@ -114,7 +114,10 @@ class Decoder:
             return None
         if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
             return None
-        processors = [type(processor) for processor in self.target._get_logits_processor(settings)]
+        try:
+            processors = [type(processor) for processor in self.target._get_logits_processor(settings)]
+        except (TypeError, AttributeError):  # one needs what `generate` adds, such as the length of the prompt
+            return None
         if not all(processor in _PER_REQUEST for processor in processors):
             return None
         return (settings.do_sample, *processors)
