@@ -104,6 +104,9 @@ def test_split_spares_the_prompt_of_most_rows():
     keys = [7] * 60 + list(range(100, 140))
     trained, held_out, _ = hold_out(keys, 20, seed=0)
     assert len(held_out) == 20 and {keys[i] for i in held_out} <= set(range(100, 140))
+    with pytest.raises(ValueError, match=r"held_out_rows=2, but only 1 of the 4 different prompts .* ask for fewer"):
+        hold_out([7] * 30 + [8] * 30 + [9] * 30 + [10], 2, seed=0)
+    assert hold_out([7] * 30, None, seed=0)[2] == 0
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,14 @@ def test_resumed_run_keeps_its_held_out_rows(given, folder, data, tmp_path):
     first = texts_of(run(folder, data, tmp_path / "out", "seed=1").eval_dataset)
     again = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=3", *given)
     assert texts_of(again.eval_dataset) == first
+
+
+def test_twice_resumed_run_keeps_its_held_out_rows(folder, data, tmp_path):
+    """The second time, they were chosen by the seed of the first resumption: among rows that had been trained on."""
+    first = texts_of(run(folder, data, tmp_path / "out", "seed=0").eval_dataset)
+    for steps in (3, 4):
+        again = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", f"max_steps={steps}", "seed=7")
+        assert texts_of(again.eval_dataset) == first
 
 
 def test_resumed_run_of_all_rows_holds_out_none(folder, data, tmp_path):

@@ -54,9 +54,10 @@ def hold_out(keys: Sequence[int], count: int | None, seed: int) -> tuple[list[in
         the latter.
 
     Raises:
-        `ValueError`: `count` is negative, or more than half of the conversations.
+        `ValueError`: `count` is negative, more than half of the conversations, or more than may be held out.
     """
     rows_of = Counter(keys)
+    wanted = count
     if count is None:
         count = default_held_out(len(rows_of))
     elif not 0 <= count <= len(rows_of) / 2:
@@ -66,6 +67,11 @@ def hold_out(keys: Sequence[int], count: int | None, seed: int) -> tuple[list[in
         )
     order = sorted(rows_of, key=lambda key: hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest())
     small = [key for key in order if rows_of[key] == 1 or 10 * rows_of[key] <= len(keys)]
+    if wanted is not None and wanted > len(small):
+        raise ValueError(
+            f"held_out_rows={wanted}, but only {len(small):,} of the {len(rows_of):,} different prompts have at most a "
+            "tenth of the rows, and the others are never held out; ask for fewer, or leave it out."
+        )
     chosen = set(small[:count])
     trained = [place for place, key in enumerate(keys) if key not in chosen]
     held_out = [place for place, key in enumerate(keys) if key in chosen]

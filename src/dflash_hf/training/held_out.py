@@ -3,8 +3,9 @@ Rows that a run does not train on, by which it is judged.
 
 The rows that a run reads again and again are learned by heart: their tau rises whatever the drafter has learned of
 other texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
-interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint and
-`held_out_simulated_tau` beside `training_simulated_tau` of the finished drafter.
+interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint (with
+`held_out_seed` where they were chosen by another seed than its own) and `held_out_simulated_tau` beside
+`training_simulated_tau` of the finished drafter.
 """
 
 from pathlib import Path
@@ -48,7 +49,9 @@ def choice_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed
             f"held_out_rows={wanted}, but {checkpoint} was trained with {count}: rows that were learned tell "
             "nothing. Leave it out, or start a new run."
         )
-    return count, training.get("seed", 0)  # facts that are 0 are left out
+    seed_of_checkpoint = training.get("seed", 0)  # facts that are 0 are left out
+    # Its rows were chosen by another seed if it was itself resumed with another one.
+    return count, training.get("held_out_seed", seed_of_checkpoint)
 
 
 def split_rows(rows, count: int | None, seed: int) -> tuple:

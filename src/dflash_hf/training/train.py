@@ -102,7 +102,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if recipe.features:
         rows = stored(recipe.features)
         eval_rows = stored(recipe.eval_features) if recipe.eval_features else None
-    rows, held_out, conversations = _hold_rows_out(rows, recipe, args, resume, say)
+    rows, held_out, facts = _hold_rows_out(rows, recipe, args, resume, say)
     draft = _make_draft_with_vocabulary(recipe, target, encoder, rows, held_out, say, tell)
 
     # 4. The trainer, which checks the rest.
@@ -110,7 +110,6 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         drop_layers(target, args.device)
     model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
     rows_to_evaluate = eval_rows if held_out is None else held_out
-    facts = {"held_out_rows": conversations}
     collator = DFlashCollator(0, encoder.reader)
     trainer = DFlashTrainer(model, target, args, rows, rows_to_evaluate, collator, card_facts=facts)
     _add_callbacks(trainer, callbacks, say, tell)
@@ -153,7 +152,7 @@ def _say_nothing(line: str) -> None:
 
 
 def _hold_rows_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> tuple:
-    """The rows to train on, those that are held out, if any, and their conversations."""
+    """The rows to train on, those that are held out, if any, and what a checkpoint must say of the choice."""
     if recipe.evaluates:
         count = 0
         seed = args.seed
@@ -162,7 +161,10 @@ def _hold_rows_out(rows, recipe: RecipeArguments, args, resume: str | None, say)
     rows, held_out, conversations = split_rows(rows, count, seed)
     if held_out is not None:
         say(f"held out          {len(held_out):,} rows, which are not trained on: the run ends with their tau")
-    return rows, held_out, conversations
+    facts = {"held_out_rows": conversations}
+    if held_out is not None and seed != args.seed:
+        facts["held_out_seed"] = seed
+    return rows, held_out, facts
 
 
 def _make_draft_with_vocabulary(recipe: RecipeArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
