@@ -63,6 +63,7 @@ GOOD |= {
             + [("generation_config", "{}"), ("generation_config", None), ("frequency_penalty", 2)]
             + [("user", "x"), ("store", True), ("modalities", ["text"]), ("chat_template_kwargs", {"x": 1})]
             + [("max_tokens", None), ("temperature", None), ("n", 8), ("top_logprobs", None), ("messages", [USER] * 5)]
+            + [("generation_config", '{"stop_strings": ["", "~"], "max_new_tokens": 4}')]
             + [("generation_config", '{"eos_token_id": [2], "max_new_tokens": 4, "transformers_version": "5"}')],
         ),
         (
@@ -121,6 +122,8 @@ BAD = [
         ("response_format", "json", "response_format"),
         ("generation_config", {}, "generation_config"),
         ("generation_config", '{"num_beams": 1000}', "num_beams"),
+        ("generation_config", json.dumps({"stop_strings": "x" * 1000}), "stop_strings"),
+        ("generation_config", json.dumps({"stop_strings": ["x"] * 100}), "stop_strings"),
         ("generation_config", '{"max_new_tokens": "x"}', "max_new_tokens"),
         ("chat_template_kwargs", {"messages": []}, "messages"),
         ("chat_template_kwargs", {"tokenize": False}, "tokenize"),
@@ -131,6 +134,10 @@ BAD = [
         ("input", "x", "input"),
         ("\ud800", 1, "surrogate"),
     )
+]
+BAD += [
+    ({"messages": [USER], "temperature": 0, "generation_config": json.dumps({"max_length": length})}, "max_length")
+    for length in (1, 20)
 ]
 BAD += [
     ({**TEXT, name: value}, word)
@@ -219,6 +226,38 @@ def test_what_is_wrong_is_told(number, served):
         message = json.loads(text)["error"]["message"]
         assert word in message, (body, message)
         assert not message.startswith(("KeyError", "TypeError", "AttributeError", "IndexError")), (body, message)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**CHAT, "messages": [{"role": "user", "content": "1" * 1_000_000}]},
+        {**CHAT, "messages": [USER] * 20_000},
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "1" * 1_000_000}]}]},
+        {**TEXT, "prompt": ["Say 1", "1" * 1_000_000]},
+        {**RESPONSE, "input": "1" * 1_000_000},
+        {**RESPONSE, "instructions": "1" * 1_000_000},
+    ],
+)
+def test_long_prompts_are_not_read_to_their_end(body, served, monkeypatch):
+    """12 MB took 50 s in the server's loop, where nobody was answered meanwhile."""
+    app, _, tokenizer = served
+    read, call = [], type(tokenizer)._encode_plus
+
+    def encode(self, text, *args, **kwargs):
+        read.append(len(text))
+        return call(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", encode)
+    status, text = answer_to(app, body)
+    assert status == 400 and "together may have at most 256" in json.loads(text)["error"]["message"]
+    assert 0 < sum(read) < 10_000
+
+
+def test_prompts_are_measured_one_by_one(served):
+    """Together they are longer than the model's context."""
+    status, text = answer_to(served[0], {**TEXT, "prompt": ["1" * 100] * 8, "max_tokens": 1})
+    assert status == 200 and len(json.loads(text)["choices"]) == 8
 
 
 def test_the_table_is_long():

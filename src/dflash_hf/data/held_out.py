@@ -69,8 +69,8 @@ def hold_out(keys: Sequence[int], count: int | None, seed: int) -> tuple[list[in
     small = [key for key in order if rows_of[key] == 1 or 10 * rows_of[key] <= len(keys)]
     if wanted is not None and wanted > len(small):
         raise ValueError(
-            f"held_out_rows={wanted}, but only {len(small):,} of the {len(rows_of):,} different prompts have at most a "
-            "tenth of the rows, and the others are never held out; ask for fewer, or leave it out."
+            f"held_out_rows={wanted}, but only {len(small):,} of the {len(rows_of):,} different prompts have at most "
+            "a tenth of the rows, and the others are never held out; ask for fewer, or leave it out."
         )
     chosen = set(small[:count])
     trained = [place for place, key in enumerate(keys) if key not in chosen]

@@ -51,6 +51,7 @@ Limit = Annotated[int, Field(ge=-1)]  # -1: as many as there is room for
 Id = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 Stop = Annotated[str, Field(max_length=512)]  # the end of an answer as long as this is decoded again for each token
+Stops = Annotated[list[Stop], Field(max_length=64)]
 _GENERATED_BY = {"transformers_version", "_from_model_config"}  # what `GenerationConfig.to_json_string` adds
 
 
@@ -78,7 +79,7 @@ class Settings(BaseModel, extra="forbid", strict=True):
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
     min_length: Annotated[int, Field(ge=0)] | None = None
     max_time: Annotated[float, Field(gt=0)] | None = None
-    stop_strings: str | list[str] | None = None
+    stop_strings: Stop | Stops | None = None
     eos_token_id: Id | list[Id] | None = None
     pad_token_id: Id | None = None
     bos_token_id: Id | None = None
@@ -155,7 +156,7 @@ class Options(BaseModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-10000, le=10000)]] | None = None

@@ -74,7 +74,8 @@ class Request:
             settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
         stops = stops or settings.stop_strings or decoder.stops or []
         settings.stop_strings = None  # `generate` would search the vocabulary for them
-        self.stops: Sequence[str] = [stops] if isinstance(stops, str) else stops
+        stops = [stops] if isinstance(stops, str) else stops
+        self.stops: Sequence[str] = [text for text in stops if text]  # an empty one would end every answer at once
         self.completes = CompletesStop(decoder.tokenizer.decode, self.stops) if self.stops else None
         self.done: Future = Future()
         self.gone = threading.Event()

@@ -35,7 +35,13 @@ from transformers.cli.serving.utils import DirectStreamer, _StreamError, respons
 from dflash_hf.responses import context_of, eos_ids
 from dflash_hf.serving.choices import merge_answers, merge_streams
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
-from dflash_hf.serving.messages import check_items, check_strings, read_messages, template_arguments_of
+from dflash_hf.serving.messages import (
+    check_items,
+    check_length,
+    check_strings,
+    read_messages,
+    template_arguments_of,
+)
 from dflash_hf.serving.options import Grammars, LogProbs, Options
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.stop_strings import UpToStop, without_stop
@@ -154,7 +160,13 @@ class Exchange:
             ids = torch.tensor([self.ids], device=self.decoder.target.device)
             inputs.update({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         if settings.max_new_tokens is None and settings.max_length is not None:
-            settings.max_new_tokens = settings.max_length - inputs["input_ids"].shape[-1]
+            prompt_length = inputs["input_ids"].shape[-1]
+            if settings.max_length <= prompt_length:
+                raise ValueError(
+                    f"generation_config has max_length={settings.max_length}, which counts the prompt's "
+                    f"{prompt_length} tokens, too, and leaves no room for an answer; set max_new_tokens instead."
+                )
+            settings.max_new_tokens = settings.max_length - prompt_length
         # What a body's `generation_config` leaves out; `update` warns, see `Request`.
         for key, value in vars(self.decoder.target.generation_config).items():
             if getattr(settings, key, None) is None:
@@ -424,6 +436,18 @@ class Server:
                 if context_of(self.target) is not None:
                     body[name] = context_of(self.target)
 
+    def _check_length(self, handler: type, body: dict, options: Options) -> None:
+        """
+        Raises:
+            `ValueError`: what upstream would read is much too long.
+        """
+        if handler is CompletionHandler:
+            prompts = [prompt for prompt in options.prompts if isinstance(prompt, str)]
+        else:
+            prompts = [[body.get(name) for name in ("messages", "input", "instructions", "tools")]]
+        for prompt in prompts:
+            check_length(self.decoder.tokenizer, prompt, context_of(self.target))
+
     def _check_ids(self, options: Options) -> None:
         """
         Raises:
@@ -454,6 +478,7 @@ class Server:
             check_strings(body)
             options = Options.of(body)
             self._check_input(handler, body, options)
+            await asyncio.to_thread(self._check_length, handler, body, options)
             exchanges += await self._exchanges(handler, options)
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
             choices = [self._handle(handler, exchange, body, name) for exchange in exchanges]

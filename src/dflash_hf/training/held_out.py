@@ -3,8 +3,8 @@ Rows that a run does not train on, by which it is judged.
 
 The rows that a run reads again and again are learned by heart: their tau rises whatever the drafter has learned of
 other texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
-interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint (with
-`held_out_seed` where they were chosen by another seed than its own) and `held_out_simulated_tau` beside
+interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint
+(with `held_out_seed` where they were chosen by another seed than its own) and `held_out_simulated_tau` beside
 `training_simulated_tau` of the finished drafter.
 """
 
