@@ -264,3 +264,12 @@ def test_passing_failure_is_tried_again(pair, caplog):
     assert "cannot be compiled" in caplog.text and "full disk" in caplog.text
     assert checked_text(target, draft) == text
     assert Graphs.of(target).compiled
+
+
+def test_without_dynamo_a_call_is_eager(pair):
+    """As with TORCHDYNAMO_DISABLE=1: the features were missing, and the target was said not to compile."""
+    target, draft = pair
+    with torch.compiler.set_stance("force_eager"):
+        text = checked_text(target, draft)
+    assert not Graphs.of(target).failures and not Graphs.of(target).messages
+    assert checked_text(target, draft) == text
