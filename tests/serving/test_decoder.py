@@ -471,7 +471,7 @@ def check_alive(decoder, world):
 def check_broken(request, error):
     """It fails with its error, or with one that can be shown."""
     with pytest.raises(Exception) as raised:
-        request.done.result(timeout=15)
+        request.done.result(timeout=60)
     assert type(raised.value) in (type(error), RuntimeError) and str(raised.value)
 
 
