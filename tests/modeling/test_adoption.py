@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,9 +56,11 @@ def test_a_target_is_still_a_target(tmp_path):
 def test_drafter_loaded_before_the_package_drafts(tmp_path, monkeypatch):
     """By its own code; what is loaded afterwards is the package's and runs no code of a folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    # Without the caches of other tests, which hold a package of the same name.
+    paths = [path for path in sys.path if not Path(path, "transformers_modules").is_dir()]
+    monkeypatch.setattr(sys, "path", paths)
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)  # of another cache
+        monkeypatch.delitem(sys.modules, name)
     target = make_target()
     make_draft(target).save_pretrained(tmp_path / "draft")
     with monkeypatch.context() as patches:  # as before `import dflash_hf`
