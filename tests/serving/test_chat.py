@@ -312,6 +312,7 @@ def test_a_pasted_block_is_one_message(term, marks, folder):
     terminal.until("> ")
     terminal.type("/reset\n")  # a command stays one, whatever follows
     terminal.until("A new conversation")
+    terminal.until("> ")  # before it, the terminal and not the chat would take the key
     terminal.type("\x04")
     assert terminal.process.wait(timeout=30) == 0
     assert " tokens in " not in terminal.until("messages: ")
