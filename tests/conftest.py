@@ -41,6 +41,13 @@ def environment_anew():
 
 
 @pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Nothing is left in the user's cache of datasets."""
+    if importlib.util.find_spec("datasets"):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
 def uncompiled_flex(monkeypatch):
     """Flex attention by its definition; compiled, it is tested where there is a CUDA device."""
 

@@ -274,9 +274,8 @@ def test_a_digest_tells_targets_apart_but_not_dtypes():
     assert set(digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_the_command(tmp_path, capsys, own_cache):
+    pytest.importorskip("datasets")
     folder = save_target(tmp_path / "target")
     rows = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i}, of course"} for i in range(8)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from support.tiny_chat import THINKING, make_tokenizer, save_target
+from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.data.held_out import conversation_key, default_held_out, hold_out
@@ -21,7 +21,8 @@ from dflash_hf.training.trainer import DFlashTrainer
 
 
 pytest.importorskip("yaml")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("own_cache")
 TINY = (
     *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "init_layers=null"),
     *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
@@ -29,16 +30,6 @@ TINY = (
     *("target_dtype=float32", "save_steps=1", "draft_vocab_size=null"),
 )
 ROWS = 40
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"), THINKING)
 
 
 @pytest.fixture

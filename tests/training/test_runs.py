@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pairs import make_draft, make_target
-from support.tiny_chat import CHATML, THINKING, make_tokenizer, save_target
+from support.tiny_chat import CHATML, THINKING, make_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
@@ -26,7 +26,8 @@ from dflash_hf.training.train import train as train_recipe
 
 
 pytest.importorskip("yaml")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("own_cache")
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 DEMO, OFFLINE, LORA = (FOLDER / f"{name}.yaml" for name in ("demo", "offline", "lora"))
 TINY = (
@@ -37,16 +38,6 @@ TINY = (
 )
 ONLINE = ("max_length=64", "store_rows=0")
 RESUME = "resume_from_checkpoint=auto"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"), THINKING)
 
 
 @pytest.fixture
