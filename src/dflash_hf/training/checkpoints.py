@@ -61,16 +61,20 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
     """
     if not resume:
         return None
-    checkpoint = last_checkpoint(output_dir) if resume in (True, "auto") else Path(str(resume))
+    finds_last = resume == "auto" or str(resume).lower() == "true"  # "true" of a recipe or a command line
+    checkpoint = last_checkpoint(output_dir) if finds_last else Path(str(resume))
     if checkpoint is None and resume == "auto":
         return None
     if checkpoint is None:
         raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no whole checkpoint; leave it out "
-            "to start a new run."
+            f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no whole checkpoint; leave it out to "
+            "start a new run, or write resume_from_checkpoint=auto, which starts one where there is no checkpoint."
         )
     if not checkpoint.is_dir():
-        raise FileNotFoundError(f"resume_from_checkpoint={checkpoint}: there is no such folder.")
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={checkpoint}: there is no such folder; resume_from_checkpoint=auto finds the "
+            "last whole checkpoint."
+        )
     if not is_whole(checkpoint):
         raise ValueError(
             f"{checkpoint} was not saved to its end ({TRAINER_STATE_NAME} is missing or cut off): resume from an "
