@@ -22,8 +22,9 @@ from dflash_hf.data.sources import check_files
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
-# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed. Its docstring ends
-# with the examples of the command's help.
+# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed. It may have
+# `add_more_arguments(parser)`, options that its help does not list, and `translate(words, parser)`, which rewrites old
+# spellings. Its docstring ends with the examples of the command's help.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        message = explain(error, again, getattr(arguments, "output", None))
+        output = getattr(arguments, "output", None) or getattr(arguments, "output_dir", None)
+        message = explain(error, again, output)
         terminal.note(f"dflash {arguments.command}: error: {_in_options(message, arguments)}")
         return 2 if isinstance(error, terminal.UsageError) else 1
 
@@ -123,11 +125,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
-    return build_parser(parser.parse_args(words[:1]).command).parse_intermixed_args(words[1:])
+    name = parser.parse_args(words[:1]).command
+    rest = list(words[1:])
+    command_parser = build_parser(name, all_options=not {"-h", "--help"} & set(rest))
+    translate = getattr(_module(name), "translate", None)
+    if translate is not None:
+        rest = translate(rest, command_parser)
+    return command_parser.parse_intermixed_args(rest)
 
 
-def build_parser(name: str) -> "Parser":
-    """The parser of one command; other commands are not imported."""
+def build_parser(name: str, all_options: bool = False) -> "Parser":
+    """
+    The parser of one command; other commands are not imported. With `all_options` it also has those that its help does
+    not list, for which torch is imported.
+    """
     module = _module(name)
     summary = COMMANDS[name]
     _, _, examples = (module.__doc__ or "").partition("\n\n")
@@ -137,6 +148,8 @@ def build_parser(name: str) -> "Parser":
     end = "all commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
     parser = Parser(f"dflash {name}", f"{summary[0].upper()}{summary[1:]}.", f"{examples}\n{end}")
     module.add_arguments(parser)
+    if all_options and hasattr(module, "add_more_arguments"):
+        module.add_more_arguments(parser)
     parser.remedy = getattr(module, "remedy", None)
     parser.shorten_usage()
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
@@ -164,7 +177,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, epilog: str):
         super().__init__(prog, None, description, epilog, formatter_class=Formatter, add_help=False)
-        self.remedy: Callable[[list[str], list[str]], str] | None = None  # what to write instead of unknown options
+        # What to write instead of unknown options, from these, all words, and the parser.
+        self.remedy: Callable[[list[str], list[str], Parser], str] | None = None
         self.words: list[str] = []
 
     def parse_intermixed_args(self, args=None, namespace=None):
@@ -174,7 +188,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         start, _, unknown = message.partition("unrecognized arguments: ")
         if self.remedy is not None and unknown and not start:
-            message = f"{message}; {self.remedy(unknown.split(), self.words)}"
+            message = f"{message}; {self.remedy(unknown.split(), self.words, self)}"
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message, 260)} (see {self.prog} --help)\n")
 
     def shorten_usage(self) -> None:
@@ -192,7 +206,7 @@ def _module(name: str) -> ModuleType:
 
 def _in_options(message: str, arguments: argparse.Namespace) -> str:
     """A message about arguments of Python, as `max_length=64`, in the words of the command line, `--max-length 64`."""
-    for action in build_parser(arguments.command)._actions:
+    for action in build_parser(arguments.command, all_options=True)._actions:
         value = getattr(arguments, action.dest, None)
         if value is None or value is False or not action.option_strings:
             continue

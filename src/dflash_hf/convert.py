@@ -71,7 +71,7 @@ def convert(
         with without_bars():
             draft = _read(src, Path(scratch, "unpacked"), revision)
         if share_head:
-            draft = _with_shared_head(draft)
+            draft = with_shared_head(draft)
         if target is not None:
             write_gguf(draft, dst, target, dtype)
             return dst
@@ -138,8 +138,16 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     return None
 
 
-def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
-    """The same drafter over the target's whole vocabulary."""
+def with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
+    """
+    The same drafter over the target's whole vocabulary, with the target's head.
+
+    Args:
+        draft (`DFlashDraftModel`): A drafter with a reduced vocabulary; it is not changed.
+
+    Raises:
+        `ValueError`: a head of it covers its own tokens only.
+    """
     config = copy.deepcopy(draft.config)
     config.draft_vocab_size = None
     shared = DFlashDraftModel(config).to(draft.dtype)

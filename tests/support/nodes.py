@@ -8,6 +8,7 @@ from pathlib import Path
 from dflash_hf.training import features, train
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import leave_group
+from support.runs import as_settings
 
 
 def main(settings):
@@ -22,7 +23,7 @@ def main(settings):
         return target_forward(*arguments, **options)
 
     features.target_forward = forward
-    trainer = train.train(*read_recipe(None, given["recipe"]))
+    trainer = train.train(*read_recipe(None, as_settings(given["recipe"])))
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     held_out = [line for line in trainer.state.log_history if "held_out_loss" in line]
     facts = {

@@ -41,5 +41,21 @@ PLAIN_SGD = {
 }
 
 
+def as_settings(words):
+    """Words such as `bf16=false` as the settings that `read_recipe` takes."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def as_options(words):
+    """Words such as `bf16=false` as options of `dflash train`; other words are left alone."""
+    options = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        is_setting = equals and not name.startswith("-")
+        setting, dot, entry = name.partition(".")
+        options.append(f"--{setting.replace('_', '-')}{dot}{entry}={text}" if is_setting else word)
+    return options
+
+
 def history(trainer, key):
     return [line[key] for line in trainer.state.log_history if key in line]

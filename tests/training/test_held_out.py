@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from support.runs import as_options, as_settings
 from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf.cli import main
@@ -54,7 +55,7 @@ def run(folder, data, output, *given):
     kind = "features" if data.is_dir() else "data"
     of_data = [] if data.is_dir() else ["max_length=128", "store_rows=0"]
     words = [f"target={folder}", f"{kind}={data}", f"output_dir={output}", *TINY, *of_data, *given]
-    return train_recipe(*read_recipe(None, words))
+    return train_recipe(*read_recipe(None, as_settings(words)))
 
 
 def texts_of(dataset):
@@ -185,8 +186,8 @@ def test_features_without_conversations_go_by_prompt(folder, data, tmp_path):
 
 
 def train(capsys, folder, data, output, *given):
-    words = ["train", f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "max_length=128", *given]
-    code = main(words)
+    words = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "max_length=128", *given]
+    code = main(["train", *as_options(words)])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -215,9 +216,9 @@ def test_run_without_held_out_rows_says_so(folder, tmp_path, capsys):
 
 def test_more_held_out_than_half_is_refused(folder, data, tmp_path, capsys):
     code, _, error = train(capsys, folder, data, tmp_path / "out", "held_out_rows=21")
-    assert code == 1 and "held_out_rows=21 must be from 0, for none, to half of the 40 rows" in error
+    assert code == 1 and "--held-out-rows 21 must be from 0, for none, to half of the 40 rows" in error
     code, _, error = train(capsys, folder, data, tmp_path / "out", "held_out_rows=2", f"eval_data={data}")
-    assert code == 1 and "held_out_rows=2 has no effect with eval_data=" in error
+    assert code == 1 and "--held-out-rows 2 has no effect with --eval-data" in error
 
 
 @pytest.mark.parametrize(("steps", "said"), [("max_steps=500", True), ("max_steps=20", False)])

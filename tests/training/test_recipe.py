@@ -6,12 +6,12 @@ import pytest
 import torch
 from support.pairs import make_target
 from support.rows import counting_rows
-from support.runs import make_trainer
+from support.runs import as_options, as_settings, make_trainer
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
-from dflash_hf.training import presets
-from dflash_hf.training.recipe import HEADS, RecipeArguments, as_arguments, decide, key_lines, read_recipe
+from dflash_hf.training.arguments import ScriptArguments
+from dflash_hf.training.recipe import as_arguments, decide, key_lines, read_recipe
 from dflash_hf.training.rows import digest_of_rows, lengths_of, validate_and_count
 from dflash_hf.training.start import vocabulary_size
 
@@ -22,7 +22,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.ya
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_hold_known_keys(path, tmp_path):
-    recipe, training = read_recipe(path, [f"output_dir={tmp_path}", "use_cpu=true", "bf16=false"])
+    recipe, training = read_recipe(path, {"output_dir": str(tmp_path), "use_cpu": "true", "bf16": "false"})
     args = DFlashTrainingArguments(**training)
     assert args.learning_rate >= 2e-4 and args.logging_steps == 10
     for command in [line for line in path.read_text(encoding="utf-8").splitlines() if "--config" in line]:
@@ -32,7 +32,7 @@ def test_recipes_hold_known_keys(path, tmp_path):
 @pytest.mark.parametrize("size", ["4b", "8b"])
 def test_paper_recipes_hold_the_papers_settings(size, tmp_path):
     (path,) = [path for path in RECIPES if path.stem == f"qwen3-{size}"]
-    recipe, training = read_recipe(path, ["use_cpu=true", f"output_dir={tmp_path}", "loss_type=ce"])
+    recipe, training = read_recipe(path, {"use_cpu": "true", "output_dir": str(tmp_path)})
     assert (recipe.num_draft_layers, recipe.block_size, recipe.max_length) == (5, 16, 3072)
     assert recipe.target_layer_ids == [1, 9, 17, 25, 33] and recipe.chat_template_kwargs == {"enable_thinking": False}
     assert training["bf16"] is True
@@ -49,7 +49,8 @@ def test_values_have_the_types_of_their_keys(tmp_path):
         "chat_template_kwargs.depth.a=1",
         "lr_scheduler_kwargs.a=-1e-05",
     )
-    recipe, training = read_recipe(None, [*given, *inner, "save_strategy=no", "report_to=none", "eval_data=~/x"])
+    words = [*given, *inner, "save_strategy=no", "report_to=none", "eval_data=~/x"]
+    recipe, training = read_recipe(None, as_settings(words))
     assert recipe.data == ["a.jsonl", "b.jsonl"] and recipe.data_revision == "12e4"
     assert recipe.chat_template_kwargs == {"enable_thinking": False, "depth": {"a": 1}}
     assert training["learning_rate"] == 6e-4 and training["lr_scheduler_kwargs"] == {"a": -1e-5}
@@ -59,18 +60,18 @@ def test_values_have_the_types_of_their_keys(tmp_path):
         "target: t\ndata: d\npeft_config: {r: 4, p: 1e-1, init: [+2.5E1, 1e]}\nmax_steps: 3"
     )
     recipe, training = read_recipe(
-        tmp_path / "r.yaml", ["draft_config={rms_norm_eps: 1e-6, attn_implementation: eager}"]
+        tmp_path / "r.yaml", {"draft_config": "{rms_norm_eps: 1e-6, attn_implementation: eager}"}
     )
     assert recipe.peft_config == {"r": 4, "init": [25.0, "1e"], "p": 0.1} and training["max_steps"] == 3
     assert recipe.draft_config == {"rms_norm_eps": 1e-6, "attn_implementation": "eager"}
 
 
 ERRORS = {
-    "blok_size=8": "Unknown key 'blok_size'; did you mean 'block_size'",
-    "draft_config.selector_rnak=8": "draft_config: Unknown key 'selector_rnak'; did you mean 'selector_rank'",
+    "blok_size=8": "Unknown setting 'blok_size'; did you mean 'block_size'",
+    "draft_config.selector_rnak=8": "draft_config: Unknown setting 'selector_rnak'; did you mean 'selector_rank'",
     "data.x=1": "data='d.jsonl' has no entry 'x'; write data=value",
     "peft_config.r=2 peft_config.r.x=1": "r=2 has no entry 'x'; write r=value",
-    "blok_size=8 learning_rat=1": "'block_size'. Unknown key 'learning_rat'; did you mean 'learning_rate'",
+    "blok_size=8 learning_rat=1": "'block_size'. Unknown setting 'learning_rat'; did you mean 'learning_rate'",
     "blok_size=8 data=absent.jsonl": "did you mean 'block_size'. data='absent.jsonl': there is no such file",
     "draft_revision=main": "draft_revision='main' has no effect without a draft",
     "block_size=many": "block_size: invalid int value: 'many'",
@@ -81,14 +82,15 @@ ERRORS = {
     "learning_rate=fast": "learning_rate: invalid float value: 'fast'",
     "max_length=null": "max_length=None must be of type int",
     "chat_template_kwargs=yes": "chat_template_kwargs: invalid dict value",
-    "block_size": "'block_size' is not an override; write key=value",
     "eval_data=[a": "the value of eval_data is not YAML",
     "draft=d block_size=0": "block_size=0 must be at least 2",
     "block_size=1": "block_size=1 must be at least 2",
     "features=f": "A run needs data or features, but both are given",
     "data=null": "A run needs data or features, but neither is given",
     "target=null": "target is not given",
-    "head=eagle": "head='eagle' must be one of dspark, domino",
+    "head=eagle": "head: invalid choice: 'eagle' .choose from",
+    "preset=fast": "preset: invalid choice: 'fast' .choose from",
+    "loss_type=mse": "loss_type: invalid choice: 'mse' .choose from",
     **{
         f"data=null features=f {key}={value}": f"{key}=.*{value}.* has no effect with features='f': stored features"
         for key, value in {
@@ -106,128 +108,24 @@ ERRORS = {
 @pytest.mark.parametrize(("overrides", "message"), ERRORS.items(), ids=list(ERRORS))
 def test_wrong_keys_and_values_are_named(overrides, message):
     with pytest.raises(ValueError, match="^(?s:.*)" + message):
-        read_recipe(None, ["target=t", "data=d.jsonl", *overrides.split()])
+        read_recipe(None, as_settings(["target=t", "data=d.jsonl", *overrides.split()]))
 
 
 def test_every_key_has_one_owner_and_is_listed(capsys):
-    ours, theirs = RecipeArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
+    ours, theirs = ScriptArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
     assert not set(ours) & set(theirs)
     listed = {line.strip().split("=")[0] for line in key_lines()}
     assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
     assert main(["train", "--keys"]) == 0
-    assert "block_size=None  Block size of a new drafter, including the anchor; default" in capsys.readouterr().out
+    assert (
+        "block_size=None  Block size of a new drafter, including the anchor. (paper: 16, cpu: 4)"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("name", presets.PAPER)
-def test_help_says_the_preset(name):
-    on_cpu, elsewhere, _ = presets._TABLE[name]
-    (line,) = [line for line in key_lines(name) if line.startswith(f"{name}=")]
-    assert line.endswith(f"default: {on_cpu} on a CPU, else {elsewhere}.")
-
-
-# ------------------------------------------------------------------------------------------------------------- presets
-
-
-def machine(monkeypatch, kind: str, halves: bool = True):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind != "cpu")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: halves)
-    monkeypatch.setattr(presets, "emulated", lambda dtype: not halves)
-
-
-def values(*overrides, path=None) -> dict:
-    return {name: one.value for name, one in decide(path, ["target=t", "data=d", *overrides]).items()}
-
-
-def test_cpu_takes_many_small_steps(monkeypatch):
-    """These values reached tau 1.52 after ten minutes with 500 answers of SmolLM2-135M, and 1.65 after thirty."""
-    machine(monkeypatch, "cpu")
-    chosen = values("mask_token_id=16", "num_draft_layers=2", "max_minutes=10")
-    assert (chosen["block_size"], chosen["num_anchors"], chosen["per_device_train_batch_size"]) == (4, 16, 4)
-    assert chosen["gradient_accumulation_steps"] == 1 and chosen["init_layers"] == [-2, -1]
-    assert (chosen["loss_type"], chosen["learning_rate"]) == ("dpace", 1e-3)
-    assert chosen["use_cpu"] and chosen["bf16"] and chosen["target_dtype"] == "bfloat16"
-    assert chosen["draft_vocab_size"] == chosen["store_rows"] == -1 and "max_steps" not in chosen
-    machine(monkeypatch, "cpu", halves=False)
-    assert (values()["bf16"], values()["target_dtype"]) == (False, "float32")
-    assert values("num_draft_layers=3")["init_layers"] == [-3, -2, -1]
-
-
-@pytest.mark.parametrize(("supervised", "size"), [(70_122, 5120), (600_000, 8192), (10, 1024)])
-def test_vocabulary_follows_the_data(supervised, size):
-    recipe = RecipeArguments(target="t", data="d", draft_vocab_size=-1)
-    found = validate_and_count([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
-    assert vocabulary_size(recipe, found, 49_152) == size
-    assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
-
-
-def test_cpu_trains_for_a_number_of_steps(monkeypatch):
-    """By passes over the data, 60 answers had 90 steps and 50,000 ones a day."""
-    machine(monkeypatch, "cpu")
-    assert values()["max_steps"] == 3000
-    for given in ("max_minutes=10", "num_train_epochs=3", "max_steps=7"):
-        assert values(given).get("max_steps") in (None, 7)
-    machine(monkeypatch, "cuda")
-    assert values()["max_steps"] == -1 and "num_train_epochs" not in values()  # six passes, as the paper
-
-
-def test_gpu_takes_the_papers_settings(monkeypatch):
-    machine(monkeypatch, "cuda")
-    chosen = values()
-    assert (chosen["block_size"], chosen["num_anchors"], chosen["num_draft_layers"]) == (16, 512, 5)
-    assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 8
-    assert (chosen["loss_type"], chosen["learning_rate"], chosen["bf16"]) == ("ce", 6e-4, True)
-    assert not {"init_layers", "use_cpu", "target_dtype"} & chosen.keys()
-    assert chosen["draft_vocab_size"] is None and chosen["store_rows"] == 0
-    assert values("use_cpu=true")["block_size"] == 4
-    machine(monkeypatch, "mps")
-    assert not {"use_cpu", "bf16"} & values().keys() and values()["num_anchors"] == 16
-
-
-@pytest.mark.parametrize(
-    ("given", "absent"),
-    [
-        ("draft=d", {"num_draft_layers", "block_size", "draft_vocab_size", "init_layers"}),
-        ("head_only=true", {"loss_type", "learning_rate"}),
-        ("peft_config={r: 2}", {"store_rows"}),
-        ("fp16=true", {"bf16"}),
-    ],
-)
-def test_preset_leaves_out_what_does_not_apply(given, absent, monkeypatch):
-    machine(monkeypatch, "cpu")
-    assert not absent & values(given).keys() and absent <= values().keys()
-    if given == "draft=d":
-        assert values(given)["learning_rate"] == 5e-4
-
-
-def test_saves_follow_evaluations_if_the_best_is_loaded(monkeypatch):
-    """Upstream refuses others."""
-    machine(monkeypatch, "cpu")
-    assert values("load_best_model_at_end=true", "eval_steps=3")["save_steps"] == 3
-    assert values("load_best_model_at_end=true", "eval_steps=0.2")["save_steps"] == 0.2
-    assert values("eval_steps=3")["save_steps"] == 250
-
-
-def test_several_processes_store_no_features(monkeypatch):
-    machine(monkeypatch, "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "store_rows" not in values()
-
-
-@pytest.mark.parametrize(("head", "loss"), [("jetspec", "kl"), ("dspark", "dspark"), ("domino", "dpace")])
-def test_head_brings_its_loss(head, loss, monkeypatch):
-    """The preset's replaced it; the confidence head of dspark then learnt nothing."""
-    machine(monkeypatch, "cpu")
-    assert values(f"head={head}")["loss_type"] == loss and values(f"head={head}")["learning_rate"] == 1e-3
-    assert values(f"head={head}", "loss_type=ce")["loss_type"] == "ce"
-    fields = values(f"head={head}", "draft_config.markov_rank=64")["draft_config"]
-    assert fields == {**HEADS[head][0], "markov_rank": 64}
-
-
-def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, capsys):
-    machine(monkeypatch, "cpu")
+def test_dry_run_shows_who_decided(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text(
-        "target: nowhere\nblock_size: 12\nnum_anchors: 9\nhead: dspark\nhub_token: secret"
+        "preset: cpu\ntarget: nowhere\nblock_size: 12\nnum_anchors: 9\nhead: dspark\nhub_token: secret"
     )
     (tmp_path / "d.jsonl").write_text("")
     config = [
@@ -235,10 +133,10 @@ def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, caps
         "--config",
         str(tmp_path / "r.yaml"),
         f"--data={tmp_path / 'd.jsonl'}",
-        "--output=o",
+        "--output-dir=o",
         "--dry-run",
     ]
-    assert main([*config, "num_anchors=4"]) == 0
+    assert main([*config, "--num-anchors", "4"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     shown = {name: [part.strip() for part in line.split("#")] for name, line in lines.items()}
     assert shown["num_anchors"] == ["4", "command line"]
@@ -251,39 +149,28 @@ def test_dry_run_shows_who_decided_and_loads_nothing(tmp_path, monkeypatch, caps
     before, after = (
         as_arguments(decide(*one))
         for one in (
-            (tmp_path / "r.yaml", [f"data={tmp_path / 'd.jsonl'}", "output_dir=o", "num_anchors=4"]),
-            (again, []),
+            (tmp_path / "r.yaml", {"data": str(tmp_path / "d.jsonl"), "output_dir": "o", "num_anchors": "4"}),
+            (again, {}),
         )
     )
     before[1].pop("hub_token")
     assert before == after
-    long = ["max_length=32768", "num_anchors=512", "block_size=16", "per_device_train_batch_size=1"]
+    long = as_options(["max_length=32768", "num_anchors=512", "block_size=16", "per_device_train_batch_size=1"])
     assert main([*config, *long]) == 0
     assert "max_length=32768: beside the weights, a step takes about 28 GB" in capsys.readouterr().err
-    assert main([*config, "data=nothing.jsonl"]) == 1
-    assert "data='nothing.jsonl': there is no such file" in capsys.readouterr().err
-
-
-def test_half_precision_needs_no_use_cpu(tmp_path):
-    """`bf16=true` was refused for want of `use_cpu`, which the preset sets."""
-    _, training = read_recipe(None, ["target=t", "data=d", f"output_dir={tmp_path / 'o'}", "bf16=true"])
-    assert DFlashTrainingArguments(**training).bf16
-
-
-@pytest.mark.parametrize(("kind", "rows"), [("cpu", 4), ("cuda", 8)])
-def test_step_keeps_its_rows(kind, rows, monkeypatch):
-    """The remedy for little memory, one row at a time, made the steps of a run eight times smaller in silence."""
-    machine(monkeypatch, kind)
-    for at_once in (1, 2, rows):
-        chosen = decide(None, ["target=t", "data=d", f"per_device_train_batch_size={at_once}"])
-        assert at_once * chosen["gradient_accumulation_steps"].value == rows
-    assert f"a step has {rows} rows" in chosen["gradient_accumulation_steps"].origin
-    assert values("per_device_train_batch_size=16")["gradient_accumulation_steps"] == 1
-    given = ("per_device_train_batch_size=1", "gradient_accumulation_steps=3")
-    assert values(*given)["gradient_accumulation_steps"] == 3
+    assert main([*config, "--data", "nothing.jsonl"]) == 1
+    assert "--data nothing.jsonl: there is no such file" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(("supervised", "size"), [(70_122, 5120), (600_000, 8192), (10, 1024)])
+def test_vocabulary_follows_the_data(supervised, size):
+    recipe = ScriptArguments(target="t", data="d", draft_vocab_size=-1)
+    found = validate_and_count([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
+    assert vocabulary_size(recipe, found, 49_152) == size
+    assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
 
 
 def test_survey_of_a_table_equals_that_of_a_list():

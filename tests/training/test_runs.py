@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.pairs import make_draft, make_target
+from support.runs import as_options, as_settings
 from support.tiny_chat import CHATML, THINKING, make_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.files import locked
+from dflash_hf.hub.check import check, readers
+from dflash_hf.names import ENGINES
 from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
@@ -56,7 +59,7 @@ def write(path, answer="as you wish"):
 
 def train(capsys, folder, output, *overrides, config=DEMO):
     given = [*TINY, *(() if config == OFFLINE else ONLINE), *overrides]
-    code = main(["train", "--config", str(config), f"target={folder}", f"output_dir={output}", *given])
+    code = main(["train", "--config", str(config), *as_options([f"target={folder}", f"output_dir={output}", *given])])
     printed = capsys.readouterr()
     print(printed.err)
     return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
@@ -111,8 +114,10 @@ def test_given_drafter_keeps_its_shape(folder, data, tmp_path, capsys):
     make_draft(target, block_size=4, num_hidden_layers=2, target_layer_ids=[0, 2]).save_pretrained(first)
     given = (f"target={folder}", f"data={data}", *TINY, *ONLINE, "num_draft_layers=2", f"draft={first}")
     for key, has, other in (("num_draft_layers", 2, 3), ("block_size", 4, 3), ("target_layer_ids", [0, 2], [0, 1])):
-        assert main(["train", *given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"]) == 1
-        assert f"{key}={other}, but {first} was trained with {has}; leave it out." in capsys.readouterr().err
+        assert main(["train", *as_options([*given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"])]) == 1
+        option = f"--{key.replace('_', '-')}"
+        other = other if isinstance(other, int) else " ".join(map(str, other))
+        assert f"{option} {other}, but {first} was trained with {has}; leave it out." in capsys.readouterr().err
 
 
 def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsys):
@@ -136,7 +141,7 @@ def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, ca
     if source == "features":
         store(folder, data, tmp_path / "features", "0", "2")
         given = f"features={tmp_path / 'features'}"
-    options = (given, "draft_vocab_size=20", layers, "learning_rate=1e-12", "warmup_steps=0")
+    options = (given, "draft_vocab_size=20", "share_head=false", layers, "learning_rate=1e-12", "warmup_steps=0")
     config = DEMO if source == "data" else OFFLINE
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options, config=config)
     assert code == 0, error
@@ -151,6 +156,27 @@ def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, ca
     assert torch.allclose(draft.layers[0].self_attn.o_proj.weight, last.to(draft.dtype), atol=1e-4)
     text = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, assistant_model=draft)
     assert torch.equal(text, target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False))
+
+
+def test_reduced_drafter_is_saved_with_the_targets_head(folder, data, tmp_path, capsys):
+    """By default SGLang did not serve what a CPU had trained."""
+    options = (f"data={data}", "draft_vocab_size=20", "share_head=true")
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options)
+    assert code == 0, error
+    assert "shared head       all tokens are drafted" in out
+    reduced = DFlashDraftModel.from_pretrained(tmp_path / "drafter" / "checkpoint-2")
+    shared = DFlashDraftModel.from_pretrained(tmp_path / "drafter")
+    assert reduced.config.draft_vocab_size == 20 and shared.config.draft_vocab_size is None
+    assert all(torch.equal(value, reduced.state_dict()[name]) for name, value in shared.state_dict().items())
+    assert "sglang" in ENGINES and readers(check(tmp_path / "drafter", ENGINES), ENGINES) == dict.fromkeys(
+        ENGINES, True
+    )
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options, RESUME, "max_steps=3")
+    assert code == 0 and "resuming from" in out, error
+
+    heads = ("head=dspark", "draft_config.markov_rank=4")
+    code, _, error = train(capsys, folder, tmp_path / "other", *options, *heads)
+    assert code == 1 and "--share-head: markov_head.markov_w2.weight only covers the 20 tokens" in error
 
 
 def test_adapter_is_merged_into_its_drafter(folder, data, tmp_path, capsys):
@@ -195,14 +221,13 @@ WRONG = {
     "data=absent.jsonl": "there is no such file",
     "eval_data=absent.jsonl eval_strategy=steps": "there is no such file",
     "eval_data=empty.jsonl eval_strategy=steps": "is an empty file",
-    "eval_data=data.jsonl": "eval_data=.* is never read with eval_strategy=no",
-    "eval_strategy=epoch": "eval_strategy=epoch has nothing to evaluate on: name eval_data",
-    "eval_split=train eval_strategy=steps metric_for_best_model=tau": "metric_for_best_model=tau is not measured",
-    "blok_size=1": "did you mean 'block_size'",
-    "num_anchors=0": "num_anchors=0",
-    "max_minutes=0 max_steps=-1": "max_minutes=0.0 must be positive",
-    "report_to=nobody": "report_to=nobody is not installed, or unknown",
-    "peft_config={rank: 4}": "peft_config={'rank': 4} is not a PEFT configuration",
+    "eval_data=data.jsonl": "--eval-data .* is never read with eval_strategy=no",
+    "eval_strategy=epoch": "--eval-strategy epoch has nothing to evaluate on: name eval_data",
+    "eval_split=train eval_strategy=steps metric_for_best_model=tau": "--metric-for-best-model tau is not measured",
+    "num_anchors=0": "--num-anchors 0 must be at least 1",
+    "max_minutes=0 max_steps=-1": "--max-minutes 0.0 must be positive",
+    "report_to=nobody": "--report-to nobody is not installed, or unknown",
+    "peft_config={rank: 4}": "--peft-config {'rank': 4} is not a PEFT configuration",
     "push_to_hub=true": "`dflash publish` uploads the finished drafter",
     "draft=.": "config.json",
 }
@@ -227,8 +252,8 @@ def test_wrong_run_ends_before_its_target_is_loaded(given, message, data, folder
     [
         (["mask_token_id=2"], "12 because it holds the mask token 2"),
         (["per_device_train_batch_size=16", "dataloader_drop_last=true"], "12 examples are less than a batch"),
-        (["head_only=true"], "head_only=True trains the head of a drafter"),
-        (["init_layers=[9]"], "init_layers=[9] must name a layer of the target"),
+        (["head_only=true"], "--head-only trains the head of a drafter"),
+        (["init_layers=[9]"], "--init-layers 9 must name a layer of the target"),
     ],
 )
 def test_wrong_run_stores_no_features(given, message, folder, data, tmp_path, capsys, monkeypatch):
@@ -281,8 +306,9 @@ PLAIN = ("draft_config.intermediate_size=32", "report_to=none", "disable_tqdm=tr
 
 def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
     output = tmp_path / "drafter"
-    command = ["train", f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN, "max_minutes=0.15"]
-    assert main([*command, "save_steps=10", "logging_steps=5"]) == 0
+    words = [f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN, "max_minutes=0.15"]
+    command = ["train", *as_options(words)]
+    assert main([*command, "--save-steps", "10", "--logging-steps", "5"]) == 0
     printed = capsys.readouterr()
     assert re.search(r"time              about [\d,]+ steps of \S+ s, \d+ s left", printed.out)
     said = re.search(r"trained           (\d+) steps, (\d+) s in all", printed.out)
@@ -290,7 +316,7 @@ def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
     draft = DFlashDraftModel.from_pretrained(output)
     assert draft.config.block_size == 4 and not (output / ".features").exists()
     last = max(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))
-    assert main([*command, f"resume_from_checkpoint={last}"]) == 0
+    assert main([*command, "--resume-from-checkpoint", str(last)]) == 0
     assert f"resuming from {last}" in capsys.readouterr().out
 
 
@@ -301,7 +327,7 @@ def test_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     config = f"draft_config={{{sizes[head]}, intermediate_size: 32}}"
     given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
     given += [*ONLINE, *(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true"]
-    trainer = train_recipe(*read_recipe(None, given))
+    trainer = train_recipe(*read_recipe(None, as_settings(given)))
     assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
 
 
@@ -324,8 +350,8 @@ def test_accelerate_launches_two_processes(folder, data, tmp_path):
     """About half a minute: two ranks encode the data once, train, and one of them saves and speaks."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     launch = [sys.executable, *"-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1".split()]
-    run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY, *ONLINE]
-    command = [*launch, *run, f"output_dir={tmp_path / 'drafter'}"]
+    words = [f"target={folder}", f"data={data}", *TINY, *ONLINE, f"output_dir={tmp_path / 'drafter'}"]
+    command = [*launch, "-m", "dflash_hf.cli", "train", "--config", str(DEMO), *as_options(words)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rows              12") == 1
@@ -347,12 +373,12 @@ def used(folder, data, tmp_path, capsys):
 def test_used_folder_is_not_overwritten(used, folder, data, capsys):
     before = contents(used)
     code, _, error = train(capsys, folder, used, f"data={data}")
-    assert code == 1 and "holds a finished drafter. Resume with resume_from_checkpoint=auto" in error
-    assert "overwrite_output_dir=true" in error and "another output_dir" in error
+    assert code == 1 and "holds a finished drafter. Resume with --resume-from-checkpoint auto" in error
+    assert "--overwrite-output-dir" in error and "another --output-dir" in error
     code, _, error = train(capsys, folder, used, f"data={data}", RESUME, "overwrite_output_dir=true")
     assert code == 1 and "contradict each other" in error
     code, _, error = train(capsys, folder, used, f"data={data}", "resume_from_checkpoint=nowhere")
-    assert code == 1 and "resume_from_checkpoint=nowhere: there is no such folder" in error
+    assert code == 1 and "--resume-from-checkpoint nowhere: there is no such folder" in error
     assert contents(used) == before
     for checkpoint in used.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -398,7 +424,9 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     output, script = tmp_path / "o", [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
     options = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, *ONLINE, "store_rows=8"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen([*script, *options, "max_steps=100000"], env=env, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*script, *as_options([*options, "max_steps=100000"])], env=env, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 600
     while not (output / "checkpoint-3" / "trainer_state.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -427,7 +455,7 @@ def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsy
     given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
     given.append(f"save_strategy={saves}")
     with pytest.raises(KeyboardInterrupt):
-        train_recipe(*read_recipe(None, [*given, "max_steps=4"]), callbacks=[Cut()])
+        train_recipe(*read_recipe(None, as_settings([*given, "max_steps=4"])), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
     other = f"data={write(tmp_path / 'other.jsonl', 'no')}"

@@ -10,9 +10,9 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
+from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.heads import head_loss
 from dflash_hf.training.losses import Rows, Teacher, token_losses
-from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import set_draft_vocabulary, with_parts
 from dflash_hf.training.train import train
@@ -185,7 +185,7 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     draft.save_pretrained(tmp_path / "draft")
     lines = [json.dumps({name: list(map(int, row[name])) for name in ("input_ids", "loss_mask")}) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    recipe = RecipeArguments(
+    script = ScriptArguments(
         target=str(tmp_path / "target"),
         draft=str(tmp_path / "draft"),
         draft_config=SELECTOR,
@@ -193,15 +193,15 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     )
     options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "num_anchors": 4, "use_cpu": True, "report_to": []}
     options |= {"head_only": True, "warmup_steps": 0, "save_steps": 1}
-    train(recipe, options)
+    train(script, options)
     made = DFlashDraftModel.from_pretrained(tmp_path / "out")
     assert made.config.selector_rank == 8 and made.config.draft_vocab_size == 48
     assert made.candidate_selector.successor_codebook.abs().max() > 0
     assert torch.equal(made.fc.weight, draft.fc.weight)
     again = {**options, "resume_from_checkpoint": "auto", "max_steps": 3}
     with pytest.raises(ValueError, match="holds the optimizer of other parameters .*head_only"):
-        train(recipe, {**again, "head_only": False})
-    recipe.draft_config = {"intermediate_size": 48, "selecter_rank": 8, **SELECTOR}
-    train(recipe, again)
+        train(script, {**again, "head_only": False})
+    script.draft_config = {"intermediate_size": 48, "selecter_rank": 8, **SELECTOR}
+    train(script, again)
     noted = [line for line in capsys.readouterr().err.splitlines() if "draft_config" in line]
-    assert noted == [f"draft_config.selecter_rank=8 is for a fresh drafter: {recipe.draft} is not changed"]
+    assert noted == [f"draft_config.selecter_rank=8 is for a fresh drafter: {script.draft} is not changed"]

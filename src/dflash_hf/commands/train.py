@@ -1,24 +1,35 @@
 """
 `dflash train`.
 
-    dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true
-    dflash train --config recipe.yaml learning_rate=3e-4 --dry-run
+    dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output-dir my-drafter
+    dflash train --config recipe.yaml --learning-rate 3e-4 --dry-run
     dflash train --keys save
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
 
+All arguments of transformers' TrainingArguments are options, too (`--keys` lists them); a setting has the same name in
+a recipe: max_minutes is --max-minutes. Lists are words (--target-layer-ids 8 15 22), mappings YAML (--peft-config
+'{r: 16}') or entries (--peft-config.r 16); null unsets what a recipe or a preset sets.
+
 settings to change first:
-    per_device_train_batch_size  rows at a time; 1 if memory is short (a step keeps its rows, by accumulation)
-    max_minutes                  the length of the run (default: 3,000 steps on a CPU, else 6 passes over the data)
-    learning_rate                (default: 1e-3 on a CPU, else 6e-4)
-    bf16                         true on a GPU that supports it
+    --preset                       paper or cpu: what all other settings are
+    --per-device-train-batch-size  rows at a time; 1 if memory is short (a step keeps its rows, by accumulation)
+    --max-minutes                  the length of the run (default: cpu 3,000 steps, paper 6 passes over the data)
+    --learning-rate                (default: cpu 1e-3, paper 6e-4)
 """
 
+import argparse
+import dataclasses
+import difflib
 import json
+import os
+import re
 import shlex
+import typing
 from dataclasses import replace
 
 from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, is_secret, note
+from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
 
 
 LONG = 3072  # tokens, the paper's longest texts
@@ -27,78 +38,175 @@ LONG = 3072  # tokens, the paper's longest texts
 GB_PER_SLOT_STORED = 1.5e-3
 GB_PER_SLOT_RECOMPUTED = 0.55e-3
 GB_PER_TOKEN = 0.48e-3
-AGAIN = "the same command with resume_from_checkpoint=auto goes on from the last checkpoint (see save_steps), or anew"
-_FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
+AGAIN = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or anew"
+# How 0.2 spelt options: these work, and say their new spelling. `key=value` stands for each setting.
+OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
+
+_RECIPE_ALONE = frozenset({"debug"})  # a setting of transformers, and an option of all commands
 
 
 def add_arguments(parser) -> None:
+    parser.allow_abbrev = False  # a setting has one spelling
     parser.add_argument("--config", metavar="FILE", help="YAML recipe (examples/recipes has some)")
-    parser.add_argument("--target", help="the target: a folder or Hub name; short for target=TARGET")
-    parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
-    parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
-    parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="other settings of the recipe; key.inner=value too"
-    )
     parser.add_argument("--dry-run", action="store_true", help="print the settings, and who decided each")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
+    _add_options(parser.add_argument_group("target, drafter and data"), ScriptArguments)
+    _add_options(parser.add_argument_group("training"), DFlashOptions)
+    parser.add_argument("--entry", action="append", help=argparse.SUPPRESS)  # of a mapping, see `translate`
 
 
-def remedy(unknown: list[str], words: list[str]) -> str:
-    """What to write instead of options that `dflash train` does not have, among the words of its command line."""
-    settings = []
-    for option in unknown:
-        if not option.startswith("--"):
+def add_more_arguments(parser) -> None:
+    """The options of transformers' `TrainingArguments`, which needs torch; `--help` does not list them."""
+    from dflash_hf.training.training_args import DFlashTrainingArguments
+
+    _add_options(parser, DFlashTrainingArguments, present=_RECIPE_ALONE.union(DFlashOptions.__annotations__))
+
+
+def _add_options(parser, dataclass_type: type, present: frozenset = frozenset()) -> None:
+    """An option for each field of a dataclass that is not `present`; its value is text, read by `training.recipe`."""
+    hints = typing.get_type_hints(dataclass_type)
+    for field in dataclasses.fields(dataclass_type):
+        if not field.init or field.name in present:
             continue
-        name, equals, value = option.removeprefix("--").partition("=")
-        following = words[words.index(option) + 1 :] if option in words else []
-        if not equals:
-            has_value = bool(following) and not following[0].startswith("--") and "=" not in following[0]
-            value = following[0] if has_value else "true"
-        settings.append(shlex.quote(f"{name.replace('-', '_')}={value}"))
-    return f"write {' '.join(settings)}" if settings else "settings are written as key=value"
+        kinds = [typing.get_origin(kind) or kind for kind in allowed_types(hints[field.name])]
+        help = help_of(field, hints[field.name])
+        options: dict = {"help": help.replace("%", "%%"), "metavar": _metavar(field.name, kinds)}
+        if bool in kinds:
+            options |= {"nargs": "?", "const": "true"}
+        elif list in kinds:
+            options |= {"nargs": "+"}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, **options)
 
 
-def overrides_of(arguments) -> list[str]:
-    """The settings given as flags and as `key=value`, all as `key=value`."""
-    settings = {key: getattr(arguments, flag) for flag, key in _FLAGS.items()}
-    return [f"{key}={value}" for key, value in settings.items() if value is not None] + arguments.overrides
+def _metavar(name: str, kinds: list) -> str:
+    """What help calls the value of an option."""
+    if bool in kinds:
+        return "BOOL"
+    if dict in kinds:
+        return "YAML"
+    if str not in kinds and typing.Literal not in kinds:
+        return "X" if float in kinds else "N"
+    return name.rpartition("_")[2].upper()
+
+
+def translate(words: list[str], parser) -> list[str]:
+    """
+    The words of a command line as `parser` reads them: old spellings as new ones, and entries of mappings,
+    `--peft-config.r 16`, as values of one option.
+    """
+    translated: list[str] = []
+    new_spellings = []
+    remaining = list(words)
+    is_value = False  # whether the word is the value of the option before it
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, text = word.partition("=")
+        if not is_value and equals and re.fullmatch(r"[a-z]\w*(\.\w+)*", name):  # key=value
+            setting, dot, entry = name.partition(".")
+            name = f"--{setting.replace('_', '-')}{dot}{entry}"
+            new_spellings.append(f"{name} {shlex.quote(text)}")
+            word = f"{name}={text}"
+        elif not is_value and name in OLD_SPELLINGS:
+            name = OLD_SPELLINGS[name]
+            new_spellings.append(name)
+            word = f"{name}{equals}{text}"
+        if not is_value and re.fullmatch(r"--[a-z][\w-]*\.[\w.]+", name):
+            setting, _, entry = name.removeprefix("--").partition(".")
+            value = text if "=" in word or not remaining else remaining.pop(0)
+            translated += ["--entry", f"{setting.replace('-', '_')}.{entry}={value}"]
+            continue
+        translated.append(word)
+        action = parser._option_string_actions.get(word)
+        is_value = action is not None and action.nargs in (None, "+")
+    if new_spellings:
+        note(f"dflash train: settings are options since 0.3; write {' '.join(new_spellings)}")
+    return translated
+
+
+def remedy(unknown: list[str], words: list[str], parser) -> str:
+    """What to write instead of options that `dflash train` does not have, and which files of data do not exist."""
+    sentences = []
+    for word in unknown:
+        option = word.partition("=")[0].replace("_", "-")
+        if option.startswith("--"):
+            nearest = difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.0)[0]
+            sentences.append(f"did you mean {nearest}?")
+    for option in ("--data", "--eval-data"):
+        if option in words[:-1]:
+            try:
+                check_files(option, words[words.index(option) + 1])
+            except FileNotFoundError as error:
+                sentences.append(str(error))
+    return " ".join(sentences) or "settings are written as --name value"
+
+
+def settings_of(arguments) -> dict[str, str]:
+    """The settings of a command line, by name, as YAML."""
+    from dflash_hf.training.recipe import HINTS
+
+    settings: dict[str, str] = {}
+    for name, value in vars(arguments).items():
+        if value is None or name not in HINTS or name in _RECIPE_ALONE:
+            continue
+        kinds = allowed_types(HINTS[name])
+        if not isinstance(value, list):
+            settings[name] = value
+        elif value[0] == "null" or value[0].startswith("["):
+            settings[name] = " ".join(value)
+        elif len(value) == 1 and str in kinds:
+            settings[name] = json.dumps(value[0])
+        else:
+            settings[name] = f"[{', '.join(value)}]" if list[int] in kinds else json.dumps(value)
+    for entry in arguments.entry or ():
+        name, _, text = entry.partition("=")
+        settings[name] = text
+    return settings
 
 
 def run(arguments, echo) -> Outcome:
     from dflash_hf.smollm2 import folder_of
-    from dflash_hf.training.recipe import as_arguments, decide, key_lines
+    from dflash_hf.training.recipe import as_arguments, decide, key_lines, lines_of_choices
 
     if arguments.keys is not None:
         lines = key_lines(arguments.keys)
         for line in lines:
             echo(line)
         return Outcome(facts={"keys": lines})
-    settings = decide(arguments.config, overrides_of(arguments))
-    recipe, training = as_arguments(settings)
-    recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
+    options = settings_of(arguments)
+    for name, value in vars(arguments).items():
+        if isinstance(value, list) and len(value) == 1:
+            setattr(arguments, name, value[0])  # as errors name it
+    settings = decide(arguments.config, options)
+    for name, setting in settings.items():
+        if setting.source == "command line":
+            setattr(arguments, name, setting.value)
+    script, training = as_arguments(settings)
+    script = replace(script, target=folder_of(script.target), draft=folder_of(script.draft, drafter=True))
     if not training.get("output_dir"):
-        raise ValueError("No output folder is given; name the folder for the drafter with --output.")
+        raise ValueError("No output folder is given; name the folder for the drafter with --output-dir.")
     for name in ("data", "eval_data"):
-        check_files(name, getattr(recipe, name))
-    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(recipe, name)]
+        check_files(name, getattr(script, name))
+    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(script, name)]
     if unread and training.get("eval_strategy", "no") == "no":
         raise ValueError(
-            f"{unread[0]}={getattr(recipe, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
+            f"{unread[0]}={getattr(script, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
             "and eval_steps, or leave it out."
         )
     if arguments.dry_run:
-        _warn_of_long_texts(recipe, training)
+        _warn_of_long_texts(script, training)
         return _dry_run(settings, echo)
     from dflash_hf.training.held_out import closing_line, taus
     from dflash_hf.training.train import leave_group, train
 
-    trainer = train(recipe, training, echo)
+    for line in lines_of_choices(settings):
+        if int(os.environ.get("RANK", 0)) == 0:
+            echo(line)
+    trainer = train(script, training, echo)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
-        target = arguments.target_name or recipe.target
+        target = arguments.target_name or script.target
         words = ["dflash", "eval", "--target", target, "--draft", trainer.args.output_dir, "--data", "held_out.jsonl"]
         echo(f"Next, on prompts that it was not trained on: {shlex.join(words)}")
         echo(closing_line(trainer))
@@ -109,18 +217,18 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
-def _warn_of_long_texts(recipe, training: dict) -> None:
+def _warn_of_long_texts(script, training: dict) -> None:
     """Say what memory a step takes if its texts are longer than the paper's."""
-    if recipe.max_length <= LONG:
+    if script.max_length <= LONG:
         return
-    slots = training.get("num_anchors", 512) * (recipe.block_size or 16)
+    slots = training.get("num_anchors", 512) * (script.block_size or 16)
     rows = training.get("per_device_train_batch_size", 8)
-    text = GB_PER_TOKEN * recipe.max_length
+    text = GB_PER_TOKEN * script.max_length
     stored = rows * (GB_PER_SLOT_STORED * slots + text)
     recomputed = rows * (GB_PER_SLOT_RECOMPUTED * slots + text)
     note(
-        f"max_length={recipe.max_length}: beside the weights, a step takes about {stored:.0f} GB for a target with a "
-        f"hidden size of 4096, and in proportion for others; {recomputed:.0f} GB with activation_checkpointing=true. "
+        f"max_length={script.max_length}: beside the weights, a step takes about {stored:.0f} GB for a target with a "
+        f"hidden size of 4096, and in proportion for others; {recomputed:.0f} GB with --activation-checkpointing. "
         "Where that is too much: fewer rows at a time, fewer num_anchors, a shorter max_length."
     )
 

@@ -425,14 +425,14 @@ def _opened(path: str, changed: int):
         raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
 
 
-def store_rows(rows, folder: Path, trainer, recipe, encoder, enough: Callable[[], bool] | None = None) -> None:
+def store_rows(rows, folder: Path, trainer, script, encoder, enough: Callable[[], bool] | None = None) -> None:
     """Store the features of a trainer's rows, if there are any; `enough`: see [`store_features`]."""
     if rows is None:
         return
     target = trainer.target
     layer_ids = trainer.draft.config.target_layer_ids
     dtype = str(target.dtype).removeprefix("torch.")
-    manifest = describe(target, recipe.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
+    manifest = describe(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
     collator = DFlashCollator(0, encoder.reader)
     shard_bytes = _TOKENS * manifest.token_bytes
     store_features(target, rows, folder, manifest, shard_bytes=shard_bytes, enough=enough, collator=collator)

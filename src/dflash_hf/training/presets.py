@@ -1,38 +1,75 @@
 """
-What a training run sets where neither the recipe nor the command line does: one column for CPUs, one for GPUs.
+Presets: the values of all settings that neither the recipe nor the command line names.
 
-The GPU's column is the paper's (DFlash, arXiv 2602.06036). On a CPU a drafter learns best from many small steps: its
-column is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`), with still shorter blocks
-(`ways_to_learn.md` there).
+`paper` is the paper's drafter and recipe (DFlash, arXiv 2602.06036), for GPUs. On a CPU a drafter learns best from
+many small steps: `cpu` is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`), with still
+shorter blocks (`ways_to_learn.md` there). vLLM, SGLang and transformers serve the drafters of both.
+
+A run that names no preset gets the one of its machine, and says so. A preset has the same values everywhere. The few
+settings that do depend on the machine are in [`machine_settings`], and a run prints them, too.
 """
 
 import os
-from typing import Any
-
-import torch
-
-from dflash_hf.decoding.packing import emulated
+from typing import Any, NamedTuple
 
 
-PAPER = {"num_draft_layers": 5, "block_size": 16}
-LARGEST_DRAFT_VOCABULARY = 8192
-# Key: the value on a CPU (or Metal), the value on a GPU, and the reason for the CPU's.
-_TABLE: dict[str, tuple[Any, Any, str]] = {
-    "num_draft_layers": (2, 5, "fewer layers make more steps"),
-    "block_size": (4, 16, "in 6 minutes tau 1.65, with blocks of 8 1.55; take 8 for hours"),
-    "num_anchors": (16, 512, "more steps beat larger steps"),
-    "per_device_train_batch_size": (4, 1, "more steps beat larger steps"),
-    "gradient_accumulation_steps": (1, 8, "more steps beat larger steps"),
-    "loss_type": ("dpace", "ce", "in 150 s it reached tau 1.20, the paper's ce 1.11"),
-    "max_steps": (3000, -1, "2,321 steps on 500 answers reached tau 1.49, 4,903 steps on 4,000 answers 1.71"),
-    "learning_rate": (1e-3, 6e-4, "the paper's 6e-4 is for days"),
-    "draft_vocab_size": (-1, None, "about as many tokens as the data have: the head costs most"),
-    "store_rows": (-1, 0, "the target reads each row once, in a third of the time at most"),
-    "logging_steps": (50, 10, "a line every few seconds"),
-    "save_steps": (250, 1000, "at most minutes are lost"),
+class Choice(NamedTuple):
+    """The value of a setting, and why."""
+
+    value: Any
+    reason: str
+
+
+PAPER: dict[str, Choice] = {
+    # The drafter.
+    "num_draft_layers": Choice(5, "the paper's"),
+    "block_size": Choice(16, "the paper's, the anchor included"),
+    # A step.
+    "max_length": Choice(3072, "the paper's"),
+    "num_anchors": Choice(512, "the paper's"),
+    "loss_type": Choice("ce", "the paper's: slot k weighs exp(-(k - 1) / gamma)"),
+    "per_device_train_batch_size": Choice(1, "the paper names no batch size: eight rows on each GPU, one at a time"),
+    "gradient_accumulation_steps": Choice(8, "the paper names no batch size: eight rows on each GPU, one at a time"),
+    # The run.
+    "learning_rate": Choice(6e-4, "the paper's"),
+    "lr_scheduler_type": Choice("cosine", "the paper's"),
+    "warmup_steps": Choice(0.04, "the paper's, a share of all steps"),
+    "max_grad_norm": Choice(1.0, "the paper's"),
+    "num_train_epochs": Choice(6.0, "the paper's"),
+    "bf16": Choice(True, "the paper's"),
+    "logging_steps": Choice(10, "a line every few seconds"),
+    "save_steps": Choice(1000, "at most minutes are lost"),
 }
+CPU: dict[str, Choice] = {
+    # The drafter.
+    "num_draft_layers": Choice(2, "fewer layers make more steps"),
+    "block_size": Choice(4, "in 6 minutes tau 1.65, with blocks of 8 1.55; take 8 for hours"),
+    "init_layers": Choice([-2, -1], "start as the target's last layers, which understand its features"),
+    "draft_vocab_size": Choice(-1, "about as many tokens as the data have: in 6 minutes tau 1.58, with all 1.41"),
+    "share_head": Choice(True, "every engine serves it, at the same tau (plain_train.md)"),
+    # A step.
+    "max_length": PAPER["max_length"],
+    "num_anchors": Choice(16, "more steps beat larger steps"),
+    "loss_type": Choice("dpace", "in 150 s it reached tau 1.20, the paper's ce 1.11"),
+    "per_device_train_batch_size": Choice(4, "more steps beat larger steps"),
+    "gradient_accumulation_steps": Choice(1, "more steps beat larger steps"),
+    "store_rows": Choice(-1, "the target reads each row once, in a third of the time at most"),
+    # The run.
+    "learning_rate": Choice(1e-3, "the paper's 6e-4 is for days"),
+    "lr_scheduler_type": PAPER["lr_scheduler_type"],
+    "warmup_steps": PAPER["warmup_steps"],
+    "max_grad_norm": PAPER["max_grad_norm"],
+    "max_steps": Choice(3000, "2,321 steps on 500 answers reached tau 1.49, 4,903 steps on 4,000 answers 1.71"),
+    "target_dtype": Choice("bfloat16", "half the memory to read"),
+    "bf16": Choice(True, "in 150 s tau 1.20, in fp32 1.10"),
+    "logging_steps": Choice(50, "a line every few seconds"),
+    "save_steps": Choice(250, "at most minutes are lost"),
+}
+PRESETS = {"paper": PAPER, "cpu": CPU}
+LEARNING_RATE_OF_TRAINED = 5e-4  # in the preset `cpu`
+
 _JUDGED = "a run is judged by its evaluation data, and trains on all others"
-# Key: the keys that would have no effect beside it, and why.
+# Setting: the settings that would have no effect beside it, and why.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "features": (
         (
@@ -54,88 +91,135 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "eval_features": (("held_out_rows",), _JUDGED),
     "draft": (("init_layers", "draft_vocab_size"), "a trained drafter has its weights and vocabulary"),
 }
-# Keys of the preset that a run with another key has no use for, or that the other decides.
-_DECIDES = {
-    "features": ("store_rows",),
-    "draft": ("num_draft_layers", "block_size", "init_layers", "draft_vocab_size"),
+# Setting: the settings of a preset that a run with it has no use for, or that it decides itself.
+_REPLACES = {
+    "features": ("store_rows", "max_length"),
+    "draft": ("num_draft_layers", "block_size", "init_layers", "draft_vocab_size", "share_head"),
+    "head": ("share_head",),  # most heads have weights for each token that is drafted
+    "draft_config": ("share_head",),
     "head_only": ("loss_type", "learning_rate"),  # a head has its own
     "peft_config": ("store_rows",),
-    "max_minutes": ("max_steps",),
+    "max_minutes": ("max_steps", "num_train_epochs", "lr_scheduler_type"),
+    "max_steps": ("num_train_epochs",),
     "num_train_epochs": ("max_steps",),
     "fp16": ("bf16",),
 }
 
 
-def check_keys_with_effect(settings: dict) -> None:
+def check_settings_with_effect(values: dict) -> None:
     """
-    Check that each of the keys that a recipe and the command line set has an effect beside the others.
+    Check that each setting of a recipe and a command line has an effect beside the others.
 
     Args:
-        settings (`dict`): Keys and values.
+        values (`dict`): Settings and values.
 
     Raises:
-        `ValueError`: names the two keys, their values and the reason.
+        `ValueError`: names the two settings, their values and the reason.
     """
-    for name, (keys_without_effect, why) in _WITHOUT_EFFECT.items():
-        for key in keys_without_effect:
-            if settings.get(name) and settings.get(key):
+    for name, (names_without_effect, why) in _WITHOUT_EFFECT.items():
+        for other in names_without_effect:
+            if values.get(name) and values.get(other):
                 raise ValueError(
-                    f"{key}={settings[key]!r} has no effect with {name}={settings[name]!r}: {why}; leave one out."
+                    f"{other}={values[other]!r} has no effect with {name}={values[name]!r}: {why}; leave one out."
                 )
 
 
-def preset(settings: dict) -> tuple[str, dict, dict[str, str]]:
+def default_preset(values: dict) -> Choice:
     """
-    The settings for this kind of machine.
+    The preset of a run that names none: `paper` on a GPU, else `cpu`.
 
     Args:
-        settings (`dict`): The keys that are set already, and their values.
+        values (`dict`): The settings that are decided already.
 
     Returns:
-        The preset's name, its values, and the reason for each value that is not the paper's.
+        `Choice`: Its name, and a sentence about it for the user.
     """
-    on_cpu = settings.get("use_cpu") or not torch.accelerator.is_available()
-    device = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
-    is_small = device in ("cpu", "mps")
-    values: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    for name, (cpu_value, gpu_value, reason) in _TABLE.items():
-        if is_small:
-            values[name] = cpu_value
-            reasons[name] = reason
-        else:
-            values[name] = gpu_value
-    batch_size = settings.get("per_device_train_batch_size")
-    if batch_size:
-        rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-        values["gradient_accumulation_steps"] = max(rows // batch_size, 1)
-        reasons["gradient_accumulation_steps"] = f"a step has {rows} rows, however many are read at a time"
-    if is_small:
-        layers = int(settings.get("num_draft_layers") or values["num_draft_layers"])
-        values["init_layers"] = list(range(-layers, 0))
-        reasons["init_layers"] = "start as the target's last layers, which understand its features"
+    device = device_type(values)
     if device == "cpu":
-        values["use_cpu"] = True
-        reasons["use_cpu"] = "there is no accelerator"
-        if emulated(torch.bfloat16):
-            values["bf16"] = False
-            values["target_dtype"] = "float32"
-            reasons["bf16"] = "this processor has no units for bf16"
-        else:
-            values["bf16"] = True
-            values["target_dtype"] = "bfloat16"
-            reasons["bf16"] = "this processor has units for bf16"
-    elif device == "cuda":
-        values["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    if is_small and settings.get("draft"):
-        values["learning_rate"] = 5e-4
-        reasons["learning_rate"] = "a trained drafter has less to learn"
-    if settings.get("load_best_model_at_end"):  # upstream demands whole evaluations between two checkpoints
-        values["save_steps"] = settings.get("eval_steps") or settings.get("logging_steps") or values["logging_steps"]
-    unwanted = set()
-    for name, keys in _DECIDES.items():
-        if settings.get(name):
-            unwanted.update(keys)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        unwanted.add("store_rows")  # one process would store while the others wait
-    return device, {name: value for name, value in values.items() if name not in unwanted}, reasons
+        why = "use_cpu is set" if values.get("use_cpu") else "no GPU was found"
+        return Choice("cpu", f"{why}; --preset paper trains the paper's drafter")
+    if device == "mps":
+        return Choice("cpu", "Metal is no GPU for days of training; --preset paper trains the paper's drafter")
+    return Choice("paper", f"{device} was found; --preset cpu trains a smaller drafter in less time")
+
+
+def preset_settings(name: str, values: dict) -> dict[str, Choice]:
+    """
+    The settings of a preset for a run.
+
+    Args:
+        name (`str`): A key of [`PRESETS`].
+        values (`dict`): The settings that are decided already.
+
+    Returns:
+        `dict[str, Choice]`: The others, by name.
+    """
+    choices = dict(PRESETS[name])
+
+    # 1. What follows from settings that are decided already.
+    batch_size = values.get("per_device_train_batch_size")
+    if batch_size:
+        rows = choices["per_device_train_batch_size"].value * choices["gradient_accumulation_steps"].value
+        reason = f"a step has {rows} rows, however many are read at a time"
+        choices["gradient_accumulation_steps"] = Choice(max(rows // batch_size, 1), reason)
+    if "init_layers" in choices and values.get("num_draft_layers"):
+        last = list(range(-values["num_draft_layers"], 0))
+        choices["init_layers"] = Choice(last, choices["init_layers"].reason)
+    if name == "cpu" and values.get("draft"):
+        choices["learning_rate"] = Choice(LEARNING_RATE_OF_TRAINED, "a trained drafter has less to learn")
+    if values.get("load_best_model_at_end"):
+        interval = values.get("eval_steps") or values.get("logging_steps") or choices["logging_steps"].value
+        choices["save_steps"] = Choice(interval, "transformers loads the best one only where it was evaluated")
+
+    # 2. What they replace.
+    for decided, replaced in _REPLACES.items():
+        if values.get(decided):
+            for other in replaced:
+                choices.pop(other, None)
+    return {other: choice for other, choice in choices.items() if other not in values}
+
+
+def machine_settings(choices: dict[str, Choice], values: dict) -> dict[str, Choice]:
+    """
+    The settings that depend on the machine; none of them changes the drafter's shape or its recipe.
+
+    Args:
+        choices (`dict[str, Choice]`): Those of the preset.
+        values (`dict`): The settings that are decided already.
+
+    Returns:
+        `dict[str, Choice]`: In place of the preset's, by name.
+    """
+    import torch
+
+    from dflash_hf.decoding.packing import emulated
+
+    device = device_type(values)
+    changed: dict[str, Choice] = {}
+    if device == "cpu":
+        changed["use_cpu"] = Choice(True, "there is no accelerator")
+    slow = ""  # why bf16 is
+    target_dtype = "auto"
+    if device == "cpu" and emulated(torch.bfloat16):
+        slow = "this processor has no units for bf16"
+        target_dtype = "float32"
+    elif device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        slow = "this GPU has no units for bf16"
+    elif device == "mps":
+        slow = "bf16 was not tried on Metal"
+    if slow and "bf16" in choices:
+        changed["bf16"] = Choice(False, slow)
+    if slow and (device == "cpu" or "target_dtype" in choices):
+        changed["target_dtype"] = Choice(target_dtype, slow)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "store_rows" in choices:
+        changed["store_rows"] = Choice(0, "one process would store features while the others wait")
+    return {name: choice for name, choice in changed.items() if name not in values}
+
+
+def device_type(values: dict) -> str:
+    """The kind of device of a run: `"cpu"`, `"cuda"`, `"mps"`, ..."""
+    import torch
+
+    if values.get("use_cpu") or not torch.accelerator.is_available():
+        return "cpu"
+    return torch.accelerator.current_accelerator().type

@@ -1,17 +1,15 @@
 """
-A training run as flat keys: those of [`RecipeArguments`] and of `DFlashTrainingArguments`.
-
-Each key is decided once: by the command line, else by the recipe, else by the preset of the machine (`presets.py`),
-else by the default of its field.
+The settings of a training run, from a recipe (a YAML file) and a command line to the two objects of a run; which
+settings there are, and the life of one, stands in `arguments.py`.
 """
 
 import dataclasses
 import difflib
+import json
 import os
 import re
-import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +19,14 @@ from dflash_hf import examples
 from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
-from dflash_hf.training.presets import PAPER, check_keys_with_effect, preset
-from dflash_hf.training.training_args import DFlashTrainingArguments, key
+from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
+from dflash_hf.training.presets import (
+    check_settings_with_effect,
+    default_preset,
+    machine_settings,
+    preset_settings,
+)
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 # The drafter's configuration fields for each head, with their published values (a selector of half the rank was as
@@ -38,106 +42,8 @@ HEADS: dict[str, tuple[dict, dict]] = {
 }
 
 
-@dataclass
-class RecipeArguments:
-    """
-    Pair and data of a training run; the rest is [`~dflash_hf.DFlashTrainingArguments`].
-
-    Raises:
-        `ValueError`: names key, value and remedy.
-    """
-
-    target: str | None = key("Folder or Hub name of the target.")
-    target_revision: str | None = key("Commit of the target on the Hub.")
-    target_dtype: str = key("auto, float32, bfloat16 or float16.", "auto")
-    trust_remote_code: bool = key("Run the target's own code.", False)
-    attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
-    draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
-    draft_revision: str | None = key("Commit of `draft` on the Hub.")
-    num_draft_layers: int | None = key("Layers of a new drafter; default: 2 on a CPU, else 5.")
-    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 4 on a CPU, else 16.")
-    init_layers: list[int] | None = key(
-        "Layers of the target that initialise a new drafter's, such as [28, 29]; [-2, -1]: the last two, if they fit."
-    )
-    draft_vocab_size: int | None = key(
-        "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: by their number, 8,192 at most."
-    )
-    target_layer_ids: list[int] | None = key(
-        "Target layers of a new drafter; default: the layers of the features, or the paper's rule."
-    )
-    mask_token_id: int | None = key("Default: the drafter's, or the target's first spare embedding row.")
-    head: str | None = key(
-        "Head of the drafter, and its loss: dflash2, dspark, domino or jetspec; draft_config and loss_type say more."
-    )
-    draft_config: dict = key("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
-    peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
-    data: list[str] | str | None = key("File, files or Hub name of the training data.")
-    data_name: str | None = key("Configuration of a Hub dataset.")
-    data_revision: str | None = key("Commit of a Hub dataset.")
-    split: str | None = key("Split of the data; default: train, or the only one.")
-    eval_data: list[str] | str | None = key("Evaluation data, as `data`.")
-    eval_split: str | None = key("Split of `eval_data`, or of `data` without it.")
-    held_out_rows: int | None = key(
-        "Rows of `data` or `features` that are not trained on: a run ends with their tau. Default without evaluation "
-        "data: 5 %, of 80 or more at least 8, at most 256; a tenth of 20 or more; 0: none."
-    )
-    max_length: int = key("Maximum number of tokens of an example.", 3072)
-    chat_template: str | None = key("Jinja file to use instead of the tokenizer's template.")
-    chat_template_kwargs: dict | None = key("Arguments of the chat template, such as {enable_thinking: false}.")
-    num_proc: int | None = key("Processes that encode the data.")
-    overwrite_output_dir: bool = key("Start over in an output_dir that has a run or a drafter.", False)
-    features: list[str] | str | None = key("Folder or folders of stored features, instead of `data`.")
-    eval_features: list[str] | str | None = key("Stored features to evaluate on.")
-    store_rows: int = key(
-        "First store the features of N rows of `data` in output_dir, train on them, and remove them; -1: of all rows "
-        "that a third of max_minutes and half of the disk allow.",
-        0,
-    )
-
-    def __post_init__(self):
-        if not self.target:
-            raise ValueError("target is not given; name the model to draft for, such as --target Qwen/Qwen3-8B.")
-        if bool(self.data) == bool(self.features):
-            problem = "both are given" if self.data else "neither is given"
-            raise ValueError(f"A run needs data or features, but {problem}; name one, as in --data FILE.")
-        if self.draft_revision and not self.draft:
-            raise ValueError(
-                f"draft_revision={self.draft_revision!r} has no effect without a draft; name it, or leave it out."
-            )
-        for name, value in PAPER.items():
-            if not self.draft and getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.init_layers and len(self.init_layers) != self.num_draft_layers:
-            raise ValueError(
-                f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
-                f"{self.num_draft_layers}."
-            )
-        if self.head not in (None, *HEADS):
-            raise ValueError(f"head={self.head!r} must be one of {', '.join(HEADS)}.")
-        for name, minimum in (("num_draft_layers", 1), ("block_size", 2), ("max_length", 1)):  # a block has its anchor
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ValueError(f"{name}={value} must be at least {minimum}.")
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether it names evaluation data."""
-        return bool(self.eval_data or self.eval_split or self.eval_features)
-
-    @property
-    def feature_folders(self) -> list[str]:
-        """The folders of its stored features."""
-        folders: list[str] = []
-        for value in (self.features, self.eval_features):
-            if isinstance(value, str):
-                folders.append(value)
-            elif value:
-                folders.extend(value)
-        return folders
-
-
 # What upstream's configurations read besides their fields.
-_UPSTREAM_CONFIG_KEYS = {
+_UPSTREAM_CONFIG_FIELDS = {
     "rope_theta",
     "rope_scaling",
     "partial_rotary_factor",
@@ -145,100 +51,150 @@ _UPSTREAM_CONFIG_KEYS = {
     "attn_implementation",
     "torch_dtype",
 }
-_RECIPE_HINTS = typing.get_type_hints(RecipeArguments)
-_HINTS = {**_RECIPE_HINTS, **typing.get_type_hints(DFlashTrainingArguments)}
+_SCRIPT_HINTS = typing.get_type_hints(ScriptArguments)
+HINTS = {**_SCRIPT_HINTS, **typing.get_type_hints(DFlashTrainingArguments)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of a key, and who decided it."""
-
-    value: typing.Any
-    origin: str
-
-
-def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> tuple[RecipeArguments, dict]:
     """
-    Read a recipe and apply overrides; see [`decide`].
-
-    Returns:
-        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the declared types.
-    """
-    return as_arguments(decide(path, overrides))
-
-
-def decide(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> dict[str, Setting]:
-    """
-    The settings of a run: of the preset of this machine, of a recipe, and of the command line, which replaces the
-    recipe's, which replaces the preset's.
+    The value of a setting, and who decided it.
 
     Args:
-        path (`str` or `Path`, *optional*): A YAML file of keys and values.
-        overrides (`Sequence[str]`): `key=value`, the value as in YAML; `key.inner=value` sets an entry of a mapping.
+        value: Of the field's type.
+        source (`str`): `"command line"`, `"recipe"`, `"head"`, `"preset"`, `"machine"`, or `"rule"` for the choice of
+            a preset.
+        reason (`str`): The recipe's path, the head's or preset's name, or why.
+    """
+
+    value: typing.Any
+    source: str
+    reason: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Source and reason, for people."""
+        separator = ": " if self.source in ("machine", "rule") else " "
+        return f"{self.source}{separator}{self.reason}" if self.reason else self.source
+
+
+def read_recipe(
+    path: str | Path | None, options: typing.Mapping[str, str] | None = None
+) -> tuple[ScriptArguments, dict]:
+    """
+    Read a recipe and the options of a command line; see [`decide`].
+
+    Returns:
+        Target, drafter and data, and the arguments of `DFlashTrainingArguments`, all of the declared types.
+    """
+    return as_arguments(decide(path, options))
+
+
+def decide(path: str | Path | None, options: typing.Mapping[str, str] | None = None) -> dict[str, Setting]:
+    """
+    The settings of a run. Each is decided once: by the command line, else by the recipe, else by the head, else by the
+    machine, else by the preset, else by the default of its field.
+
+    Args:
+        path (`str` or `Path`, *optional*): A YAML file of names and values.
+        options (`Mapping[str, str]`, *optional*): Names and values of the command line, a value as in YAML; a name
+            such as `peft_config.r` is an entry of a mapping.
+
+    Returns:
+        `dict[str, Setting]`: By name, without those that have their default.
 
     Raises:
-        `ValueError`: unknown keys (suggests the nearest known ones, and names files of data that do not exist, too), a
-            value of the wrong type, or not YAML.
+        `ValueError`: unknown names (suggests the nearest known ones, and names files of data that do not exist, too),
+            a value of the wrong type, or not YAML.
         `OSError`: the file does not exist.
     """
-    # 1. The keys that the recipe and the command line set, and where each was set.
+    # 1. What the recipe and the command line set, and where each was set.
     values = {} if path is None else _read_yaml(Path(path))
-    origins = dict.fromkeys(values, f"recipe {path}")
-    for override in overrides:
-        name, separator, text = override.partition("=")
-        if not separator or not name:
-            raise ValueError(f"{override!r} is not an override; write key=value.")
-        is_text = _HINTS.get(name) in (str, str | None) and text != "null"  # a commit such as 12e4 is no number
-        _set_entry(values, name.split("."), text if is_text else _parse_yaml(text, f"the value of {name}"))
-        origins[name.partition(".")[0]] = "command line"
-    unknown = [name for name in values if name not in _HINTS]
+    settings = {name: Setting(None, "recipe", str(path)) for name in values}
+    for name, text in (options or {}).items():
+        _set_entry(values, name.split("."), _parse_option(name, text))
+        settings[name.partition(".")[0]] = Setting(None, "command line")
+    unknown = [name for name in values if name not in HINTS]
     if unknown:
-        problems = [_describe_unknown_key(name, list(_HINTS)) for name in unknown]
+        problems = [_describe_unknown_name(name, list(HINTS)) for name in unknown]
         problems += [_describe_missing_file(name, values.get(name)) for name in ("data", "eval_data")]
-        raise ValueError(f"{' '.join(filter(None, problems))} `dflash train --keys` lists all keys.")
+        raise ValueError(f"{' '.join(filter(None, problems))} `dflash train --keys` lists all settings.")
     values = _convert_values(values)
-    check_keys_with_effect(values)
-    settings = {name: Setting(values[name], origin) for name, origin in origins.items()}
+    check_settings_with_effect(values)
+    settings = {name: replace(setting, value=values[name]) for name, setting in settings.items()}
 
-    # 2. What the head sets. Its loss comes before the preset's, which does not replace it.
-    fields, loss = HEADS.get(values.get("head"), ({}, {}))
+    # 2. What the head sets. Its loss comes before the preset's.
+    head = values.get("head")
+    fields, loss = HEADS.get(head, ({}, {}))
     if fields:
-        origin = settings["draft_config"].origin if "draft_config" in settings else settings["head"].origin
-        settings["draft_config"] = Setting({**fields, **values.get("draft_config", {})}, origin)
+        decided_by = settings.get("draft_config", settings["head"])
+        settings["draft_config"] = replace(decided_by, value={**fields, **values.get("draft_config", {})})
     for name, value in loss.items():
-        settings.setdefault(name, Setting(value, f"head {values['head']}"))
+        settings.setdefault(name, Setting(value, "head", head))
+    values = {name: setting.value for name, setting in settings.items()}
 
-    # 3. What the preset of this machine sets.
-    machine, preset_values, reasons = preset(values)
-    for name, value in preset_values.items():
-        reason = f": {reasons[name]}" if name in reasons else ""
-        settings.setdefault(name, Setting(value, f"preset {machine}{reason}"))
+    # 3. What the preset sets, and the machine in its place.
+    if values.get("preset") is None:
+        name, reason = default_preset(values)
+        settings = {"preset": Setting(name, "rule", reason), **settings}
+    name = settings["preset"].value
+    choices = preset_settings(name, values)
+    for other, choice in choices.items():
+        settings[other] = Setting(choice.value, "preset", f"{name}: {choice.reason}")
+    for other, choice in machine_settings(choices, values).items():
+        settings[other] = Setting(choice.value, "machine", choice.reason)
     return settings
 
 
-def as_arguments(settings: dict[str, Setting]) -> tuple[RecipeArguments, dict]:
-    """The arguments of a run's pair and data, and those of `DFlashTrainingArguments`."""
+def lines_of_choices(settings: dict[str, Setting]) -> list[str]:
+    """What a run says of the settings that nobody named: its preset, and what the machine changed of it."""
+    lines = []
+    if settings["preset"].source == "rule":
+        lines.append(f"preset            {settings['preset'].value}: {settings['preset'].reason}")
+    for name, setting in settings.items():
+        if setting.source == "machine" and name != "use_cpu":
+            lines.append(f"{name:17} {json.dumps(setting.value)}: {setting.reason}")
+    return lines
+
+
+def as_arguments(settings: dict[str, Setting]) -> tuple[ScriptArguments, dict]:
+    """
+    Target, drafter and data of a run, and the arguments of `DFlashTrainingArguments`.
+
+    Raises:
+        `ValueError`: names field, value and remedy.
+    """
     values = {name: setting.value for name, setting in settings.items()}
-    recipe = RecipeArguments(**{name: value for name, value in values.items() if name in _RECIPE_HINTS})
-    config_keys = DFlashDraftConfig.field_names() | _UPSTREAM_CONFIG_KEYS
-    unknown = [name for name in recipe.draft_config if name not in config_keys]
+    script = ScriptArguments(**{name: value for name, value in values.items() if name in _SCRIPT_HINTS})
+    config_fields = DFlashDraftConfig.field_names() | _UPSTREAM_CONFIG_FIELDS
+    unknown = [name for name in script.draft_config if name not in config_fields]
     if unknown:
-        raise ValueError(f"draft_config: {_describe_unknown_key(unknown[0], sorted(config_keys))}")
-    return recipe, {name: value for name, value in values.items() if name not in _RECIPE_HINTS}
+        raise ValueError(f"draft_config: {_describe_unknown_name(unknown[0], sorted(config_fields))}")
+    return script, {name: value for name, value in values.items() if name not in _SCRIPT_HINTS}
 
 
 def key_lines(word: str = "") -> list[str]:
-    """The keys whose name or help contains `word`, with their defaults: pair and data, DFlash's, transformers'."""
-    fields = [*dataclasses.fields(RecipeArguments), *dataclasses.fields(DFlashTrainingArguments)]
+    """
+    The settings whose name or help contains `word`, with their defaults: target, drafter and data, DFlash's,
+    transformers'.
+    """
+    fields = [*dataclasses.fields(ScriptArguments), *dataclasses.fields(DFlashTrainingArguments)]
     fields = [field for field in fields if field.init]
-    own_names = {*RecipeArguments.__annotations__, *DFlashTrainingArguments.__annotations__}
+    own_names = {*ScriptArguments.__annotations__, *DFlashOptions.__annotations__}
     lines = []
     for field in sorted(fields, key=lambda field: field.name not in own_names):  # those of transformers last
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-        help = " ".join(field.metadata.get("help", "").replace("%%", "%").split())
-        lines.append(f"{field.name}={default}  {help}".rstrip())
-    return [line for line in lines if word.lower() in line.lower()] or [f"No key contains {word!r}."]
+        lines.append(f"{field.name}={default}  {help_of(field, HINTS[field.name])}".rstrip())
+    return [line for line in lines if word.lower() in line.lower()] or [f"No setting contains {word!r}."]
+
+
+def _parse_option(name: str, text: str):
+    """The value of an option of the command line; `null` is none."""
+    hint = HINTS.get(name)
+    if text != "null" and hint in (str, str | None):  # a commit such as 12e4 is no number
+        return text
+    return _parse_yaml(text, f"the value of {name}")
 
 
 def _set_entry(values: dict, names: list[str], value) -> None:
@@ -260,9 +216,9 @@ def _describe_missing_file(name: str, data) -> str:
     return ""
 
 
-def _describe_unknown_key(name: str, keys: typing.Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(str(name), keys, n=1, cutoff=0.0)[0]
-    return f"Unknown key {name!r}; did you mean {nearest!r}?"
+def _describe_unknown_name(name: str, names: typing.Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+    return f"Unknown setting {name!r}; did you mean {nearest!r}?"
 
 
 def _read_yaml(path: Path) -> dict:
@@ -314,15 +270,12 @@ class _Parser(HfArgumentParser):
 
 
 def _convert_values(values: dict) -> dict:
-    """The values of a run's keys: scalars as `HfArgumentParser` reads them, lists and mappings as in YAML."""
-    parser = _Parser((RecipeArguments, DFlashTrainingArguments), allow_abbrev=False)
+    """The values of a run's settings: scalars as `HfArgumentParser` reads them, lists and mappings as in YAML."""
+    parser = _Parser((ScriptArguments, DFlashTrainingArguments), allow_abbrev=False)
     converted = {}
     scalars = []  # for the parser
     for name, value in values.items():
-        hint = _HINTS[name]
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        allowed = [typing.get_origin(member) or member for member in members]
+        allowed = [typing.get_origin(kind) or kind for kind in allowed_types(HINTS[name])]
         if type(value) in allowed:
             converted[name] = _expand_home(value)
         elif value is None or isinstance(value, dict | list):

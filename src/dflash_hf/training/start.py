@@ -22,19 +22,22 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.target import mask_token_remedy, spare_token_id
+from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.features import FeatureManifest
-from dflash_hf.training.presets import LARGEST_DRAFT_VOCABULARY
 
 
-def make_draft(recipe, target, encoder, say):
+LARGEST_DRAFT_VOCABULARY = 8192  # of -1, in tokens
+
+
+def make_draft(script: ScriptArguments, target, encoder, say):
     """
-    The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
+    The drafter that a run trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
     chat template and the digests of the tokenizer with which the data are encoded.
     """
-    if recipe.draft:
-        draft = _load_trained_draft(recipe, say)
+    if script.draft:
+        draft = _load_trained_draft(script, say)
     else:
-        draft = _make_fresh_draft(recipe, target, encoder.mask_token_id, say)
+        draft = _make_fresh_draft(script, target, encoder.mask_token_id, say)
     dflash_config = draft.config.dflash_config
     kwargs = encoder.chat_template_kwargs
     if kwargs or dflash_config.get("chat_template_kwargs") is not None:
@@ -43,42 +46,42 @@ def make_draft(recipe, target, encoder, say):
     return draft
 
 
-def mask_token_of(recipe, target, tokenizer) -> int:
+def mask_token_of(script: ScriptArguments, target, tokenizer) -> int:
     """
-    The mask token of a recipe's drafter: as given, else a trained drafter's, else the first spare row of the target's
+    The mask token of a run's drafter: as given, else a trained drafter's, else the first spare row of the target's
     embedding.
 
     Raises:
         `ValueError`: the target has no spare row.
     """
-    if recipe.mask_token_id is not None:
-        return recipe.mask_token_id
-    if recipe.draft:
-        return draft_config_of(recipe.draft, Loading(draft_revision=recipe.draft_revision)).mask_token_id
+    if script.mask_token_id is not None:
+        return script.mask_token_id
+    if script.draft:
+        return draft_config_of(script.draft, Loading(draft_revision=script.draft_revision)).mask_token_id
     spare_id = spare_token_id(target, tokenizer)
     if spare_id is None:
         remedy = mask_token_remedy(tokenizer)
-        raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
+        raise ValueError(f"{script.target} has no spare embedding row for the mask token; {remedy}.")
     return spare_id
 
 
-def vocabulary_size(recipe, counts: torch.LongTensor, vocab_size: int) -> int | None:
+def vocabulary_size(script: ScriptArguments, counts: torch.LongTensor, vocab_size: int) -> int | None:
     """
-    `draft_vocab_size` of a recipe; for -1, about the number of distinct tokens that its data are expected to have
+    `draft_vocab_size` of a run; for -1, about the number of distinct tokens that its data are expected to have
     (Heaps' law), at most 8,192, and the target's own vocabulary if that is less than twice as large.
     """
-    if recipe.draft_vocab_size != -1:
-        return recipe.draft_vocab_size
+    if script.draft_vocab_size != -1:
+        return script.draft_vocab_size
     size = 1024 * math.ceil(16 * math.sqrt(int(counts.sum())) / 1024)
     size = min(size, LARGEST_DRAFT_VOCABULARY)
     return size if size < vocab_size / 2 else None
 
 
-def _load_trained_draft(recipe, say):
-    """The trained drafter that a recipe names, with the parts that its `draft_config` adds."""
-    name = recipe.draft
-    fields = recipe.draft_config
-    options = {"dtype": torch.float32, "revision": recipe.draft_revision or "main"}
+def _load_trained_draft(script: ScriptArguments, say):
+    """The trained drafter that a run starts from, with the parts that its `draft_config` adds."""
+    name = script.draft
+    fields = script.draft_config
+    options = {"dtype": torch.float32, "revision": script.draft_revision or "main"}
     draft = DFlashDraftModel.from_pretrained(name, **options)
     causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
@@ -92,7 +95,7 @@ def _load_trained_draft(recipe, say):
         "target_layer_ids": config.target_layer_ids,
     }
     for key, trained_value in trained_with.items():
-        value = getattr(recipe, key)
+        value = getattr(script, key)
         if value not in (None, trained_value):
             raise ValueError(f"{key}={value}, but {name} was trained with {trained_value}; leave it out.")
     parts = {key: value for key, value in fields.items() if key in part_keys()}
@@ -102,28 +105,28 @@ def _load_trained_draft(recipe, say):
     return with_parts(draft, parts) if parts else draft
 
 
-def _make_fresh_draft(recipe, target, mask_token_id: int, say):
-    """A new drafter of a recipe; `init_layers` start as the target's, those counted from the end only if they fit."""
-    fields = {**recipe.draft_config}
-    target_layer_ids = recipe.target_layer_ids
-    if recipe.feature_folders:
-        stored_layer_ids = FeatureManifest.load(Path(recipe.feature_folders[0])).layer_ids
+def _make_fresh_draft(script: ScriptArguments, target, mask_token_id: int, say):
+    """A new drafter of a run; `init_layers` start as the target's, those counted from the end only if they fit."""
+    fields = {**script.draft_config}
+    target_layer_ids = script.target_layer_ids
+    if script.feature_folders:
+        stored_layer_ids = FeatureManifest.load(Path(script.feature_folders[0])).layer_ids
         target_layer_ids = target_layer_ids or stored_layer_ids
     if target_layer_ids:
         fields["target_layer_ids"] = target_layer_ids
-    if recipe.draft_vocab_size:
-        fields["draft_vocab_size"] = recipe.draft_vocab_size
+    if script.draft_vocab_size:
+        fields["draft_vocab_size"] = script.draft_vocab_size
     config = DFlashDraftConfig.for_target(
-        target.config, mask_token_id, recipe.num_draft_layers, recipe.block_size, **fields
+        target.config, mask_token_id, script.num_draft_layers, script.block_size, **fields
     )
     draft = DFlashDraftModel(config)
-    if recipe.init_layers:
+    if script.init_layers:
         depth = len(decoder_layers(target))
-        layers = [depth + layer if layer < 0 else layer for layer in recipe.init_layers]
+        layers = [depth + layer if layer < 0 else layer for layer in script.init_layers]
         try:
             initialized = initialize_from_target(draft, target, layers)
         except ValueError:
-            if min(recipe.init_layers) >= 0:
+            if min(script.init_layers) >= 0:
                 raise
             initialized = []
         say(f"{len(initialized)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")

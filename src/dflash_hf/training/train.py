@@ -1,4 +1,4 @@
-"""A recipe, from its data to a saved drafter."""
+"""A training run, from its data to a saved drafter."""
 
 import gc
 import math
@@ -13,6 +13,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from dflash_hf.configs import check_names, check_token_id
+from dflash_hf.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import load_image_reader
@@ -20,13 +21,15 @@ from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
-from dflash_hf.terminal import check_writable, note
+from dflash_hf.terminal import check_writable, note, without_bars
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
+from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
 from dflash_hf.training.features import (
     MANIFEST,
@@ -41,7 +44,6 @@ from dflash_hf.training.features import (
 from dflash_hf.training.held_out import PREFIX, choice_of_checkpoint, split_rows
 from dflash_hf.training.nodes import fewest, meet, one_process_first, writes_to
 from dflash_hf.training.pace import BarAlone, LogLines, StepCount, TimeBudgetSchedule, duration
-from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
@@ -53,12 +55,12 @@ STORED = ".features"  # of rows that a run reads more than once; it is removed, 
 _METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 
 
-def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
+def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
-    Train according to a recipe, and save the drafter to its `output_dir`.
+    Train a drafter, and save it to its `output_dir`.
 
     Args:
-        recipe, training: From [`~dflash_hf.training.recipe.read_recipe`].
+        script, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
 
@@ -69,20 +71,20 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     start = TimeBudgetSchedule.clock()
     folder = Path(training["output_dir"]).expanduser()  # as transformers does
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
-    resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
-    target_config = check_run(recipe, args)
+    resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), script.overwrite_output_dir)
+    target_config = check_run(script, args)
     with one_process_first(args):
-        rows, eval_rows = _load_rows(recipe)
+        rows, eval_rows = _load_rows(script)
     tokenizer = load_tokenizer(
-        recipe.target,
-        recipe.chat_template,
-        recipe.target_revision,
-        recipe.trust_remote_code,
+        script.target,
+        script.chat_template,
+        script.target_revision,
+        script.trust_remote_code,
         empty=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
     )
-    loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
-    reader = load_image_reader(recipe.target, target_config, tokenizer, loading)  # and its template
-    for features in recipe.feature_folders:
+    loading = Loading(script.target_dtype, revision=script.target_revision, trust_remote_code=script.trust_remote_code)
+    reader = load_image_reader(script.target, target_config, tokenizer, loading)  # and its template
+    for features in script.feature_folders:
         check_stored(StoredFeatures(features), args.has_teacher, **digests_of_tokenizer(tokenizer))
     is_first = args.process_index == 0
     say = echo if is_first else _say_nothing  # what a run is about to do
@@ -90,25 +92,29 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 2. The target, on the device of this process; with stored features, which need little of it, in main memory.
     set_seed(args.seed)
-    attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    device = "cpu" if recipe.features else args.device
-    target = load_target(recipe.target, loading, device, form="{}={}", **attention)
+    attention = {"attn_implementation": script.attn_implementation} if script.attn_implementation else {}
+    device = "cpu" if script.features else args.device
+    target = load_target(script.target, loading, device, form="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter.
-    encoder = _make_encoder(recipe, target, tokenizer, reader, tell)
+    encoder = _make_encoder(script, target, tokenizer, reader, tell)
     with one_process_first(args):
-        eval_rows = _encode_rows(eval_rows, recipe.eval_data or recipe.data, encoder, recipe.num_proc, say)
-        rows = _encode_rows(rows, recipe.data, encoder, recipe.num_proc, say, conversations=True)
-    if recipe.features:
-        rows = stored(recipe.features)
-        eval_rows = stored(recipe.eval_features) if recipe.eval_features else None
-    rows, held_out, facts = _hold_rows_out(rows, recipe, args, resume, say)
-    draft = _make_draft_with_vocabulary(recipe, target, encoder, rows, held_out, say, tell)
+        eval_rows = _encode_rows(eval_rows, script.eval_data or script.data, encoder, script.num_proc, say)
+        rows = _encode_rows(rows, script.data, encoder, script.num_proc, say, conversations=True)
+    if script.features:
+        rows = stored(script.features)
+        eval_rows = stored(script.eval_features) if script.eval_features else None
+    rows, held_out, facts = _hold_rows_out(rows, script, args, resume, say)
+    draft = _make_draft_with_vocabulary(script, target, encoder, rows, held_out, say, tell)
+
+    shares_head = script.share_head and draft.config.has_own_head
+    if shares_head:
+        with_shared_head(draft)  # which says now whether it can be done after training
 
     # 4. The trainer, which checks the rest.
-    if recipe.features:
+    if script.features:
         drop_layers(target, args.device)
-    model = add_adapter(draft, recipe.peft_config) if recipe.peft_config else draft
+    model = add_adapter(draft, script.peft_config) if script.peft_config else draft
     rows_to_evaluate = eval_rows if held_out is None else held_out
     collator = DFlashCollator(0, encoder.reader)
     trainer = DFlashTrainer(model, target, args, rows, rows_to_evaluate, collator, card_facts=facts)
@@ -127,8 +133,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         if writes and not is_first:
             _prepare_folder(folder, is_new_run, stack)
         # 5. Features of rows that are read more than once.
-        if recipe.store_rows:
-            _replace_rows_by_features(trainer, recipe, encoder, writes, say)
+        if script.store_rows:
+            _replace_rows_by_features(trainer, script, encoder, writes, say)
         # 6. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
         if resume:
             say(f"resuming from {resume}")
@@ -138,7 +144,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         trainer.train(resume_from_checkpoint=resume)
         if held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
-        save(trainer, adapted=bool(recipe.peft_config))
+        save(trainer, adapted=bool(script.peft_config))
+        if shares_head and is_first:
+            save_with_shared_head(folder, say)
     if writes:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
@@ -151,13 +159,13 @@ def _say_nothing(line: str) -> None:
     """In place of the printers of the first process, in the others."""
 
 
-def _hold_rows_out(rows, recipe: RecipeArguments, args, resume: str | None, say) -> tuple:
+def _hold_rows_out(rows, script: ScriptArguments, args, resume: str | None, say) -> tuple:
     """The rows to train on, those that are held out, if any, and what a checkpoint must say of the choice."""
-    if recipe.evaluates:
+    if script.evaluates:
         count = 0
         seed = args.seed
     else:
-        count, seed = choice_of_checkpoint(resume, recipe.held_out_rows, args.seed)
+        count, seed = choice_of_checkpoint(resume, script.held_out_rows, args.seed)
     rows, held_out, conversations = split_rows(rows, count, seed)
     if held_out is not None:
         say(f"held out          {len(held_out):,} rows, which are not trained on: the run ends with their tau")
@@ -167,24 +175,24 @@ def _hold_rows_out(rows, recipe: RecipeArguments, args, resume: str | None, say)
     return rows, held_out, facts
 
 
-def _make_draft_with_vocabulary(recipe: RecipeArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
-    """The drafter of a recipe; a reduced vocabulary is that of the rows to train on."""
-    if not recipe.draft_vocab_size:
-        return make_draft(recipe, target, encoder, tell)
-    counts = _count_supervised_tokens(rows, held_out, recipe)
-    size = vocabulary_size(recipe, counts, target.get_input_embeddings().weight.shape[0])
-    draft = make_draft(replace(recipe, draft_vocab_size=size), target, encoder, tell)
+def _make_draft_with_vocabulary(script: ScriptArguments, target, encoder: RowEncoder, rows, held_out, say, tell):
+    """The drafter of a run; a reduced vocabulary is that of the rows to train on."""
+    if not script.draft_vocab_size:
+        return make_draft(script, target, encoder, tell)
+    counts = _count_supervised_tokens(rows, held_out, script)
+    size = vocabulary_size(script, counts, target.get_input_embeddings().weight.shape[0])
+    draft = make_draft(replace(script, draft_vocab_size=size), target, encoder, tell)
     if size:
         share = set_draft_vocabulary(draft, target, counts)
         say(f"draft vocabulary  {size:,} tokens, {share:.2%} of the supervised tokens")
     return draft
 
 
-def _count_supervised_tokens(rows, held_out, recipe: RecipeArguments) -> torch.LongTensor:
+def _count_supervised_tokens(rows, held_out, script: ScriptArguments) -> torch.LongTensor:
     """How often each token is supervised in the rows to train on, `[V]`."""
-    if not recipe.features:
+    if not script.features:
         return validate_and_count(rows)
-    counts = validate_and_count(stored_tokens(recipe.features))  # shard by shard, which is much faster than row by row
+    counts = validate_and_count(stored_tokens(script.features))  # shard by shard, which is much faster than row by row
     if held_out is not None:
         held_out_counts = validate_and_count(held_out)
         counts[: len(held_out_counts)] -= held_out_counts
@@ -206,7 +214,7 @@ def _add_callbacks(trainer: DFlashTrainer, callbacks, say, tell) -> None:
         trainer.add_callback(callback)
 
 
-def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
+def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     """
     Check what would otherwise fail after the target was loaded, or after hours.
 
@@ -225,7 +233,7 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
     metric = args.metric_for_best_model
-    if args.eval_strategy != "no" and not recipe.evaluates:
+    if args.eval_strategy != "no" and not script.evaluates:
         raise ValueError(
             f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
             "eval_features, or leave it out."
@@ -235,11 +243,11 @@ def check_run(recipe: RecipeArguments, args: DFlashTrainingArguments) -> dict:
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
             "and acceptance_k of slot k."
         )
-    if recipe.peft_config:
-        adapter_config(recipe.peft_config)
-    loading = Loading(revision=recipe.target_revision, draft_revision=recipe.draft_revision)
-    config = check_names(recipe.target, recipe.draft, loading, form="{}={}")
-    check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
+    if script.peft_config:
+        adapter_config(script.peft_config)
+    loading = Loading(revision=script.target_revision, draft_revision=script.draft_revision)
+    config = check_names(script.target, script.draft, loading, form="{}={}")
+    check_token_id(script.mask_token_id, config, f"mask_token_id={script.mask_token_id}")
     return config
 
 
@@ -288,8 +296,8 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         if resume == "auto":
             contents = f"no checkpoint to resume from, but {contents}"
         raise ValueError(
-            f"output_dir={str(folder)} holds {contents}. Resume with resume_from_checkpoint=auto if there is a "
-            "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
+            f"output_dir={str(folder)} holds {contents}. Resume with --resume-from-checkpoint auto if there is a "
+            "checkpoint, replace it with --overwrite-output-dir, or choose another --output-dir."
         )
     return None if checkpoint is None else str(checkpoint)
 
@@ -309,31 +317,31 @@ def _prepare_folder(folder: Path, is_new_run: bool, stack: ExitStack) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _make_encoder(recipe: RecipeArguments, target, tokenizer, reader, tell) -> RowEncoder:
+def _make_encoder(script: ScriptArguments, target, tokenizer, reader, tell) -> RowEncoder:
     """What makes examples of a run's rows."""
     kwargs_of_features = {
-        folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in recipe.feature_folders
+        folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in script.feature_folders
     }
-    draft_loading = Loading(draft_revision=recipe.draft_revision)
-    draft_config = draft_config_of(recipe.draft, draft_loading) if recipe.draft else None
-    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, kwargs_of_features, draft_config, tell)
-    mask_token_id = mask_token_of(recipe, target, tokenizer)
+    draft_loading = Loading(draft_revision=script.draft_revision)
+    draft_config = draft_config_of(script.draft, draft_loading) if script.draft else None
+    kwargs = template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, tell)
+    mask_token_id = mask_token_of(script, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, kwargs, reader, recipe.max_length, mask_token_id, rows)
+    return RowEncoder(tokenizer, kwargs, reader, script.max_length, mask_token_id, rows)
 
 
-def _load_rows(recipe: RecipeArguments) -> tuple:
+def _load_rows(script: ScriptArguments) -> tuple:
     """The rows to train and to evaluate on; of a run on stored features, none."""
 
     def load(data, split):
         """The rows of a split of some data."""
-        return load_rows(data, split, name=recipe.data_name, revision=recipe.data_revision)
+        return load_rows(data, split, name=script.data_name, revision=script.data_revision)
 
-    if recipe.features:
+    if script.features:
         return None, None
-    evaluates = recipe.eval_data or recipe.eval_split
-    eval_rows = load(recipe.eval_data or recipe.data, recipe.eval_split) if evaluates else None
-    return load(recipe.data, recipe.split), eval_rows
+    evaluates = script.eval_data or script.eval_split
+    eval_rows = load(script.eval_data or script.data, script.eval_split) if evaluates else None
+    return load(script.data, script.split), eval_rows
 
 
 def _encode_rows(rows, data, encoder: RowEncoder, num_proc: int | None, say, conversations: bool = False):
@@ -347,9 +355,9 @@ def _encode_rows(rows, data, encoder: RowEncoder, num_proc: int | None, say, con
     return dataset
 
 
-def _draw_rows_to_store(rows, recipe: RecipeArguments, args):
+def _draw_rows_to_store(rows, script: ScriptArguments, args):
     """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
-    count = recipe.store_rows
+    count = script.store_rows
     stored_before = Path(args.output_dir, STORED, "train", MANIFEST).is_file()
     if count == -1 and args.max_steps > 0 and not stored_before:  # else those that are stored come first
         count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -360,21 +368,21 @@ def _draw_rows_to_store(rows, recipe: RecipeArguments, args):
 
 
 def _replace_rows_by_features(
-    trainer: DFlashTrainer, recipe: RecipeArguments, encoder: RowEncoder, writes: bool, say
+    trainer: DFlashTrainer, script: ScriptArguments, encoder: RowEncoder, writes: bool, say
 ) -> None:
     """
     Replace a trainer's rows by their features. One process stores them on each disk, as it `writes`; the others wait.
     """
     args = trainer.args
     folder = Path(args.output_dir) / STORED
-    train_rows = _draw_rows_to_store(trainer.train_dataset, recipe, args)
+    train_rows = _draw_rows_to_store(trainer.train_dataset, script, args)
     eval_rows = trainer.eval_dataset
     if writes:
-        enough = _storing_limit(recipe, args, folder.parent, 1 / 3)
-        store_rows(train_rows, folder / "train", trainer, recipe, encoder, enough)
+        enough = _storing_limit(script, args, folder.parent, 1 / 3)
+        store_rows(train_rows, folder / "train", trainer, script, encoder, enough)
         # Held-out rows, too, as many as fit into their share of the time; evaluation data are the user's.
-        enough = None if recipe.evaluates else _storing_limit(recipe, args, folder.parent, 1 / 20)
-        store_rows(eval_rows, folder / "eval", trainer, recipe, encoder, enough)
+        enough = None if script.evaluates else _storing_limit(script, args, folder.parent, 1 / 20)
+        store_rows(eval_rows, folder / "eval", trainer, script, encoder, enough)
     meet(args)
     trainer.train_dataset = _common_rows(StoredFeatures(folder / "train"), trainer)
     if eval_rows is not None:
@@ -388,12 +396,12 @@ def _common_rows(dataset: StoredFeatures, trainer: DFlashTrainer):
     return dataset if count == len(dataset) else torch.utils.data.Subset(dataset, range(count))
 
 
-def _storing_limit(recipe: RecipeArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:
+def _storing_limit(script: ScriptArguments, args, folder: Path, share: float) -> Callable[[], bool] | None:
     """
     A function that says whether storing features, as many as a run can, has taken its share of the time or half of the
-    free disk; `None` if the recipe names their number.
+    free disk; `None` if `store_rows` is their number.
     """
-    if recipe.store_rows != -1:
+    if script.store_rows != -1:
         return None
     start = TimeBudgetSchedule.clock()
     free_bytes = shutil.disk_usage(folder).free
@@ -426,6 +434,20 @@ def save(trainer: DFlashTrainer, adapted: bool) -> None:
         _to_half_precision(merged_draft, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
         save_facts(trainer, folder, trainer.trained_steps)
+
+
+def save_with_shared_head(folder: Path, say) -> None:
+    """
+    Replace the drafter of a folder, whose vocabulary is reduced, by the same one with the target's head. Its rows of
+    that head were not trained, so it drafts the same tokens, and rarely one of the others.
+    """
+    with without_bars():
+        draft = DFlashDraftModel.from_pretrained(folder)
+        with_shared_head(draft).save_pretrained(folder)
+    say(
+        f"shared head       all tokens are drafted, with the target's head; --share-head false keeps the "
+        f"{draft.config.draft_vocab_size:,} of training, which SGLang does not serve"
+    )
 
 
 def _to_half_precision(draft, args):

@@ -1,16 +1,14 @@
 """Arguments of drafter training, with the paper's recipe as defaults (DFlash, arXiv 2602.06036)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
+from dflash_hf.training.arguments import DFlashOptions, check_values
 
-_CHOICES = {
-    "loss_type": ("ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"),
-    "block_attention": ("auto", "flex", "dense"),
-}
+
 # Arguments of transformers that must stay off, and what they would do.
 _OFF = {
     "remove_unused_columns": "would drop `input_ids` and `loss_mask`, which the drafter's forward does not take",
@@ -23,15 +21,8 @@ _OFF = {
 }
 
 
-def key(help: str, default=None):
-    """An option of `dflash train --keys`, with its help."""
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class DFlashTrainingArguments(TrainingArguments):
+class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
     """
     `TrainingArguments` and what DFlash adds.
 
@@ -72,21 +63,6 @@ class DFlashTrainingArguments(TrainingArguments):
         "head_only",
     )
 
-    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4)
-    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine")
-    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04)
-    num_train_epochs: float = key("Passes over the data.", 6.0)
-    remove_unused_columns: bool = key("Must stay off: the columns are not arguments of the drafter's forward.", False)
-    logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
-    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.")
-    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512)
-    loss_type: str = key(f"The loss: {', '.join(_CHOICES['loss_type'])}.", "ce")
-    loss_decay_gamma: float | None = key("Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).")
-    muon: bool = key("Train the layers' matrices with Muon, the rest with AdamW.", False)
-    head_only: bool = key("Train the drafter's head alone.", False)
-    loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
-    block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
-
     @property
     def weighting(self) -> str:
         """What weighs the slots: `"dpace"`, `"auf"`, or else `"decay"`."""
@@ -125,9 +101,8 @@ class DFlashTrainingArguments(TrainingArguments):
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
             self.num_train_epochs = 1e6  # the time limit ends training long before
-        for name in ("num_anchors", "loss_chunk_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
+        check_values(self, DFlashOptions, minima)
         if self.max_steps == 0 or self.max_steps < 0 and not self.num_train_epochs > 0:
             name = "num_train_epochs" if self.max_steps else "max_steps"
             raise ValueError(f"{name}={getattr(self, name)} trains nothing; give a positive number, or leave it out.")
@@ -135,9 +110,6 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
         for name, effect in _OFF.items():
             if getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} {effect}; leave it out.")
