@@ -28,20 +28,20 @@ def main() -> int:
     parser.add_argument("--output", default="drafter", help="folder on the job's disk; default: %(default)s")
     parser.add_argument("--private", action="store_true", help="publish it in a private repository")
     parser.add_argument("--dry-run", action="store_true", help="only print the settings")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of `dflash train`")
-    arguments = parser.parse_args()
+    arguments, further_options = parser.parse_known_args()  # further ones are those of `dflash train`
 
     # 1. Train. On several GPUs each process takes its share of the batches.
     settings = {
-        "target": arguments.target,
-        "data": arguments.data,
-        "output_dir": arguments.output,
-        "bf16": "true",
-        "per_device_train_batch_size": "1",
-        "gradient_accumulation_steps": "8",
-        "report_to": "none",
+        "--preset": "paper",
+        "--target": arguments.target,
+        "--data": arguments.data,
+        "--output-dir": arguments.output,
+        "--report-to": "none",
     }
-    train = ["train", *(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    train = ["train"]
+    for option, value in settings.items():
+        train += [option, value]
+    train += further_options
     if arguments.dry_run:
         return subprocess.run([sys.executable, "-m", "dflash_hf.cli", *train, "--dry-run"]).returncode
     code = subprocess.run(["accelerate", "launch", "-m", "dflash_hf.cli", *train]).returncode

@@ -27,11 +27,12 @@ from transformers import GenerationConfig, GenerationMixin
 
 from dflash_hf import DFlashDecodingConfig, DFlashDraftConfig, DFlashTrainingArguments
 from dflash_hf.cli import COMMANDS, build_parser
+from dflash_hf.commands.train import translate
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.check import check
 from dflash_hf.terminal import METAVARS
-from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.arguments import ScriptArguments
 
 
 IGNORED_FOLDERS = {".venv", "venv", "site", "pages", "build", "dist", "node_modules"}
@@ -209,7 +210,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 @cache
 def recipe_keys() -> frozenset[str]:
-    fields = [*dataclasses.fields(RecipeArguments), *dataclasses.fields(DFlashTrainingArguments)]
+    fields = [*dataclasses.fields(ScriptArguments), *dataclasses.fields(DFlashTrainingArguments)]
     return frozenset(field.name for field in fields)
 
 
@@ -260,8 +261,11 @@ def faults_of_dflash(words: list[str], is_whole: bool) -> list[str]:
         return []
     if words[0] not in COMMANDS:
         return [f"there is no command `dflash {words[0]}`"]
-    parser = build_parser(words[0])
+    parser = build_parser(words[0], all_options=True)
+    command = words[0]
     words = [word.strip("[]") for word in words[1:] if word not in ("...", "...]")]
+    if command == "train":
+        words = translate(words, parser)
     for action in parser._actions:
         if not is_whole:
             action.required = False
@@ -284,9 +288,9 @@ def faults_of_dflash(words: list[str], is_whole: bool) -> list[str]:
         return [f"dflash {shlex.join([parser.prog.split()[-1], *words])}: {message}" for message in messages]
     finally:
         patch.undo()
-    overrides = getattr(arguments, "overrides", [])
-    keys = [override.partition("=")[0].partition(".")[0] for override in overrides]
-    return [f"a recipe has no key {key!r}" for key in keys if key not in (*recipe_keys(), "key")]
+    entries = getattr(arguments, "entry", None) or []
+    keys = [entry.partition("=")[0].partition(".")[0] for entry in entries]
+    return [f"a recipe has no key {key!r}" for key in keys if key not in recipe_keys()]
 
 
 # ------------------------------------------------------------------------------------------------------ what is said
@@ -304,7 +308,7 @@ def faults_of_loose_options(span: Span, document: Document) -> list[str]:
     commands -= {"env"}  # has no options of its own
     known: set[str] = {"--help"}
     for command in commands or COMMANDS:
-        known |= options_of(build_parser(command))
+        known |= options_of(build_parser(command, all_options=True))
     for script in set(re.findall(r"[\w./-]+\.py", document.text)):
         file = find_script(script)
         if file is not None and not file.name.startswith("test_"):

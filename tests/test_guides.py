@@ -22,7 +22,7 @@ from support.guides import PAGES, ROOT, blocks_of, save_stand_in
 
 from dflash_hf import cli
 from dflash_hf.cli import COMMANDS, build_parser, main
-from dflash_hf.commands.train import overrides_of
+from dflash_hf.commands.train import settings_of
 from dflash_hf.training.recipe import read_recipe
 
 
@@ -43,8 +43,9 @@ LESS = {
     "--blocks": "2",
     "--kinds": "chat",
 }
-LESS_TRAINING = ["max_minutes=null", "max_steps=2", "num_anchors=4", "eval_steps=2", "save_steps=2", "bf16=false"]
-LESS_TRAINING += ["target_dtype=float32", "use_cpu=true", "per_device_train_batch_size=2"]
+LESS_TRAINING = ["--max-minutes", "null", "--max-steps", "2", "--num-anchors", "4", "--eval-steps", "2"]
+LESS_TRAINING += ["--save-steps", "2", "--bf16", "false", "--target-dtype", "float32", "--use-cpu"]
+LESS_TRAINING += ["--per-device-train-batch-size", "2"]
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +81,7 @@ def parse(words: list[str]) -> None:
             return
         arguments = cli.parse(rest)
         if rest[0] == "train" and arguments.keys is None:
-            read_recipe(bundled(arguments.config), overrides_of(arguments))
+            read_recipe(bundled(arguments.config), settings_of(arguments))
     elif program == "accelerate":
         at = rest.index("-m")
         options = dict(zip(rest[1:at:2], rest[2:at:2]))
@@ -136,7 +137,7 @@ def smaller(words: list[str]) -> list[str]:
         words += ["--max-new-tokens", LESS["--max-new-tokens"]]
     if words[0] == "train" and "--keys" not in words:
         fresh = "--config" in words and "--draft" not in words
-        words += LESS_TRAINING + (["draft_vocab_size=64"] if fresh else [])
+        words += LESS_TRAINING + (["--draft-vocab-size", "64"] if fresh else [])
     return words
 
 
@@ -210,9 +211,9 @@ def test_commands_of_other_files_can_be_parsed(path):
     """A command on lines of its own can be parsed, and options named in passing exist."""
     text = re.sub(r" *\\\n[# ]*", " ", path.read_text(encoding="utf-8"))
     for line in re.findall(r"^[# ]*(dflash [a-z0-9]+ .*)", text, re.MULTILINE) if path.suffix != ".py" else ():
-        for words in commands_in(line.replace("max_minutes=M", "max_minutes=3")):
+        for words in commands_in(line.replace("--max-minutes M", "--max-minutes 3")):
             parse(words)
     for command, rest in re.findall(r"(?<![\w-])dflash ([a-z0-9]+)([^`\"'|&\n]*)", text):
         if command in COMMANDS:
-            known = build_parser(command)._option_string_actions
+            known = build_parser(command, all_options=True)._option_string_actions
             assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(known), command

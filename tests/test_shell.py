@@ -32,8 +32,9 @@ from dflash_hf.terminal import note, wants_color
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = "--target {w}/target --draft {w}/draft"
 GENERATE = f"generate {PAIR} --max-new-tokens 4 --prompt"
-TRAIN = "train --target {w}/target --data {w}/rows.jsonl --output {out}/t max_steps=2 save_steps=1 report_to=none"
-TRAIN += " use_cpu=true num_draft_layers=1 target_layer_ids=[0,2] block_size=4 num_anchors=4 max_length=64"
+TRAIN = "train --target {w}/target --data {w}/rows.jsonl --output-dir {out}/t --max-steps 2 --save-steps 1"
+TRAIN += " --report-to none --use-cpu --num-draft-layers 1 --target-layer-ids 0 2 --block-size 4 --num-anchors 4"
+TRAIN += " --max-length 64"
 # Each command at work, with the status at its end; the drafter is random, which `doctor` reports.
 WORKS = {
     "demo --draft {w}/draft --prompts 1 --max-new-tokens 4 --dtype float32 --output {out}/d": 0,
@@ -58,12 +59,15 @@ WORKS = {
 ERRORS = [
     ("nonsense", 2, "invalid choice: 'nonsense' (choose from "),
     ("chat --foo 1", 2, "dflash chat: error: unrecognized arguments: --foo 1 (see dflash chat --help)"),
-    ("train --learning-rate 1", 2, "unrecognized arguments: --learning-rate; write learning_rate=1 (see dflash train"),
-    ("train --max-minutes=9 --muon", 2, "--max-minutes=9 --muon; write max_minutes=9 muon=true (see dflash train"),
     (
-        "train --data {w}/absent.jsonl blok_size=1",
-        1,
-        "did you mean 'block_size'? data='{w}/absent.jsonl': there is no",
+        "train --learning_rate 1",
+        2,
+        "unrecognized arguments: --learning_rate 1; did you mean --learning-rate? (see dfl",
+    ),
+    (
+        "train --data {w}/absent.jsonl --blok-size 1",
+        2,
+        "did you mean --block-size? --data='{w}/absent.jsonl': there is no",
     ),
     ("generate --target x", 2, "--prompt"),
     ("demo --prompts 0", 2, "0 must be at least 1"),
@@ -119,10 +123,10 @@ ERRORS = [
     ("regenerate --data {w}/rows.jsonl --target t --output {w}/rows.jsonl/r.jsonl", 2, "cannot be written: Not a dir"),
     ("convert {w}/draft {w}/rows.jsonl/c", 2, "cannot be written: Not a directory"),
     ("demo --output {w}/rows.jsonl", 2, "is a file; name a folder"),
-    ("train --target {w}/target --data {w}/rows.jsonl --output {w}/rows.jsonl/t", 1, "cannot be written"),
-    ("train --target {w}/draft --data {w}/rows.jsonl --output {out}/t", 1, "is a DFlash drafter"),
+    ("train --target {w}/target --data {w}/rows.jsonl --output-dir {w}/rows.jsonl/t", 1, "cannot be written"),
+    ("train --target {w}/draft --data {w}/rows.jsonl --output-dir {out}/t", 1, "is a DFlash drafter"),
     (
-        "train --target {w}/target --data absent.jsonl --output {out}/t",
+        "train --target {w}/target --data absent.jsonl --output-dir {out}/t",
         1,
         "error: --data absent.jsonl: there is no such file",
     ),
@@ -355,11 +359,12 @@ def test_env_prints_versions_and_no_secret(run, monkeypatch):
 
 
 def test_no_token_is_printed(run, refused):
-    line = "train --target {w}/target --data {w}/rows.jsonl --output {out}/t"
+    line = "train --target {w}/target --data {w}/rows.jsonl --output-dir {out}/t"
     for more in ("", "--json"):
-        code, out, err = run(f"{line} hub_token=hf_abcdefghij --dry-run {more}")
-        assert code == 0 and "hub_token" in out and "hf_abc" not in out + err
-    assert "hf_abc" not in refused(line, "hub_token=hf_abcdefghij", "max_steps=few")[1]
+        for token in ("--hub-token hf_abcdefghij", "hub_token=abc-secret"):
+            code, out, err = run(f"{line} {token} --dry-run {more}")
+            assert code == 0 and "hub_token" in out and "hf_abc" not in out + err and "abc-secret" not in out + err
+    assert "hf_abc" not in refused(line, "--hub-token", "hf_abcdefghij", "--max-steps", "few")[1]
     assert terminal.one_line("x hf_abcdefghij y") == "x hf_... y"
 
 
@@ -373,7 +378,7 @@ def test_custom_code_needs_trust(world, tmp_path, run, refused):
     code = "from transformers import Qwen3Config, Qwen3ForCausalLM\n\n\nclass OwnConfig(Qwen3Config):\n"
     code += "    model_type = 'own'\n\n\nclass Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
     (own / "own.py").write_text(code)
-    for line, trust in ((f"{GENERATE} a", "--trust-remote-code"), (TRAIN, "trust_remote_code=true")):
+    for line, trust in ((f"{GENERATE} a", "--trust-remote-code"), (TRAIN, "--trust-remote-code")):
         line = line.replace("{w}/target", "{out}/own")
         code, _, text = run(line)
         assert code == 1 and "has custom code: read it, and if you trust it" in text and trust in text, text

@@ -118,13 +118,13 @@ def trainer_of(keys: dict, features: list[str], folder: str, seconds: float, see
     keys = {
         **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
         **{"init_layers": None, "draft_vocab_size": None, "gradient_accumulation_steps": 1, **keys},  # no preset's
+        **{"preset": "cpu", "share_head": False},
         **{"features": features, "use_cpu": True, "max_minutes": seconds / 60},
         **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
         **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},
     }
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
-    recipe, training = read_recipe(None, [f"{key}={text}" for key, text in texts.items()])
-    return train(recipe, training)
+    return train(*read_recipe(None, texts))
 
 
 def table(runs: list[dict]) -> str:

@@ -36,15 +36,17 @@ for set in $sets "held_out:$here/data/held_out.jsonl.gz"; do
 done
 
 # By the clock: half on the answers' tokens, then on the target's distributions, finally the path selector alone.
-train() { # OUTPUT MINUTES [KEY=VALUE ...]
+train() { # OUTPUT MINUTES [OPTION ...]
   [ -f "$work/$1/model.safetensors" ] ||
-    dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=[$features]" \
-      "eval_features=$work/features-held_out" "output_dir=$work/$1" "max_minutes=$2" resume_from_checkpoint=auto "${@:3}"
+    dflash train --config "$here/../recipes/smollm2-135m.yaml" --features "[$features]" \
+      --eval-features "$work/features-held_out" --output-dir "$work/$1" --max-minutes "$2" \
+      --resume-from-checkpoint auto "${@:3}"
 }
-train first $((minutes / 2)) "draft_config={conv_kernel_size: 2, conv_group_size: 16}"
-train second $((minutes / 4)) "draft=$work/first" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=5e-4
-train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=3e-3 \
-  num_anchors=32 head_only=true "draft_config={selector_rank: 32, selector_top_k: 16}"
+train first $((minutes / 2)) --draft-config "{conv_kernel_size: 2, conv_group_size: 16}"
+train second $((minutes / 4)) --draft "$work/first" --init-layers null --draft-vocab-size null --loss-type dpace_kl \
+  --learning-rate 5e-4
+train drafter $((minutes / 4)) --draft "$work/second" --init-layers null --draft-vocab-size null --loss-type dpace_kl \
+  --learning-rate 3e-3 --num-anchors 32 --head-only --draft-config "{selector_rank: 32, selector_top_k: 16}"
 
 # Half the size, then figures, card, and what the Hub would hold.
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16

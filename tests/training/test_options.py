@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from dflash_hf import DFlashTrainingArguments, cli
-from dflash_hf.commands.train import OLD_SPELLINGS, settings_of
-from dflash_hf.training.arguments import ScriptArguments
+from dflash_hf.commands.train import LISTED, OLD_SPELLINGS, settings_of
+from dflash_hf.training.arguments import DFlashOptions, ScriptArguments
 from dflash_hf.training.recipe import decide
 
 
@@ -97,10 +97,12 @@ def test_unknown_option_names_the_nearest(words, message, capsys):
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_help_lists_own_settings_alone(capsys):
-    """Those of transformers are 120 more, for which torch is imported."""
+def test_help_lists_what_is_set_first(capsys):
+    """With all it was three screens; those of transformers are 120 more, for which torch is imported."""
+    fields = [*dataclasses.fields(ScriptArguments), *dataclasses.fields(DFlashOptions)]
+    assert set(LISTED) <= {field.name for field in fields}
     with pytest.raises(SystemExit):
         cli.parse(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--num-anchors N Blocks sampled from each sequence at each step. (paper: 512, cpu: 16)" in text
+    assert "--num-anchors N Blocks sampled from each sequence at each step (paper: 512, cpu: 16)" in text
     assert "--adam-beta1" not in text and "--entry" not in text

@@ -2,7 +2,7 @@
 `dflash features`.
 
     dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features
-    dflash train --target Qwen/Qwen3-8B --output my-drafter features=features
+    dflash train --target Qwen/Qwen3-8B --output-dir my-drafter --features features
 """
 
 from dflash_hf.commands import shared

@@ -6,22 +6,16 @@
     dflash train --keys save
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
 
-All arguments of transformers' TrainingArguments are options, too (`--keys` lists them); a setting has the same name in
-a recipe: max_minutes is --max-minutes. Lists are words (--target-layer-ids 8 15 22), mappings YAML (--peft-config
-'{r: 16}') or entries (--peft-config.r 16); null unsets what a recipe or a preset sets.
-
-settings to change first:
-    --preset                       paper or cpu: what all other settings are
-    --per-device-train-batch-size  rows at a time; 1 if memory is short (a step keeps its rows, by accumulation)
-    --max-minutes                  the length of the run (default: cpu 3,000 steps, paper 6 passes over the data)
-    --learning-rate                (default: cpu 1e-3, paper 6e-4)
+settings are options and keys of a recipe: --max-minutes is max_minutes. --keys lists all, transformers' included:
+    lists are words: --target-layer-ids 8 15 22; mappings YAML or entries: --peft-config '{r: 16}', --peft-config.r 16
+    --per-device-train-batch-size 1 if memory is short; a step keeps its rows, by accumulation
+    null unsets what a recipe or a preset sets
 """
 
 import argparse
 import dataclasses
 import difflib
 import json
-import os
 import re
 import shlex
 import typing
@@ -42,6 +36,27 @@ AGAIN = "the same command with --resume-from-checkpoint auto goes on from the la
 # How 0.2 spelt options: these work, and say their new spelling. `key=value` stands for each setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
 
+# The settings that help lists; `--keys` lists all.
+LISTED = (
+    "preset",
+    "target",
+    "draft",
+    "data",
+    "features",
+    "eval_data",
+    "output_dir",
+    "mask_token_id",
+    "num_draft_layers",
+    "block_size",
+    "head",
+    "draft_vocab_size",
+    "share_head",
+    "max_length",
+    "max_minutes",
+    "learning_rate",
+    "num_anchors",
+    "loss_type",
+)
 _RECIPE_ALONE = frozenset({"debug"})  # a setting of transformers, and an option of all commands
 
 
@@ -71,8 +86,9 @@ def _add_options(parser, dataclass_type: type, present: frozenset = frozenset())
         if not field.init or field.name in present:
             continue
         kinds = [typing.get_origin(kind) or kind for kind in allowed_types(hints[field.name])]
-        help = help_of(field, hints[field.name])
-        options: dict = {"help": help.replace("%", "%%"), "metavar": _metavar(field.name, kinds)}
+        help = help_of(field, hints[field.name], is_short=True).replace("%", "%%")
+        options: dict = {"metavar": _metavar(field.name, kinds)}
+        options["help"] = help if field.name in LISTED else argparse.SUPPRESS
         if bool in kinds:
             options |= {"nargs": "?", "const": "true"}
         elif list in kinds:
@@ -106,7 +122,7 @@ def translate(words: list[str], parser) -> list[str]:
         if not is_value and equals and re.fullmatch(r"[a-z]\w*(\.\w+)*", name):  # key=value
             setting, dot, entry = name.partition(".")
             name = f"--{setting.replace('_', '-')}{dot}{entry}"
-            new_spellings.append(f"{name} {shlex.quote(text)}")
+            new_spellings.append(f"{name} {'...' if is_secret(setting) else shlex.quote(text)}")
             word = f"{name}={text}"
         elif not is_value and name in OLD_SPELLINGS:
             name = OLD_SPELLINGS[name]
@@ -200,10 +216,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.training.held_out import closing_line, taus
     from dflash_hf.training.train import leave_group, train
 
-    for line in lines_of_choices(settings):
-        if int(os.environ.get("RANK", 0)) == 0:
-            echo(line)
-    trainer = train(script, training, echo)
+    trainer = train(script, training, echo, choices=lines_of_choices(settings))
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
         target = arguments.target_name or script.target

@@ -43,12 +43,16 @@ def choices_of(hint) -> tuple:
     return ()
 
 
-def help_of(field: dataclasses.Field, hint) -> str:
-    """The help of a field: what it is, its choices, and its value in each preset, or its default."""
-    sentences = [" ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())]
+def help_of(field: dataclasses.Field, hint, is_short: bool = False) -> str:
+    """The help of a field: what it is (the first sentence if short), its choices, and its value in each preset."""
+    text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
+    if is_short:
+        text = text.partition(". ")[0].removesuffix(".")
     choices = choices_of(hint)
+    sentences = [text]
     if choices:
-        sentences.append(f"One of {', '.join(map(str, choices))}.")
+        listed = ", ".join(map(str, choices))
+        sentences.append(f"({listed})" if is_short else f"One of {listed}.")
     values = {name: preset[field.name].value for name, preset in PRESETS.items() if field.name in preset}
     if len(values) == len(PRESETS) and len(set(map(str, values.values()))) == 1:
         sentences.append(f"(default: {next(iter(values.values()))})")
@@ -90,7 +94,7 @@ class ScriptArguments:
     """
 
     preset: typing.Literal["paper", "cpu"] | None = option(
-        "Values of all settings that nobody names: paper, the paper's drafter and recipe, for GPUs; cpu, what a "
+        "Values of all settings that you leave out. paper: the paper's drafter and recipe, for GPUs; cpu: what a "
         "laptop can train. Default: paper on a GPU, else cpu; the run says which."
     )
 
@@ -111,15 +115,17 @@ class ScriptArguments:
         "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: by their number, 8,192 at most."
     )
     share_head: bool = option(
-        "With a draft_vocab_size: once trained, draft all tokens, with the target's head. SGLang serves no other "
-        "drafter; this package drafts a little faster without.",
+        "Save a drafter with a draft_vocab_size with the target's head, over all tokens. SGLang serves no other; this "
+        "package drafts a little faster without.",
         False,
     )
     target_layer_ids: list[int] | None = option(
         "Target layers that a new drafter reads. Default: the layers of the features, or the paper's rule."
     )
-    mask_token_id: int | None = option("Default: the drafter's, or the target's first spare embedding row.")
-    head: Head | None = option("Head of the drafter, and its loss; draft_config and loss_type say more.")
+    mask_token_id: int | None = option(
+        "Id of the mask token. Default: the drafter's, or the target's first spare embedding row."
+    )
+    head: Head | None = option("Head of the drafter, and its loss. `draft_config` and `loss_type` change them.")
     draft_config: dict = option("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
     peft_config: dict | None = option("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
 
@@ -189,6 +195,7 @@ class ScriptArguments:
 class DFlashOptions:
     """What [`~dflash_hf.DFlashTrainingArguments`] adds to transformers' `TrainingArguments`, or sets otherwise."""
 
+    output_dir: str | None = option("Folder for the drafter and the run's checkpoints.")
     learning_rate: float = option("Initial learning rate of AdamW.", PAPER["learning_rate"].value)
     lr_scheduler_type: str = option("Schedule of the learning rate.", PAPER["lr_scheduler_type"].value)
     warmup_steps: float = option("Warm-up: a share of all steps below 1, else steps.", PAPER["warmup_steps"].value)
@@ -197,11 +204,11 @@ class DFlashOptions:
         "Must stay off: the columns are not arguments of the drafter's forward.", False
     )
     logging_nan_inf_filter: bool = option("Must stay off: training stops at a loss that is not finite.", False)
-    max_minutes: float | None = option("Minutes of the whole run; the learning rate decays over time, not steps.")
+    max_minutes: float | None = option("Minutes of the whole run. The learning rate decays over time, not steps.")
     num_anchors: int = option("Blocks sampled from each sequence at each step.", PAPER["num_anchors"].value)
     loss_type: LossType = option(
-        "ce: cross-entropy with decaying slot weights; dpace: with D-PACE's; auf: up to the first mistake; kl, "
-        "dpace_kl, auf_kl: divergence from the target; dspark: mostly total variation.",
+        "The loss. ce: cross-entropy with decaying slot weights; dpace: with D-PACE's; auf: up to the first mistake; "
+        "kl, dpace_kl, auf_kl: divergence from the target; dspark: mostly total variation.",
         PAPER["loss_type"].value,
     )
     loss_decay_gamma: float | None = option(

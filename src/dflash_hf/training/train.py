@@ -55,7 +55,7 @@ STORED = ".features"  # of rows that a run reads more than once; it is removed, 
 _METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 
 
-def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=()):
+def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=(), choices=()):
     """
     Train a drafter, and save it to its `output_dir`.
 
@@ -63,6 +63,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
         script, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
+        choices (`Sequence[str]`): What nobody decided but the run, said once its arguments are known to be right.
 
     Returns:
         `DFlashTrainer`: After training.
@@ -73,6 +74,11 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), script.overwrite_output_dir)
     target_config = check_run(script, args)
+    is_first = args.process_index == 0
+    say = echo if is_first else _say_nothing  # what a run is about to do
+    tell = note if is_first else _say_nothing  # what it does otherwise than one might expect
+    for line in choices:
+        say(line)
     with one_process_first(args):
         rows, eval_rows = _load_rows(script)
     tokenizer = load_tokenizer(
@@ -86,9 +92,6 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
     reader = load_image_reader(script.target, target_config, tokenizer, loading)  # and its template
     for features in script.feature_folders:
         check_stored(StoredFeatures(features), args.has_teacher, **digests_of_tokenizer(tokenizer))
-    is_first = args.process_index == 0
-    say = echo if is_first else _say_nothing  # what a run is about to do
-    tell = note if is_first else _say_nothing  # what it does otherwise than one might expect
 
     # 2. The target, on the device of this process; with stored features, which need little of it, in main memory.
     set_seed(args.seed)
