@@ -14,6 +14,7 @@ from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_fit, target_features
 from dflash_hf.training import objective
+from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.blocks import BlockGroups, block_groups, block_mask
 
 
@@ -147,7 +148,8 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
         trainer = make_trainer(tmp_path, target, rows, draft, eval_rows=rows, block_attention=attention)
         batch = trainer.data_collator(rows)
         trainer.objective.draw_anchors(batch, step=0)
-        kinds = {type(mask) for mask in trainer.objective.attention_masks(batch).values()}
+        with groups_as_masks(draft.config):
+            kinds = {type(mask) for mask in trainer.objective.attention_masks(batch).values()}
         assert kinds == {BlockMask if attention == "flex" else BlockGroups}
         figures.append(trainer.evaluate())
     for key in ("eval_loss", "eval_accuracy", "eval_simulated_tau"):
@@ -173,8 +175,9 @@ def test_groups_have_the_gradients_of_the_dense_mask(attention, tmp_path, monkey
         monkeypatch.setattr(objective, "block_groups", mask)
         batch = trainer.data_collator(uneven_rows())
         trainer.objective.draw_anchors(batch, step=0)
-        loss = trainer.compute_loss(trainer.model.train(), batch)
-        loss.backward()
+        with groups_as_masks(draft.config):
+            loss = trainer.compute_loss(trainer.model.train(), batch)
+            loss.backward()
         results.append([loss.detach(), *(one.grad for one in draft.parameters())])
     for other in results[1:]:
         for one, wanted in zip(other, results[0], strict=True):
@@ -185,9 +188,25 @@ def test_drafter_keeps_its_own_attention(tmp_path):
     """A drafter whose attention has a name of this process could not be read in another."""
     trainer = make_trainer(tmp_path, make_target(), counting_rows(4), eval_rows=counting_rows(2))
     before = trainer.draft.config._attn_implementation
+    batch = trainer.data_collator(counting_rows(2))
+    trainer.objective.draw_anchors(batch, step=0)
+    seen = []
+    objective = trainer.objective
+
+    def kinds():
+        return {type(mask) for mask in objective.attention_masks(batch).values()}
+
+    assert kinds() == {torch.Tensor}  # outside of a run
+    trainer.draft.layers[0].register_forward_pre_hook(lambda *_: seen.append(kinds()))
     trainer.evaluate()
     trainer.train()
+    assert seen and all(of_layer == {BlockGroups} for of_layer in seen)
     assert trainer.draft.config._attn_implementation == before
+    trainer.draft.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    for run in (trainer.evaluate, trainer.train):
+        with pytest.raises(ZeroDivisionError):
+            run()
+        assert trainer.draft.config._attn_implementation == before
 
 
 def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):

@@ -6,6 +6,8 @@ order of their anchors, so a group of neighbours sees no context beyond its last
 Each group attends to those keys alone, which are put together only while it does, also in the backward pass.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,20 +22,36 @@ from dflash_hf.training.blocks import BlockGroups
 _PREFIX = "dflash_groups_"  # before the name of the implementation that computes each group
 
 
-def attend_in_groups(config) -> None:
-    """Let a drafter take [`~dflash_hf.training.blocks.BlockGroups`] in place of a mask, until [`restore`]."""
+@contextmanager
+def groups_as_masks(config) -> Iterator[None]:
+    """
+    Inside, the layers of a drafter take [`~dflash_hf.training.blocks.BlockGroups`] in place of a mask; outside, masks
+    are dense.
+
+    A layer reads which attention it has from the drafter's configuration, so that names another one inside. It holds
+    for a whole run or evaluation, not for a forward: layers that are recomputed attend in the backward pass, too.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's own; as before at the end, also after an error.
+    """
     name = config._attn_implementation
-    if not name.startswith(_PREFIX):
-        ALL_ATTENTION_FUNCTIONS.register(f"{_PREFIX}{name}", partial(grouped_attention, name))
-        config._attn_implementation = f"{_PREFIX}{name}"
+    if takes_groups(config):  # an evaluation in a run
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS.register(f"{_PREFIX}{name}", partial(_attend_to_groups, name))
+    config._attn_implementation = f"{_PREFIX}{name}"
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
 
 
-def restore(config) -> None:
-    """Undo [`attend_in_groups`]."""
-    config._attn_implementation = config._attn_implementation.removeprefix(_PREFIX)
+def takes_groups(config) -> bool:
+    """Whether the layers of a drafter take groups, see [`groups_as_masks`]."""
+    return config._attn_implementation.startswith(_PREFIX)
 
 
-def grouped_attention(implementation: str, module, query, key, value, attention_mask, **kwargs):
+def _attend_to_groups(implementation: str, module, query, key, value, attention_mask, **kwargs):
     """
     An attention function of transformers: as `implementation`, and for [`~dflash_hf.training.blocks.BlockGroups`]
     group by group.

@@ -8,7 +8,7 @@ import torch
 
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.target import TargetOutput, target_logits
-from dflash_hf.training.attention import attend_in_groups
+from dflash_hf.training.attention import takes_groups
 from dflash_hf.training.blocks import (
     Blocks,
     block_groups,
@@ -112,7 +112,6 @@ class Objective:
 
         # 3. One pass of the drafter over [context | blocks].
         dtype = self.draft.dtype
-        attend_in_groups(config)
         hidden = model(
             noise_embeds=noise.to(dtype),
             context_hidden_states=output.features.to(dtype),
@@ -153,8 +152,8 @@ class Objective:
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:
         """
-        The mask of each layer type: a `BlockMask` for flex attention, else groups of blocks; for sinks, which are a
-        column of the mask, additive `[N, 1, A*B, S + A*B]`.
+        The mask of each layer type: a `BlockMask` for flex attention, else groups of blocks, where the layers take
+        them; else, and for sinks, which are a column of the mask, additive `[N, 1, A*B, S + A*B]`.
         """
 
         def mask(window: int | None, is_causal: bool):
@@ -162,7 +161,7 @@ class Objective:
             shape = (self.config.block_size, window, is_causal)
             if self.uses_flex:
                 return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
-            if not self.config.attention_sink_bias:
+            if takes_groups(self.config) and not self.config.attention_sink_bias:
                 return block_groups(batch["anchors"], batch["attention_mask"], *shape)
             return additive(block_mask(batch["anchors"], batch["attention_mask"], *shape), self.draft.dtype)
 

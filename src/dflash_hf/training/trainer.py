@@ -16,7 +16,7 @@ from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
-from dflash_hf.training.attention import restore
+from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
@@ -85,28 +85,49 @@ class DFlashTrainer(AtomicTrainer):
         card_facts: dict | None = None,
         **kwargs,
     ):
+        # 1. Whatever is wrong is said before upstream's trainer exists.
         if args is None:
             args = DFlashTrainingArguments(output_dir="dflash_draft")
-        if not isinstance(args, DFlashTrainingArguments):
-            raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
         model, target = loaded(model, target)
-        check_arguments(args, target, train_dataset, kwargs)
+        check_arguments(args, train_dataset, kwargs)
         check_fit(model.config, target)
-        eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        for dataset in (train_dataset, *eval_datasets):
-            if dataset is not None:
-                check_dataset(dataset, args, model.config, target)
-        if data_collator is None:
-            pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+        check_datasets(train_dataset, eval_dataset, args, model.config, target)
+
+        # 2. The drafter: what of it is trained, in which dtype, on texts of which length.
         self.draft = model.get_base_model() if is_adapted(model) else model
-        self.card_facts = dict(card_facts or {})
-        trained_length = self.draft.config.trained_length
-        if trained_length is not None and not args.head_only:
-            if train_dataset is not None and has_rows(train_dataset):
-                self.draft.config.trained_length = max(trained_length, longest_row(train_dataset))
         prepare_draft(self.draft, args, is_adapted(model))
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        if not args.head_only:
+            note_trained_length(self.draft.config, train_dataset)
+
+        # 3. Upstream's trainer, which places the drafter and knows how processes share it.
+        collator = default_collator(target) if data_collator is None else data_collator
+        super().__init__(model, args, collator, train_dataset, eval_dataset, **kwargs)
+        self._check_launch()
+        # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+
+        # 4. The target beside it, frozen, and the loss of the two. The trainer owns both.
+        self.target = freeze(target)
+        if not hasattr(target, "hf_device_map") and target.device != args.device:
+            target.to(args.device)
+        self.objective = self.objective_class(self.draft, target, args, self.reader())
+
+        # 5. What is counted, and told.
+        self.card_facts = dict(card_facts or {})
+        self.statistics = Statistics.none(args.device)  # since the last line of the log
+        self.eval_statistics = Statistics.none(args.device)
+        self.time_schedule: TimeBudgetSchedule | None = None  # of `max_minutes`
+        self.reserved_seconds = 0.0  # part of it reserved for work before and after training
+        self.add_callback(StepCount())
+        if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(OpenEnded())
+
+    def _check_launch(self) -> None:
+        """
+        Raises:
+            `ValueError`: the arguments do not fit the processes and wrappers of this run.
+        """
+        args = self.args
         if args.head_only and self.is_fsdp_enabled:
             # FSDP reduces gradients in hooks on the drafter's output, which has no gradient here.
             raise ValueError(
@@ -120,19 +141,6 @@ class DFlashTrainer(AtomicTrainer):
             )
         if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
-        # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
-        self.model_accepts_loss_kwargs = True
-        self.target = freeze(target)
-        if not hasattr(target, "hf_device_map") and target.device != args.device:
-            target.to(args.device)
-        self.objective = self.objective_class(self.draft, target, args, self.reader())
-        self.statistics = Statistics.none(args.device)  # since the last line of the log
-        self.eval_statistics = Statistics.none(args.device)
-        self.time_schedule: TimeBudgetSchedule | None = None  # of `max_minutes`
-        self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.add_callback(StepCount())
-        if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(OpenEnded())
 
     def create_optimizer(self, *args):
         """As upstream, or with `muon` Muon and AdamW."""
@@ -248,8 +256,8 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
         self.eval_statistics = Statistics.none(self.args.device)
         self.target.eval()  # it may have been trained in between
-        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        restore(self.draft.config)
+        with groups_as_masks(self.draft.config):
+            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
@@ -321,10 +329,8 @@ class DFlashTrainer(AtomicTrainer):
             )
         self.statistics = Statistics.none(self.args.device)  # an earlier run may have ended in NaN
         self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
-        try:
+        with groups_as_masks(self.draft.config):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-        finally:
-            restore(self.draft.config)
 
     def push_to_hub(self, *args, **kwargs):
         """Refused: upstream's card knows nothing of a drafter."""
@@ -349,19 +355,44 @@ def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, A
     )
 
 
-def check_dataset(dataset, args, draft_config, target) -> None:
+def default_collator(target) -> DFlashCollator:
+    """A collator that pads with the target's padding token, or 0."""
+    pad_token_id = target.config.get_text_config().pad_token_id
+    return DFlashCollator(0 if pad_token_id is None else pad_token_id)
+
+
+def check_datasets(train_dataset, eval_dataset, args, draft_config, target) -> None:
     """
+    Check the rows of a trainer. A stream has none that could be checked.
+
+    Args:
+        train_dataset, eval_dataset: As those of [`DFlashTrainer`], or `None`.
+        args (`DFlashTrainingArguments`): Whose loss says what stored features must hold.
+        draft_config (`DFlashDraftConfig`): Whose `target_layer_ids` stored features must have.
+        target (`PreTrainedModel`): Of whose weights they must be.
+
     Raises:
         `ValueError`: rows cannot be trained on, or stored features, whose rows were checked when they were stored,
             are those of something else.
     """
-    parts = parts_of(dataset)
-    if all(isinstance(part, StoredFeatures) for part in parts):
-        weights = getattr(target, "weights_digest", None) or digest_of_target(target)
-        for part in parts:
-            check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
-    elif has_rows(dataset):
-        validate_and_count(dataset)
+    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for dataset in (train_dataset, *eval_datasets):
+        if dataset is None:
+            continue
+        parts = parts_of(dataset)
+        if all(isinstance(part, StoredFeatures) for part in parts):
+            weights = getattr(target, "weights_digest", None) or digest_of_target(target)
+            for part in parts:
+                check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
+        elif has_rows(dataset):
+            validate_and_count(dataset)
+
+
+def note_trained_length(draft_config, train_dataset) -> None:
+    """Write into a drafter's configuration, if it has the field, the length of the longest text that it has seen."""
+    trained_length = draft_config.trained_length
+    if trained_length is not None and train_dataset is not None and has_rows(train_dataset):
+        draft_config.trained_length = max(trained_length, longest_row(train_dataset))
 
 
 def longest_row(dataset) -> int:
@@ -373,13 +404,16 @@ def longest_row(dataset) -> int:
     return longest
 
 
-def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
+def check_arguments(args, train_dataset, kwargs: dict) -> None:
     """
     Check a trainer's arguments against each other.
 
     Raises:
-        `ValueError`: one of `kwargs`, upstream's, would be ignored, or two contradict each other.
+        `ValueError`: `args` are not those of drafters, one of `kwargs`, upstream's, would be ignored, or two
+            contradict each other.
     """
+    if not isinstance(args, DFlashTrainingArguments):
+        raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(
