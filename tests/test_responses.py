@@ -273,14 +273,14 @@ def test_answers_keep_no_graph_and_no_memory(family):
     config = GenerationConfig(do_sample=True, eos_token_id=1, pad_token_id=0)
     prompts = make_prompts(40, longest=12)
     list(responses(target, enumerate(prompts[:4]), 8, config, 4))  # what is found out once
-    watch = Watch(target)
-    ends = []
-    for _ in responses(target, enumerate(prompts), 8, config, 4):
-        ends.append(max(watch.alive))
-    rows_that_fit(target, config, 20, 40)
-    generate_responses(target, prompts[:4], 8, None, generation_config=config)
-    assert len(ends) == 40 and not watch.graphs
-    assert ends[-1] < 1.05 * ends[19]  # after all rows as after half of them
+    peaks = []
+    with Watch() as watch:
+        for _ in responses(target, enumerate(prompts), 8, config, 4):
+            peaks.append(watch.peak_since_last())
+        rows_that_fit(target, config, 20, 40)
+        generate_responses(target, prompts[:4], 8, None, generation_config=config)
+    assert len(peaks) == 40 and not watch.graphs
+    assert 0 < max(peaks[20:36]) < 1.05 * max(peaks[:20])  # the last rows leave the slots
 
 
 def test_rows_of_an_offloaded_target():

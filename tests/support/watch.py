@@ -1,28 +1,45 @@
-"""What forwards of a model leave behind: graphs, and memory."""
+"""What a computation leaves behind: graphs, and memory."""
 
 import functools
-import gc
 
 import torch
+from prompt_memory import LiveBytes
 
 
-class Watch:
+class Watch(LiveBytes):
     """
+    Watches all operations inside.
+
     Attributes:
-        graphs (`list[str]`): Modules whose forward recorded a graph.
-        alive (`list[int]`): Bytes of all tensors that were alive at the end of each forward of the whole model.
+        now, peak (`int`): Bytes of the tensors that were made inside and are alive, and the most so far.
+        graphs (`list[str]`): Operations that recorded a graph, and modules whose forward could have.
+        alive (`list[int]`): `now` at the end of each forward of a model that is hooked.
     """
 
-    def __init__(self, model):
+    def __init__(self):
+        super().__init__()
         self.graphs: list[str] = []
         self.alive: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.is_grad_enabled() and any(torch.is_tensor(value) and value.requires_grad for value in args):
+            self.graphs.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def hook(self, model) -> None:
+        """Watch the forwards of a model's modules, too; not for decoding, which takes another path under hooks."""
         for name, module in model.named_modules():
             module.register_forward_hook(functools.partial(self._see, name))
 
+    def peak_since_last(self) -> int:
+        """The most since this was asked last."""
+        peak = self.peak
+        self.peak = self.now
+        return peak
+
     def _see(self, name, module, arguments, output):
-        tensors = [one for one in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(one)]
-        if torch.is_grad_enabled() or any(one.requires_grad for one in tensors):
+        outputs = output if isinstance(output, tuple) else (output,)
+        if torch.is_grad_enabled() or any(torch.is_tensor(value) and value.requires_grad for value in outputs):
             self.graphs.append(name)
         if name == "":
-            tensors = [one for one in gc.get_objects() if torch.is_tensor(one)]
-            self.alive.append(sum(one.nbytes for one in tensors))
+            self.alive.append(self.now)
