@@ -34,7 +34,7 @@ def adapted_trainer(folder, target, peft_config, draft=None, **overrides):
 
 
 @pytest.mark.parametrize("kind", ["LoraConfig", "dict"])
-def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, tmp_path):
+def test_adapter_alone_moves_and_merges_into_a_drafter(kind, target, tmp_path):
     make_draft(target, block_size=BLOCK, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
     before = load_file(tmp_path / "draft" / "model.safetensors")
@@ -91,7 +91,7 @@ def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, t
         assert outputs[-1].acceptance_lengths == outputs[0].acceptance_lengths
 
 
-def test_resuming_an_adapter_equals_an_uninterrupted_run(target, tmp_path):
+def test_resumed_adapter_equals_an_uninterrupted_run(target, tmp_path):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
     whole = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
     whole.train()
@@ -113,7 +113,7 @@ def test_wrong_configurations_are_named(config, message, target, tmp_path):
         adapted_trainer(tmp_path, target, config)
 
 
-def test_an_adapter_leaves_a_path_selector_as_it_is_and_says_so(target, tmp_path, monkeypatch):
+def test_adapter_leaves_a_path_selector_and_says_so(target, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("dflash_hf.training.trainer.logger.warning", said.append)
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)

@@ -40,7 +40,7 @@ def changed(**columns):
     return [{**row, **columns} for row in counting_rows(8)]
 
 
-def test_a_parser_of_arguments_takes_ours(tmp_path):
+def test_upstream_parser_takes_the_arguments(tmp_path):
     """As every script of transformers does."""
     parser = HfArgumentParser(DFlashTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--num_anchors", "7", "--use_cpu"])
@@ -68,7 +68,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("message", ERRORS)
-def test_what_does_not_apply_is_named(message, tmp_path):
+def test_argument_without_effect_is_refused(message, tmp_path):
     target = make_target()
     draft, rows = make_draft(target, block_size=BLOCK), counting_rows(8)
     given = {"target": target, "draft": draft, "rows": rows, **ERRORS[message](target=target, draft=draft, rows=rows)}
@@ -79,7 +79,7 @@ def test_what_does_not_apply_is_named(message, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "given"), [(counting_rows(3), "3 examples are"), (Stream([]), "a stream without examples is")]
 )
-def test_a_run_without_a_step_is_refused(rows, given, tmp_path):
+def test_run_without_a_step_is_refused(rows, given, tmp_path):
     """It ended as a success, with the weights that it started from."""
     options = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "save_strategy": "steps"}
     options |= {"accelerator_config": {"dispatch_batches": False}}  # as `dflash train` reads streams
@@ -98,7 +98,7 @@ def test_a_run_without_a_step_is_refused(rows, given, tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", [list, Stream])
-def test_rows_that_teach_nothing_are_refused_in_streams_too(kind, rows, reason, tmp_path):
+def test_stream_refuses_rows_that_teach_nothing(kind, rows, reason, tmp_path):
     assert len(rows[0]["input_ids"]) == 24
     with pytest.raises(ValueError, match=reason):
         make_trainer(tmp_path, rows=kind(rows)).train()
@@ -113,7 +113,7 @@ def test_streams(kind, tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_a_collator_without_a_mask_is_named(tmp_path):
+def test_collator_without_a_mask_is_named(tmp_path):
     def collate(rows):
         return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask")}
 
@@ -127,7 +127,7 @@ def test_tokens_are_counted(tmp_path):
     assert trainer.state.log_history[0]["num_input_tokens_seen"] == 2 * 24
 
 
-def test_a_trainer_can_be_pickled(tmp_path):
+def test_trainer_can_be_pickled(tmp_path):
     """As upstream's, before training; its objective held a local function."""
     GradientState._reset_state()  # an earlier training in this process left its data loaders there
     trainer = make_trainer(tmp_path, eval_rows=counting_rows(4))
@@ -135,7 +135,7 @@ def test_a_trainer_can_be_pickled(tmp_path):
     assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
-def test_a_target_that_was_trained_in_between_is_frozen_again(tmp_path):
+def test_target_trained_in_between_is_frozen_again(tmp_path):
     target = make_target(attention_dropout=0.5)
     trainer = make_trainer(tmp_path, target=target, draft=make_draft(target), eval_rows=counting_rows(4))
     before = trainer.evaluate()["eval_loss"]
@@ -151,7 +151,7 @@ def test_a_target_that_was_trained_in_between_is_frozen_again(tmp_path):
     [{"loss_type": "kl"}, {"loss_type": "dpace"}, {"loss_decay_gamma": math.inf}],
     ids=str,
 )
-def test_arguments_changed_between_two_runs_count_in_the_second(changed, tmp_path):
+def test_changed_arguments_count_in_the_next_run(changed, tmp_path):
     """The loss was that of the first run's weights, or failed for want of the target's states."""
     target = make_target()
     draft = make_draft(target, block_size=BLOCK)
@@ -167,7 +167,7 @@ def test_arguments_changed_between_two_runs_count_in_the_second(changed, tmp_pat
     assert trainer.evaluate()["eval_loss"] == anew.evaluate()["eval_loss"]
 
 
-def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):
+def test_recomputed_layers_learn_whatever_is_frozen(tmp_path):
     target = make_target()
     draft = make_draft(target)
     for frozen in (draft.fc, draft.hidden_norm):
@@ -186,12 +186,12 @@ def test_stored_rows_are_checked(tmp_path):
         store_features(target, changed(loss_mask=[0] * 24), tmp_path / "a", manifest)
 
 
-def test_a_part_of_stored_features_can_be_held_out():
+def test_part_of_stored_features_can_be_held_out():
     whole = object.__new__(StoredFeatures)
     assert parts_of(torch.utils.data.Subset(torch.utils.data.Subset(whole, [0, 1]), [0])) == [whole]
 
 
-def test_a_pair_may_be_named(tmp_path):
+def test_pair_may_be_named(tmp_path):
     target = make_target()
     target.save_pretrained(tmp_path / "target")
     make_draft(target, block_size=BLOCK, own_mask_embedding=False).save_pretrained(tmp_path / "draft")

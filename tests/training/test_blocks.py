@@ -57,7 +57,7 @@ def any_draft(request, target):
 # ------------------------------------------------------------------------------------------------------------ anchors
 
 
-def test_anchors_have_a_context_and_a_supervised_token_after_them():
+def test_anchor_has_context_and_a_supervised_token():
     loss_mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]])
     anchors, valid = sample_anchors(loss_mask, 5, torch.Generator().manual_seed(0))
     assert anchors.tolist() == [[1, 4, 0, 0, 0], [8, 0, 0, 0, 0]]
@@ -87,7 +87,7 @@ def test_anchors_are_uniform():
     assert len(pairs) == 36  # every a < b with room for a third
 
 
-def test_an_example_draws_the_same_anchors_in_any_batch():
+def test_example_draws_the_same_anchors_in_any_batch():
     input_ids = torch.randint(0, 90, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(input_ids)
     together, _ = sample_anchors(ones, 5, seeds=example_seeds(input_ids, ones, seed=3, step=7))
@@ -106,7 +106,7 @@ def test_an_example_draws_the_same_anchors_in_any_batch():
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
-def test_a_block_written_out_by_hand():
+def test_block_equals_one_written_by_hand():
     """Slot k predicts the token at a + k: nothing is shifted, neither labels against ids nor ids against the mask."""
     input_ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
     loss_mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
@@ -201,7 +201,7 @@ def test_flex_attention_may_ask_past_the_end():
 # -------------------------------------------------------------------------------------------------------------- leaks
 
 
-def test_a_block_reads_the_context_strictly_before_its_anchor(target, any_draft, sequences):
+def test_block_reads_context_before_its_anchor_only(target, any_draft, sequences):
     input_ids, features = sequences
     anchors = torch.tensor([[5, 11], [5, 11]])
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_a_block_reads_the_context_strictly_before_its_anchor(target, any_draft,
     assert ((after - before)[:, 1].abs().amax(-1) > 1e-4).all()  # every slot of the block at 11
 
 
-def test_a_block_reads_no_token_after_its_anchor(target, any_draft, sequences):
+def test_block_reads_no_token_after_its_anchor(target, any_draft, sequences):
     input_ids, features = sequences
     anchors = torch.tensor([[5], [5]])
     changed = input_ids.clone()
@@ -229,7 +229,7 @@ def test_a_block_reads_no_token_after_its_anchor(target, any_draft, sequences):
         assert not torch.allclose(draft_blocks(target, any_draft, changed, features, anchors), before, atol=1e-3)
 
 
-def test_a_trained_block_is_the_decoded_block(target, any_draft, sequences):
+def test_trained_block_is_the_decoded_block(target, any_draft, sequences):
     """
     The training forward at anchor `a` equals one block after a context of `a` tokens, by the drafter's own masks:
     blocks that overlap do not see each other.
@@ -267,7 +267,7 @@ def test_flex_attention_equals_the_dense_mask(case, target, any_draft, sequences
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", LAYERS)
-def test_compiled_flex_attention_has_the_gradients_of_the_dense_mask(layers, sequences):
+def test_compiled_flex_attention_has_dense_gradients(layers, sequences):
     target = make_target(hidden_size=64, head_dim=16).cuda()
     draft = make_draft(target, block_size=BLOCK, **LAYERS[layers]).cuda().train()
     input_ids = sequences[0].cuda()

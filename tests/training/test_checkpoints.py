@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [1, 4, 5])
-def test_resuming_from_any_checkpoint_equals_an_uninterrupted_run(step, whole, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(step, whole, tmp_path):
     """In the middle of an epoch, at its end, and before the last step; anchors included."""
     folder, uninterrupted = whole
     resumed = make_trainer(tmp_path, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
@@ -46,7 +46,7 @@ def test_resuming_from_any_checkpoint_equals_an_uninterrupted_run(step, whole, t
 
 
 @pytest.mark.parametrize(("step", "max_steps"), [(6, 6), (3, 2)])
-def test_a_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
+def test_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
     """Upstream made a step more, in the middle of an epoch: each time the same command was given again."""
     checkpoint = str(whole[0] / f"checkpoint-{step}")
     resumed = make_trainer(tmp_path, make_target(), counting_rows(8), **{**FIELDS, "max_steps": max_steps})
@@ -100,7 +100,7 @@ def test_last_checkpoint_has_the_largest_number(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_a_run_killed_in_its_first_save_starts_over(tmp_path):
+def test_run_killed_in_its_first_save_starts_over(tmp_path):
     """A supervisor that repeats the command would otherwise never get past it."""
     (tmp_path / "checkpoint-1").mkdir()
     for resume in ("auto", None):
@@ -119,7 +119,7 @@ def test_weights_alone_are_not_resumed_from(two):
         checkpoint_to_resume(two, "auto", overwrite=False)
 
 
-def test_a_second_save_at_a_step_leaves_the_first(two):
+def test_second_save_at_a_step_leaves_the_first(two):
     """`enable_jit_checkpoint` saves at any step: killed meanwhile, a run lost the checkpoint that it had."""
     trainer = make_trainer(two, make_target(), counting_rows(8), **{**FIELDS, "max_steps": 3})
 
@@ -202,7 +202,7 @@ for name, replaces in [(name, replaces) for name in points for replaces in (Fals
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(whole, tmp_path):
+def test_kill_during_a_save_leaves_the_last_checkpoint(whole, tmp_path):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
@@ -229,7 +229,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(whole, tmp_pa
         assert is_whole(folder / "checkpoint-2")
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
+def test_resume_without_a_checkpoint_names_auto(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         trainer = make_trainer(folder, make_target(), counting_rows(2))
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)

@@ -81,7 +81,7 @@ def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
             torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
 
 
-def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp_path):
+def test_selector_alone_learns_on_two_ranks(launched, tmp_path):
     """Sharded it got no gradient, and a whole run passed without a word."""
     expected = scenarios.train_selector_alone(tmp_path, 1)
     assert expected["successor_codebook"].abs().max() > 0
@@ -92,7 +92,7 @@ def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp
 
 
 @pytest.mark.parametrize("scenario", scenarios.LOSSES)
-def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched, alone):
+def test_two_ranks_save_one_drafter_and_resume(scenario, launched, alone):
     folder, ranks = launched(scenario)
     for (uninterrupted, resumed), parameters, kinds in (results["resumed"] for results in ranks):
         assert kinds == {"DTensor" if scenario == "fsdp2" else "Parameter"}

@@ -65,7 +65,7 @@ def test_layers_that_the_target_does_not_have(target, tmp_path):
             store(target, counting_rows(2), tmp_path / "features", layer_ids)
 
 
-def test_a_row_is_what_the_target_makes_of_it(target, stored):
+def test_row_is_what_the_target_makes_of_it(target, stored):
     dataset = StoredFeatures(stored)
     assert dataset.lengths.tolist() == [len(row["input_ids"]) for row in dataset]
     assert len(dataset) == 6 and len(dataset.manifest.shards) == 3
@@ -107,7 +107,7 @@ def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
     assert tau[1] == pytest.approx(tau[0], rel=1e-6)
 
 
-def test_states_stored_in_bf16_are_read_by_a_head_in_fp32(target, tmp_path):
+def test_head_in_fp32_reads_states_stored_in_bf16(target, tmp_path):
     """`dflash features` stores bf16 unless told otherwise; a target in fp32 then could not be a teacher."""
     store(target, counting_rows(4), tmp_path / "features", dtype="bfloat16", states=True)
     dataset = StoredFeatures(tmp_path / "features")
@@ -126,7 +126,7 @@ class Killed(BaseException):
     pass
 
 
-def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monkeypatch):
+def test_interrupted_storing_goes_on_after_last_shard(target, tmp_path, monkeypatch):
     rows, folder = counting_rows(6), tmp_path / "features"
     calls = []
 
@@ -167,7 +167,7 @@ def test_set_that_was_enough_is_complete(target, tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == before and len(asked) == 2
 
 
-def test_a_run_with_little_time_stores_few_rows(target, tmp_path):
+def test_run_with_little_time_stores_few_rows(target, tmp_path):
     """It asked after 64 MB, of a small target 29,000 tokens: a slow machine read them for longer than it was given."""
     rows, draft = counting_rows(600), make_draft(target)
     run = SimpleNamespace(target=target, draft=draft, args=SimpleNamespace(has_teacher=False, process_index=0))
@@ -188,7 +188,7 @@ def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
     assert not list((tmp_path / "features").iterdir())
 
 
-def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
+def test_missing_and_damaged_shards_are_named(stored, tmp_path):
     StoredFeatures(stored)
     shard = stored / "features-00001.safetensors"
     whole = shard.read_bytes()
@@ -220,7 +220,7 @@ def test_other_features_are_not_mixed_with_them(what, target, stored):
         store(other, rows, stored, **options)
 
 
-def test_features_of_something_else_are_refused_in_training(target, stored, tmp_path):
+def test_trainer_refuses_features_of_something_else(target, stored, tmp_path):
     dataset = StoredFeatures(stored)
     for draft, other, differs in (
         (make_draft(target, target_layer_ids=[0, 1, 3]), target, r"layer_ids=\[0, 2, 3\], not \[0, 1, 3\]"),
@@ -254,7 +254,7 @@ def test_features_are_read_when_their_micro_batch_runs(target, stored, tmp_path,
     assert events == ["micro-batch", "read"] * 3
 
 
-def test_a_set_stored_anew_is_read_anew(target, stored):
+def test_set_stored_anew_is_read_anew(target, stored):
     """An open file of the same name must not be taken for the new one."""
     before = StoredFeatures(stored)[0]["stored"].read("features")
     shutil.rmtree(stored)
@@ -262,7 +262,7 @@ def test_a_set_stored_anew_is_read_anew(target, stored):
     assert not torch.equal(StoredFeatures(stored)[0]["stored"].read("features"), before)
 
 
-def test_a_digest_tells_targets_apart_but_not_dtypes():
+def test_digest_tells_targets_apart_but_not_dtypes():
     one, same, half = make_target(), make_target(), make_target().to(torch.bfloat16)
     tuned = make_target()
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_a_digest_tells_targets_apart_but_not_dtypes():
     assert set(digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
 
 
-def test_the_command(tmp_path, capsys, own_cache):
+def test_command_stores_features(tmp_path, capsys, own_cache):
     pytest.importorskip("datasets")
     folder = save_target(tmp_path / "target")
     rows = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i}, of course"} for i in range(8)]

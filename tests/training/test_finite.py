@@ -44,7 +44,7 @@ def test_infinite_features_stop_the_training(accumulation, tmp_path):
     assert trainer.state.global_step == 6
 
 
-def test_a_learning_rate_that_is_too_high_is_told(tmp_path):
+def test_learning_rate_that_is_too_high_is_told(tmp_path):
     trainer = make_trainer(
         tmp_path, make_target(), counting_rows(8), optim="sgd", learning_rate=1e30, warmup_steps=0, **CHECKPOINTS
     )
@@ -63,7 +63,7 @@ def test_gradients_are_looked_at_before_the_step(max_grad_norm, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_a_drafter_that_is_not_finite_is_not_saved(tmp_path):
+def test_drafter_that_is_not_finite_is_not_saved(tmp_path):
     trainer = make_trainer(tmp_path, make_target(), counting_rows(4))
     trainer.save_model()
     good = (tmp_path / "model.safetensors").read_bytes()

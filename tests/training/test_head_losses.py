@@ -38,7 +38,7 @@ def a_batch(teacher, tokens=7, vocab=12):
 
 @pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_the_loss_of_all_scores_written_out(teacher, chunk_size):
+def test_loss_of_all_scores_equals_the_oracle(teacher, chunk_size):
     """Two terms, of the scores and of the logits, chunk by chunk, against all at once; and all their gradients."""
     learned, (weight, labels, known, one) = a_batch(teacher)
     gradients = []
@@ -76,7 +76,7 @@ def test_the_loss_of_all_scores_written_out(teacher, chunk_size):
 
 
 @pytest.mark.parametrize("chooses", [False, True])
-def test_no_token_is_a_loss_of_zero_that_reaches_the_head(chooses):
+def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
     """On a rank without any, the gradients of the others are reduced all the same."""
     learned, (weight, labels, known, _) = a_batch(teacher=False)
     hidden, queries, bias = (one.clone().requires_grad_() for one in learned)

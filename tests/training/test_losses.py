@@ -130,7 +130,7 @@ def test_evaluation_needs_no_gradient():
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl"])
-def test_without_a_counted_token_the_loss_is_zero_and_finite(kind):
+def test_loss_without_counted_tokens_is_zero(kind):
     hidden, head, labels, counted, teacher = tokens()
     nothing = torch.zeros_like(counted)
     result = token_losses(hidden, head, labels, nothing, 7, teacher if kind == "kl" else None)
@@ -192,7 +192,7 @@ def weighted_oracle(values, counted, weights):
 
 
 @pytest.mark.parametrize("kind", ["decay", "uniform", "dpace"])
-def test_block_losses_equal_the_oracle_and_split_anywhere(kind):
+def test_block_loss_equals_the_oracle_in_any_split(kind):
     """Sums and normalizers of the parts add up to those of the whole, sequence by sequence."""
     hidden, head, labels, counted, _ = tokens(torch.float64, shape=(4, 3, 5))
     counted[2] = False

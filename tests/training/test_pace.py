@@ -39,7 +39,7 @@ def run(folder, minutes, **overrides):
     return make_trainer(folder, target, counting_rows(6), make_draft(target, block_size=BLOCK), **options)
 
 
-def test_a_run_ends_in_time_and_goes_on_with_the_rest_of_it(clock, tmp_path):
+def test_run_ends_in_time_and_resumes_with_the_rest(clock, tmp_path):
     whole = run(tmp_path / "whole", 10 / 60)
     whole.train()
     steps = whole.state.global_step
@@ -75,7 +75,7 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
     assert sum(isinstance(one, TimeBudgetSchedule) for one in trainer.callback_handler.callbacks) == 1
 
 
-def test_a_limit_that_is_taken_off_is_over(clock, tmp_path):
+def test_limit_that_is_taken_off_is_over(clock, tmp_path):
     """The next run ended after a step: the time of the first was over."""
     trainer = run(tmp_path, 10 / 60, save_strategy="no")
     trainer.train()
@@ -100,7 +100,7 @@ def test_evaluations_count(clock, tmp_path):
     assert 4 <= trainer.state.global_step < 30 and clock[0] - begun < 75
 
 
-def test_a_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
+def test_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
     trainer = run(tmp_path, 100 / 60, save_strategy="no")
     trainer.reserved_seconds = 20.0
     compute = trainer.compute_loss

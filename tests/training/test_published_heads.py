@@ -55,7 +55,7 @@ def watched(trainer, monkeypatch):
     ("kind", "loss_type"),
     [*((kind, "dspark") for kind in PUBLISHED), ("Domino, shifted", "ce"), ("rnn", "kl"), ("Domino", "kl")],
 )
-def test_the_loss_written_out(kind, loss_type, tmp_path, monkeypatch):
+def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch):
     """Token by token from the published formulas, in fp64, and the weights of the slots."""
     target = make_target(dtype=torch.float64)
     draft, rows = trained(target, PUBLISHED[kind]), counting_rows(2)
@@ -150,7 +150,7 @@ def test_training_says_what_decoding_drafts(kind, tmp_path, monkeypatch):
     assert known > 20
 
 
-def test_a_hole_ends_a_block_of_dspark():
+def test_hole_ends_a_block_of_dspark():
     ids, mask = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.long)
     mask[0, 5] = 0
     arguments = (ids, mask, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), 4, 11)

@@ -21,7 +21,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.ya
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_hold_known_keys(path, tmp_path):
+def test_recipe_holds_known_settings(path, tmp_path):
     recipe, training = read_recipe(path, {"output_dir": str(tmp_path), "use_cpu": "true", "bf16": "false"})
     args = DFlashTrainingArguments(**training)
     assert args.learning_rate >= 2e-4 and args.logging_steps == 10
@@ -30,7 +30,7 @@ def test_recipes_hold_known_keys(path, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["4b", "8b"])
-def test_paper_recipes_hold_the_papers_settings(size, tmp_path):
+def test_paper_recipe_holds_the_papers_settings(size, tmp_path):
     (path,) = [path for path in RECIPES if path.stem == f"qwen3-{size}"]
     recipe, training = read_recipe(path, {"use_cpu": "true", "output_dir": str(tmp_path)})
     assert (recipe.num_draft_layers, recipe.block_size, recipe.max_length) == (5, 16, 3072)
@@ -42,7 +42,7 @@ def test_paper_recipes_hold_the_papers_settings(size, tmp_path):
     assert "adamw" in args.optim and args.get_warmup_steps(1000) == 40
 
 
-def test_values_have_the_types_of_their_keys(tmp_path):
+def test_value_has_the_type_of_its_setting(tmp_path):
     given = ("target=t", "data=[a.jsonl, b.jsonl]", "learning_rate=6e-4", "eval_steps=5", "data_revision=12e4")
     inner = (
         "chat_template_kwargs.enable_thinking=false",
@@ -106,12 +106,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("overrides", "message"), ERRORS.items(), ids=list(ERRORS))
-def test_wrong_keys_and_values_are_named(overrides, message):
+def test_wrong_setting_is_named(overrides, message):
     with pytest.raises(ValueError, match="^(?s:.*)" + message):
         read_recipe(None, as_settings(["target=t", "data=d.jsonl", *overrides.split()]))
 
 
-def test_every_key_has_one_owner_and_is_listed(capsys):
+def test_setting_has_one_owner_and_is_listed(capsys):
     ours, theirs = ScriptArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
     assert not set(ours) & set(theirs)
     listed = {line.strip().split("=")[0] for line in key_lines()}
@@ -173,7 +173,7 @@ def test_vocabulary_follows_the_data(supervised, size):
     assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
 
 
-def test_survey_of_a_table_equals_that_of_a_list():
+def test_counts_of_a_table_equal_those_of_a_list():
     datasets = pytest.importorskip("datasets")
     rows = [
         {**row, "input_ids": row["input_ids"][: 24 - i], "loss_mask": row["loss_mask"][: 24 - i]}
@@ -204,7 +204,7 @@ def test_survey_of_a_table_equals_that_of_a_list():
         ({"input_ids": None}, "Row 2 has None in its input_ids; give a flat list"),
     ],
 )
-def test_survey_names_the_row_that_teaches_nothing(columns, message):
+def test_row_that_teaches_nothing_is_named(columns, message):
     datasets = pytest.importorskip("datasets")
     good = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
     rows = [good, good, {**good, **columns}]
@@ -214,7 +214,7 @@ def test_survey_names_the_row_that_teaches_nothing(columns, message):
 
 
 @pytest.mark.parametrize("kind", ["bool", "int8", "int64", "large_list", "fixed"])
-def test_survey_reads_any_mask(kind, tmp_path):
+def test_counts_read_any_mask(kind, tmp_path):
     """Booleans were an `ArrowTypeError` of DLPack, in tables alone."""
     datasets = pytest.importorskip("datasets")
     pa = pytest.importorskip("pyarrow")

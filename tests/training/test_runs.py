@@ -158,7 +158,7 @@ def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, ca
     assert torch.equal(text, target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False))
 
 
-def test_reduced_drafter_is_saved_with_the_targets_head(folder, data, tmp_path, capsys):
+def test_reduced_drafter_gets_the_targets_head(folder, data, tmp_path, capsys):
     """By default SGLang did not serve what a CPU had trained."""
     options = (f"data={data}", "draft_vocab_size=20", "share_head=true")
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options)

@@ -62,7 +62,7 @@ def known_tokens(teacher, chunk_size=3, shift=None, tokens=7, k=4):
 
 @pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_the_loss_among_the_candidates_written_out(teacher, chunk_size):
+def test_loss_among_candidates_equals_the_oracle(teacher, chunk_size):
     """And the slots learn what they would without the selector."""
     shift = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     plain, own, *_ = known_tokens(teacher, chunk_size)
@@ -87,7 +87,7 @@ def test_the_loss_among_the_candidates_written_out(teacher, chunk_size):
     assert torch.equal(hidden.grad, own.grad)
 
 
-def test_a_certain_candidate_has_no_loss():
+def test_certain_candidate_has_no_loss():
     rows = Rows(torch.tensor([[0.0, 40.0]]), torch.zeros(1, 9), torch.tensor([[3, 5]]), torch.tensor([5]), *[None] * 3)
     nll, correct, _ = rows.figures()
     assert rows.selection().item() == nll.item() == 0 and correct.item()
@@ -106,7 +106,7 @@ def test_all_of_dflash_2_learns(tmp_path):
         assert not torch.equal(parameter, before[name]), name
 
 
-def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
+def test_selector_alone_learns_what_slots_cannot(tmp_path):
     """It finds the second token of a pair once the first is drafted; the rest of the drafter stays as it is."""
     target, rows = make_target(), forked_rows(256)
     options = {"loss_type": "dpace", "per_device_train_batch_size": 8, "num_anchors": 12, "warmup_steps": 0}
@@ -135,7 +135,7 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
 # ------------------------------------------------------------------------------------------- adding it to a drafter
 
 
-def test_a_drafter_with_new_parts_drafts_as_before(tmp_path):
+def test_drafter_with_new_parts_drafts_as_before(tmp_path):
     target = make_target()
     plain = make_draft(target, draft_vocab_size=40)
     set_draft_vocabulary(plain, target, torch.arange(VOCAB))
@@ -151,7 +151,7 @@ def test_a_drafter_with_new_parts_drafts_as_before(tmp_path):
     assert len({str(output.acceptance_lengths) for output in outputs}) == 1
 
 
-def test_a_drafter_with_new_parts_is_where_and_as_it_was():
+def test_new_parts_keep_device_and_mode():
     """It came back on the CPU, and in training mode, in which dropout changes its drafts."""
     draft = make_draft(make_target()).to("meta")
     for training in (False, True):
@@ -168,7 +168,7 @@ def test_a_drafter_with_new_parts_is_where_and_as_it_was():
         ({"selector_top_k": 6, "selector_rank": 8}, None),
     ],
 )
-def test_what_cannot_be_added_is_refused(fields, message):
+def test_part_that_cannot_be_added_is_refused(fields, message):
     draft = with_parts(make_draft(make_target()), SELECTOR)
     if message is None:
         assert with_parts(draft, fields).config.selector_rank == 8
@@ -177,7 +177,7 @@ def test_what_cannot_be_added_is_refused(fields, message):
         with_parts(draft, fields)
 
 
-def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
+def test_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     target, rows = make_target(), counting_rows(6)
     target.save_pretrained(tmp_path / "target")
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=48)

@@ -34,7 +34,7 @@ def test_layers_norm_and_one_feature_are_the_targets():
     assert torch.allclose(draft.project_context(features), draft.hidden_norm(own))
 
 
-def test_a_target_without_norms_of_heads_keeps_the_size_of_its_scores():
+def test_target_without_head_norms_keeps_score_size():
     target = make_target("llama")
     draft = make_draft(target, num_hidden_layers=1, target_layer_ids=[0, 1])
     initialize_from_target(draft, target, [2])
@@ -46,7 +46,7 @@ def test_a_target_without_norms_of_heads_keeps_the_size_of_its_scores():
 
 
 @torch.no_grad()
-def test_a_norm_gives_what_it_really_multiplies_with():
+def test_norm_gives_what_it_really_multiplies_with():
     ours, theirs = Qwen3RMSNorm(WIDTH), GemmaRMSNorm(WIDTH)
     with torch.no_grad():
         theirs.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH))
@@ -68,7 +68,7 @@ def test_layers_that_are_not_there_are_refused(layers, message):
         initialize_from_target(make_draft(target, num_hidden_layers=2), target, layers)
 
 
-def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
+def test_vocabulary_is_the_most_frequent_tokens():
     target = make_target()
     draft = make_draft(target, draft_vocab_size=4)
     rows = [{"input_ids": [9, 9, 9, 5, 7, 7, 3], "loss_mask": [0, 0, 0, 1, 1, 1, 1]}]  # the prompt does not count
@@ -83,7 +83,7 @@ def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
     assert draft_ids(make_draft(target)) is None
 
 
-def test_a_vocabulary_that_nobody_chose_is_refused():
+def test_vocabulary_that_nobody_chose_is_refused():
     target = make_target()
     draft = DFlashDraftModel(make_draft(target, draft_vocab_size=4).config)
     with pytest.raises(ValueError, match="draft_vocab_size=4, but the drafter's tokens were not chosen"):
@@ -94,7 +94,7 @@ def test_a_vocabulary_that_nobody_chose_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
-def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
+def test_undraftable_token_is_a_mistake_without_loss(kind):
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1, 4, WIDTH, generator=random).requires_grad_()
     head = torch.nn.Linear(WIDTH, VOCAB, bias=False).requires_grad_(False)
@@ -115,7 +115,7 @@ def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
     assert math.isfinite(loss.item())
 
 
-def test_a_reduced_vocabulary_trains_without_its_head(tmp_path):
+def test_reduced_vocabulary_trains_without_its_head(tmp_path):
     from support.runs import make_trainer
 
     target = make_target()

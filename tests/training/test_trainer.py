@@ -68,7 +68,7 @@ SPLITS = {"1x4": (4, 1), "2x2": (2, 2), "4x1": (1, 4)}
     ("split", "loss_type"),
     [*((split, "ce") for split in SPLITS), ("2x2", "dpace"), ("4x1", "kl"), ("1x4", "dpace_kl"), ("2x2", "dpace_kl")],
 )
-def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, loss_type, tmp_path):
+def test_gradient_is_the_same_in_any_split(split, loss_type, tmp_path):
     size, accumulation = SPLITS[split]
     target = make_target(dtype=torch.float64)
     trainer = make_trainer(
@@ -91,7 +91,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, loss_type
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt2"])
-def test_the_divergence_is_from_the_targets_own_distribution(family, tmp_path):
+def test_divergence_is_from_the_targets_distribution(family, tmp_path):
     """Gemma caps its logits behind the head."""
     overrides = {"final_logit_softcapping": 3.0} if family == "gemma4" else {}
     target = make_target(family, dtype=torch.float64, **overrides)
@@ -101,7 +101,7 @@ def test_the_divergence_is_from_the_targets_own_distribution(family, tmp_path):
     assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
 
 
-def test_an_unknown_distribution_is_refused(tmp_path, monkeypatch):
+def test_unknown_distribution_is_refused(tmp_path, monkeypatch):
     target = make_target()
     forward = type(target).forward
 
@@ -127,7 +127,7 @@ def test_every_layer_type_has_its_own_mask(causal, tmp_path):
     assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
 
 
-def test_a_batch_without_anchors_gives_zero_loss_and_zero_gradient(tmp_path):
+def test_batch_without_anchors_has_zero_gradients(tmp_path):
     target = make_target()
     trainer = make_trainer(tmp_path, target, [uneven_rows()[1]] * 2, **PLAIN_SGD)
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -142,7 +142,7 @@ def test_a_batch_without_anchors_gives_zero_loss_and_zero_gradient(tmp_path):
 # ---------------------------------------------------------------------------------------------- what moves, what stays
 
 
-def test_every_parameter_of_the_drafter_moves_and_none_of_the_target(tmp_path):
+def test_all_of_the_drafter_moves_and_no_target_weight(tmp_path):
     target = make_target().train()
     before_target = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     trainer = make_trainer(tmp_path, target, counting_rows(4), warmup_steps=0)
@@ -157,7 +157,7 @@ def test_every_parameter_of_the_drafter_moves_and_none_of_the_target(tmp_path):
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in target.parameters())
 
 
-def test_checkpoints_hold_the_drafter_and_never_the_target(tmp_path):
+def test_checkpoint_holds_the_drafter_alone(tmp_path):
     target = make_target()
     trainer = make_trainer(tmp_path, target, counting_rows(4), save_strategy="steps", save_steps=1)
     trainer.train()
@@ -184,7 +184,7 @@ def test_longest_text_is_in_the_configuration(before, after, tmp_path):
     assert json.loads((tmp_path / "saved" / "config.json").read_text()).get("trained_length") == after
 
 
-def test_a_fresh_drafter_looks_back_as_far_as_it_likes(tmp_path):
+def test_fresh_drafter_looks_back_as_far_as_it_likes(tmp_path):
     """One that is trained in another loop, or on a stream: it once saw a single token, and accepted nothing."""
     target = make_target()
     config = DFlashDraftConfig.for_target(target.config, mask_token_id=5, num_hidden_layers=1, target_layer_ids=[0])
@@ -261,7 +261,7 @@ def test_resuming_with_other_tokens_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def test_evaluation_does_not_depend_on_the_batch_size_and_repeats(tmp_path):
+def test_evaluation_repeats_with_any_batch_size(tmp_path):
     target = make_target()
     rows = [row for row in uneven_rows() for _ in range(2)][:7]
     draft = make_draft(target, block_size=BLOCK)
@@ -331,7 +331,7 @@ def test_examples_and_their_batch():
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
 
 
-def test_an_example_without_a_response_is_refused():
+def test_example_without_a_response_is_refused():
     with pytest.raises(ValueError, match="3 prompt ids and 2 response ids with max_length=3"):
         make_example([1, 2, 3], [4, 5], max_length=3)
 
@@ -370,7 +370,7 @@ def test_plain_training_arguments_are_refused(tmp_path):
         DFlashTrainer(make_draft(target), target, TrainingArguments(str(tmp_path), use_cpu=True), counting_rows(2))
 
 
-def test_a_drafter_of_another_target_is_refused(tmp_path):
+def test_drafter_of_another_target_is_refused(tmp_path):
     target, other = make_target(), make_target(hidden_size=64)
     with pytest.raises(ValueError, match="hidden_size=64"):
         make_trainer(tmp_path, target, counting_rows(2), make_draft(other))

@@ -76,7 +76,7 @@ def test_facts_written_by_hand_stay(hub_target, tmp_path):
     )
 
 
-def test_a_target_from_a_folder_names_no_repository(tmp_path):
+def test_target_from_a_folder_names_no_repository(tmp_path):
     target = make_target()
     target.save_pretrained(tmp_path / "target")
     target = type(target).from_pretrained(tmp_path / "target")

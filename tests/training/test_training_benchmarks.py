@@ -9,7 +9,7 @@ import training_gpu
 import training_step
 
 
-def test_the_benchmark_of_a_gpu_runs_without_one(monkeypatch, capsys):
+def test_benchmark_of_a_gpu_runs_without_one(monkeypatch, capsys):
     shape = "--tiny --length 96 --anchors 16 --steps 2 --loss dpace"
     monkeypatch.setattr(sys, "argv", ["training_gpu.py", *shape.split()])
     training_gpu.main()

@@ -32,7 +32,7 @@ def gradients_of(trainer):
 
 
 @pytest.mark.parametrize("dflash2", [False, True])
-def test_recomputed_activations_give_the_same_gradients(dflash2, tmp_path):
+def test_recomputed_activations_give_equal_gradients(dflash2, tmp_path):
     target = make_target()
     extra = {"conv_kernel_size": 2, "conv_group_size": 8} if dflash2 else {}
     results = []
@@ -69,7 +69,7 @@ def test_half_precision_keeps_single_precision_weights(tmp_path):
     assert all(moment.dtype == torch.float32 for moment in moments)
 
 
-def test_a_half_precision_target_trains_a_single_precision_drafter(tmp_path):
+def test_half_precision_target_trains_fp32_drafter(tmp_path):
     """Its features and head are bf16; losses and gradients are those of the same rounded weights in fp32."""
     half = make_target(dtype=torch.bfloat16)
     single = make_target()
@@ -109,7 +109,7 @@ def scattered_target(tmp_path_factory):
 
 
 @pytest.mark.parametrize("loss_type", ["ce", "kl"])
-def test_a_target_with_a_device_map_is_read_where_it_is(loss_type, scattered_target, tmp_path):
+def test_target_with_a_device_map_is_read_in_place(loss_type, scattered_target, tmp_path):
     losses = []
     for target in (make_target(), scattered_target):
         draft = make_draft(make_target(), block_size=BLOCK, target_layer_ids=[0, 2])
@@ -121,7 +121,7 @@ def test_a_target_with_a_device_map_is_read_where_it_is(loss_type, scattered_tar
     assert len(decoder_layers(scattered_target)) == 4
 
 
-def test_an_embedding_that_cannot_be_read_is_refused(tmp_path):
+def test_embedding_that_cannot_be_read_is_refused(tmp_path):
     make_target().save_pretrained(tmp_path)
     devices = {"model": "cpu", "lm_head": "disk"}
     target = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices, offload_folder=tmp_path / "disk")
@@ -129,7 +129,7 @@ def test_an_embedding_that_cannot_be_read_is_refused(tmp_path):
         check_fit(make_draft(make_target()).config, target)
 
 
-def test_a_failed_forward_leaves_the_target_whole(target):
+def test_failed_forward_leaves_the_target_whole(target):
     layers = decoder_layers(target)
     with pytest.raises(IndexError):
         target_features(target, [1], torch.tensor([[10**6]]))
@@ -209,7 +209,7 @@ def test_drafter_keeps_its_own_attention(tmp_path):
         assert trainer.draft.config._attn_implementation == before
 
 
-def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):
+def test_flex_attention_is_used_where_it_is_supported(tmp_path):
     target = make_target()
     draft = make_draft(target, block_size=BLOCK)
     assert not make_trainer(tmp_path, target, uneven_rows(), draft).objective.uses_flex
