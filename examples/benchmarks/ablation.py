@@ -23,7 +23,7 @@ import torch
 
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.smollm2 import smollm2_folder
-from dflash_hf.training.pace import TimeBudgetSchedule
+from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train
 

@@ -36,9 +36,9 @@ from dflash_hf.target import TargetOutput, target_features
 from dflash_hf.training import losses, train
 from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
-from dflash_hf.training.features import drop_layers, stored
+from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.features import drop_layers, open_features
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import TimeBudgetSchedule
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -246,7 +246,7 @@ def store_rejected(arguments) -> None:
         "eval": (arguments.eval_features, arguments.answers // 3),
     }
     for name, (given, wanted) in parts.items():
-        features, found = stored(given), []
+        features, found = open_features(given), []
         for index in torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).tolist():
             row = features[index]
             if len(row["input_ids"]) <= LONGEST and len(found) != wanted:
@@ -327,7 +327,7 @@ def measure(trainer: type, folder: Path, arguments) -> dict:
     options = {"use_cpu": True, "per_device_eval_batch_size": 16, "report_to": "none", "loss_type": "dpace_kl"}
     args = DFlashTrainingArguments(output_dir=str(arguments.work / "measured"), bf16=halves(), **options)
     given = arguments.features, arguments.eval_features
-    both = [stored(one) for one in given]
+    both = [open_features(one) for one in given]
     figures = trainer(draft, target, args, *both).evaluate()
     return {"tau": round(figures["eval_simulated_tau"], 4), "slot_1": round(figures["eval_accuracy_1"], 4)}
 

@@ -27,7 +27,7 @@ from dflash_hf.evaluation.methods import AUTO
 from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
-from dflash_hf.training.pace import TimeBudgetSchedule
+from dflash_hf.training.callbacks import TimeBudgetSchedule
 
 
 TAUGHT = 240  # answers in the new style

@@ -30,7 +30,7 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
-from dflash_hf.training.pace import TimeBudgetSchedule
+from dflash_hf.training.callbacks import TimeBudgetSchedule
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"

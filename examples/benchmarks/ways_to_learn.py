@@ -31,8 +31,8 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
-from dflash_hf.training.features import StoredFeatures, describe, store_features
-from dflash_hf.training.pace import TimeBudgetSchedule
+from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.features import StoredFeatures, manifest_of, store_features
 from dflash_hf.training.start import initialize_from_target, with_parts
 
 
@@ -70,7 +70,7 @@ def after_text(folder: Path, seed: int, pair, arguments) -> float:
     """
     minutes, store = arguments.minutes / 3, arguments.work / "text"
     rows, encoder = text(pair, 3000)
-    store_features(pair.target, rows, store, describe(pair.target, "smollm2", [-1], encoder, "bfloat16"))
+    store_features(pair.target, rows, store, manifest_of(pair.target, "smollm2", [-1], encoder, "bfloat16"))
     keys = FRESH | SHARED | {"target_layer_ids": [-1]}
     learned = trainer_of(keys, [str(store)], str(folder), 60 * minutes, seed).draft
     config = type(learned.config).from_dict(learned.config.to_dict(), target_layer_ids=BASE["target_layer_ids"])

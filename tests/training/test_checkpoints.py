@@ -233,5 +233,11 @@ def test_resume_without_a_checkpoint_names_auto(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         trainer = make_trainer(folder, make_target(), counting_rows(2))
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=f"resume_from_checkpoint=True, but output_dir='{folder}' holds no whole"):
-            trainer.train(resume_from_checkpoint=True)
+        message = (
+            f"resume_from_checkpoint=True, but output_dir='{folder}' holds no whole .* resume_from_checkpoint=auto"
+        )
+        for resume in (True, "true"):  # of Python, of a recipe
+            with pytest.raises(ValueError, match=message):
+                trainer.train(resume_from_checkpoint=resume)
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such folder; resume_from_checkpoint=auto finds"):
+        trainer.train(resume_from_checkpoint="nowhere")

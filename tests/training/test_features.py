@@ -19,13 +19,13 @@ from dflash_hf.training import features
 from dflash_hf.training import trainer as trainer_module
 from dflash_hf.training.features import (
     StoredFeatures,
-    describe,
     drop_layers,
+    manifest_of,
     store_features,
     store_rows,
     stored_tokens,
 )
-from dflash_hf.training.features import stored as stored_features
+from dflash_hf.training.features import open_features as stored_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -38,7 +38,7 @@ def store(
     target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, states=False, **template_kwargs
 ):
     encoder = RowEncoder(make_tokenizer(), template_kwargs, max_length=64)
-    manifest = describe(target, "some/target", layer_ids, encoder, dtype, states)
+    manifest = manifest_of(target, "some/target", layer_ids, encoder, dtype, states)
     lines = []
     return store_features(
         target, rows, folder, manifest, batch_size=2, shard_bytes=shard_bytes, say=lines.append
@@ -159,7 +159,7 @@ def test_interrupted_storing_goes_on_after_last_shard(target, tmp_path, monkeypa
 def test_set_that_was_enough_is_complete(target, tmp_path):
     """As of a run that stores features for a third of its time; the same call leaves it as it is."""
     rows, folder, asked = counting_rows(6), tmp_path / "features", []
-    made_with = describe(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
+    made_with = manifest_of(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
     options = {"shard_bytes": 20_000, "enough": lambda: asked.append(1) or len(asked) == 2}
     assert store_features(target, rows, folder, made_with, **options).examples == 4 == len(StoredFeatures(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}

@@ -8,7 +8,7 @@ from support.rows import counting_rows
 from support.runs import history, make_trainer
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.training.features import describe, store_features
+from dflash_hf.training.features import manifest_of, store_features
 from dflash_hf.training.trainer import NotFiniteError
 from dflash_hf.weights import check_finite
 
@@ -81,5 +81,5 @@ def test_features_that_are_not_finite_are_not_stored(factor, dtype, tmp_path):
     with torch.no_grad():
         target.model.layers[2].mlp.down_proj.weight.mul_(factor)
     with pytest.raises(ValueError, match=rf"Example \d: features of layer 2 .* as {dtype}; .* --store-dtype bfloat16"):
-        store_features(target, counting_rows(3), tmp_path, describe(target, "some/target", [0, 2], encoder, dtype))
+        store_features(target, counting_rows(3), tmp_path, manifest_of(target, "some/target", [0, 2], encoder, dtype))
     assert not list(tmp_path.glob("*.safetensors"))

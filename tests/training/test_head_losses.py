@@ -67,7 +67,7 @@ def test_loss_of_all_scores_equals_the_oracle(teacher, chunk_size):
                     values[0, 0, slot] += share * (torch.xlogy(wanted, wanted) - wanted * q).sum()
                 assert figures.nll[0, 0, slot].item() == pytest.approx(-scores.log_softmax(0)[gold].item())
                 assert figures.correct[0, 0, slot] == (scores.argmax() == gold)
-                assert figures.alone[0, 0, slot] == (logits.argmax() == gold)
+                assert figures.correct_without_head[0, 0, slot] == (logits.argmax() == gold)
             torch.testing.assert_close(values.detach(), figures.values.detach())
             assert torch.equal(figures.draftable, known) and not figures.correct[~known].any()
         gradients.append(torch.autograd.grad((values * torch.arange(7.0)).sum(), (hidden, queries, bias)))

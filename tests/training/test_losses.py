@@ -223,11 +223,11 @@ def test_block_loss_equals_the_oracle_in_any_split(kind):
 
 def statistics_of(*batches):
     """The sums over batches, each of the correct and the counted slots."""
-    sums = Statistics.none(torch.device("cpu"))
+    sums = Statistics.zeros(torch.device("cpu"))
     for correct, counted in batches:
         correct, counted = torch.tensor(correct, dtype=torch.bool), torch.tensor(counted, dtype=torch.bool)
         normalizer = counted.sum((1, 2)) * 0.5
-        sums = sums.plus(block_statistics(correct, counted, 2 * normalizer, normalizer))
+        sums = sums.add(block_statistics(correct, counted, 2 * normalizer, normalizer))
     return sums
 
 

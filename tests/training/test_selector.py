@@ -79,7 +79,11 @@ def test_loss_among_candidates_equals_the_oracle(teacher, chunk_size):
         at = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
         assert both.nll[0, 0, slot].item() == (pytest.approx(-float(log_q[at[0]])) if at else float("inf"))
         assert both.correct[0, 0, slot].item() == (log_q.argmax().item() in at)
-        assert both.alone[0, 0, slot] == plain.correct[0, 0, slot] == (logits.argmax() == labels[0, 0, slot])
+        assert (
+            both.correct_without_head[0, 0, slot]
+            == plain.correct[0, 0, slot]
+            == (logits.argmax() == labels[0, 0, slot])
+        )
     for losses in (plain, both):
         losses.values.sum().backward()
     # Of the labels, one that is no candidate teaches the selector nothing; a teacher's candidates always do.

@@ -73,7 +73,7 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
-    sums, expected = Statistics.none(torch.device("cpu")), torch.zeros(4, size - 1)
+    sums, expected = Statistics.zeros(torch.device("cpu")), torch.zeros(4, size - 1)
     draft.eval()
     for prompt in prompts[:6]:
         drafted.clear()
@@ -94,7 +94,7 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
         batch["valid"] = torch.ones_like(batch["anchors"], dtype=torch.bool)
         with torch.no_grad():
             _, outputs = trainer.compute_loss(draft, batch, return_outputs=True)
-        sums = sums.plus(outputs["statistics"])
+        sums = sums.add(outputs["statistics"])
     assert torch.equal(torch.stack([sums.counted, sums.correct, sums.reached, sums.accepted]), expected)
     counted, correct = expected[0].sum(), expected[1].sum()
     assert 0.2 * counted < correct < 0.95 * counted  # neither is empty

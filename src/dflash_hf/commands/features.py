@@ -37,7 +37,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.layouts.read import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
-    from dflash_hf.training.features import describe, store_features
+    from dflash_hf.training.features import manifest_of, store_features
 
     pair = NamedPair(arguments, note)
     # What the arguments name is read before the target, which takes the longest.
@@ -46,7 +46,7 @@ def run(arguments, echo) -> Outcome:
     target = freeze(pair.target())
     encoder = replace(encoder, vocab_size=target.get_input_embeddings().weight.shape[0])
     layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
-    made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
+    made_with = manifest_of(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     data_options = {"num_proc": arguments.num_proc, "source": arguments.data, "conversations": True}
     dataset, report = prepare_dataset(rows, encoder, **data_options)
     for line in report.lines():

@@ -121,7 +121,7 @@ def drop_layers(target, device: torch.device):
     return target
 
 
-def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
+def manifest_of(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
     """
     The manifest of the features to store, without data and shards.
 
@@ -165,7 +165,7 @@ def store_features(
         target (`PreTrainedModel`): The frozen target.
         examples (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
         folder (`str` or `Path`): Output folder.
-        manifest (`FeatureManifest`): From [`describe`].
+        manifest (`FeatureManifest`): From [`manifest_of`].
         batch_size (`int`): Examples per forward.
         shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
         say: Called with the size before anything is read.
@@ -432,7 +432,7 @@ def store_rows(rows, folder: Path, trainer, script, encoder, enough: Callable[[]
     target = trainer.target
     layer_ids = trainer.draft.config.target_layer_ids
     dtype = str(target.dtype).removeprefix("torch.")
-    manifest = describe(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
+    manifest = manifest_of(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
     collator = DFlashCollator(0, encoder.reader)
     shard_bytes = _TOKENS * manifest.token_bytes
     store_features(target, rows, folder, manifest, shard_bytes=shard_bytes, enough=enough, collator=collator)
@@ -475,7 +475,7 @@ def check_stored(dataset: StoredFeatures, states: bool, weights: dict | None = N
         )
 
 
-def stored(folders: str | Path | Sequence[str | Path]):
+def open_features(folders: str | Path | Sequence[str | Path]):
     """[`StoredFeatures`] of a folder, or of several, concatenated."""
     if isinstance(folders, str | Path):
         return StoredFeatures(folders)
@@ -485,7 +485,7 @@ def stored(folders: str | Path | Sequence[str | Path]):
 def stored_tokens(folders: str | Path | Sequence[str | Path]) -> list[dict[str, torch.Tensor]]:
     """The ids and loss masks of stored features, a row for each shard."""
     rows = []
-    for part in parts_of(stored(folders)):
+    for part in parts_of(open_features(folders)):
         for file in part.files:
             shard = _opened(*file)
             rows.append({name: shard.get_tensor(name) for name in ("input_ids", "loss_mask")})

@@ -26,7 +26,7 @@ TAU = "simulated_tau"
 _LOST_BY_HEART = 0.5
 
 
-def choice_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed: int) -> tuple[int | None, int]:
+def held_out_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed: int) -> tuple[int | None, int]:
     """
     How many conversations a run holds out, and the seed that chooses them: as the run began that is resumed.
 

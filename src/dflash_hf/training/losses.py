@@ -25,7 +25,7 @@ class TokenLosses:
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not draftable
     correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not draftable
     draftable: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
-    alone: torch.BoolTensor | None = None  # [...]  as `correct`, for each slot's argmax without the head
+    correct_without_head: torch.BoolTensor | None = None  # [...]  as `correct`, for argmax of the slots
 
 
 @dataclass
@@ -75,13 +75,13 @@ class Rows:
         labels = self.labels
         scores = self.scores.to(_at_least_fp32(self.scores.dtype))
         best = scores.max(-1).indices  # `argmax` takes twice as long in fp32, and four times as long in bf16
-        best_alone = best if self.logits is self.scores else self.logits.max(-1).indices
-        alone = best_alone == labels
+        best_without_head = best if self.logits is self.scores else self.logits.max(-1).indices
+        correct_without_head = best_without_head == labels
         if self.ids is None:
-            return functional.cross_entropy(scores, labels, reduction="none"), best == labels, alone
+            return functional.cross_entropy(scores, labels, reduction="none"), best == labels, correct_without_head
         is_label = self.ids == labels[:, None]
         nll = -scores.log_softmax(-1).masked_fill(~is_label, -math.inf).amax(-1)  # infinite if it is no candidate
-        return nll, is_label.gather(1, best[:, None])[:, 0], alone
+        return nll, is_label.gather(1, best[:, None])[:, 0], correct_without_head
 
 
 def divergence(
@@ -215,8 +215,8 @@ def token_losses(
         else:
             chunks.append(chunk_losses(*arguments))
     columns = (torch.cat(column).to(hidden.device) for column in zip(*chunks, strict=True))
-    values, nll, correct, alone = (_scatter(column, draftable) for column in columns)
-    return TokenLosses(values, nll, correct, draftable, alone)
+    values, nll, correct, correct_without_head = (_scatter(column, draftable) for column in columns)
+    return TokenLosses(values, nll, correct, draftable, correct_without_head)
 
 
 def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:

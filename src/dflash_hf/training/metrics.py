@@ -15,17 +15,17 @@ class Statistics(NamedTuple):
     correct: torch.Tensor  # [..., B-1]
     reached: torch.Tensor  # [..., B-1]  all earlier slots are correct
     accepted: torch.Tensor  # [..., B-1]  reached and correct
-    accepted_alone: torch.Tensor  # [...]  tokens, for each slot's argmax without the head
+    accepted_without_head: torch.Tensor  # [...]  tokens, for each slot's argmax without the head
     blocks: torch.Tensor  # [...]
     loss: torch.Tensor  # [...]
     normalizer: torch.Tensor  # [...]  the divisor of `loss`
 
     @classmethod
-    def none(cls, device: torch.device) -> "Statistics":
+    def zeros(cls, device: torch.device) -> "Statistics":
         """Zeros, to which those of batches are added."""
         return cls(*torch.zeros(len(cls._fields), device=device))
 
-    def plus(self, batch: "Statistics") -> "Statistics":
+    def add(self, batch: "Statistics") -> "Statistics":
         """These sums and those of each sequence of a batch, `[N, ...]`."""
         return Statistics(*(total + per_sequence.sum(0) for total, per_sequence in zip(self, batch, strict=True)))
 
@@ -35,7 +35,7 @@ def block_statistics(
     counted: torch.BoolTensor,
     loss: torch.Tensor,
     normalizer: torch.Tensor,
-    alone: torch.BoolTensor | None = None,
+    correct_without_head: torch.BoolTensor | None = None,
 ) -> Statistics:
     """
     The [`Statistics`] of each sequence, `[N, ...]`.
@@ -44,14 +44,16 @@ def block_statistics(
         correct, counted (`torch.BoolTensor`): `[N, A, B]`.
         loss, normalizer (`torch.Tensor`): `[N]`, from [`~dflash_hf.training.losses.block_loss`] and
             [`~dflash_hf.training.losses.loss_normalizer`].
-        alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, for each slot's argmax without the head. Default:
-            `correct`.
+        correct_without_head (`torch.BoolTensor`): `[N, A, B]`, as `correct`, for each slot's argmax without the
+            head. Default: `correct`.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
     slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
-    accepted_alone = slots[3] if alone is None else slot_counts(alone[..., 1:] & counted, counted)[3]
+    accepted_without_head = slots[3]
+    if correct_without_head is not None:
+        accepted_without_head = slot_counts(correct_without_head[..., 1:] & counted, counted)[3]
     blocks = counted.any(-1).sum(1)  # [N]
-    return Statistics._make([*slots.sum(2), accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer])
+    return Statistics._make([*slots.sum(2), accepted_without_head.sum((1, 2)), blocks, loss.detach(), normalizer])
 
 
 def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str,
         "simulated_tau": sum(values.accepted) / values.blocks + 1,
     }
     if has_head:
-        metrics["simulated_tau_argmax"] = values.accepted_alone / values.blocks + 1
+        metrics["simulated_tau_argmax"] = values.accepted_without_head / values.blocks + 1
     shares = (("accuracy", values.correct, values.counted), ("acceptance", values.accepted, values.reached))
     for name, hits, totals in shares:
         for slot, total in enumerate(totals, start=1):

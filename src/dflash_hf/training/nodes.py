@@ -26,7 +26,7 @@ def _store(number: int):
     return torch.distributed.PrefixStore(f"dflash_hf/{number}", _get_default_store())
 
 
-def meet(args) -> None:
+def wait_for_all(args) -> None:
     """Wait until all processes are here, however long that takes."""
     if args.world_size > 1:
         _arrive(_store(next(_numbers)), args.world_size)
@@ -75,14 +75,14 @@ def writes_to(folder: Path, args) -> bool:
         store.set("mark", mark.name)
     store.wait(["mark"], _PATIENCE)
     is_shared = (folder / store.get("mark").decode()).exists()
-    meet(args)
+    wait_for_all(args)
     if args.process_index == 0:
         mark.unlink()
         return True
     return args.local_process_index <= 0 and not is_shared
 
 
-def fewest(count: int, trainer) -> int:
+def smallest_count(count: int, trainer) -> int:
     """The smallest of the counts of all processes."""
     if trainer.args.world_size == 1:
         return count

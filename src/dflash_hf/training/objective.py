@@ -133,7 +133,7 @@ class Objective:
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
         drafted = (..., slice(config.block_tokens))
         statistics = block_statistics(
-            losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.alone[drafted]
+            losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
         )
         return loss, statistics
 

@@ -30,6 +30,13 @@ from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenize
 from dflash_hf.terminal import check_writable, note, without_bars
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
 from dflash_hf.training.arguments import ScriptArguments
+from dflash_hf.training.callbacks import (
+    BarOnlyCallback,
+    LogLinesCallback,
+    StepCountCallback,
+    TimeBudgetSchedule,
+    duration,
+)
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
 from dflash_hf.training.features import (
     MANIFEST,
@@ -37,13 +44,12 @@ from dflash_hf.training.features import (
     StoredFeatures,
     check_stored,
     drop_layers,
+    open_features,
     store_rows,
-    stored,
     stored_tokens,
 )
-from dflash_hf.training.held_out import PREFIX, choice_of_checkpoint, split_rows
-from dflash_hf.training.nodes import fewest, meet, one_process_first, writes_to
-from dflash_hf.training.pace import BarAlone, LogLines, StepCount, TimeBudgetSchedule, duration
+from dflash_hf.training.held_out import PREFIX, held_out_of_checkpoint, split_rows
+from dflash_hf.training.nodes import one_process_first, smallest_count, wait_for_all, writes_to
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
@@ -105,8 +111,8 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
         eval_rows = _encode_rows(eval_rows, script.eval_data or script.data, encoder, script.num_proc, say)
         rows = _encode_rows(rows, script.data, encoder, script.num_proc, say, conversations=True)
     if script.features:
-        rows = stored(script.features)
-        eval_rows = stored(script.eval_features) if script.eval_features else None
+        rows = open_features(script.features)
+        eval_rows = open_features(script.eval_features) if script.eval_features else None
     rows, held_out, facts = _hold_rows_out(rows, script, args, resume, say)
     draft = _make_draft_with_vocabulary(script, target, encoder, rows, held_out, say, tell)
 
@@ -131,7 +137,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
         is_new_run = not training.get("resume_from_checkpoint")
         if is_first:
             _prepare_folder(folder, is_new_run, stack)
-        meet(args)
+        wait_for_all(args)
         writes = writes_to(folder, args)
         if writes and not is_first:
             _prepare_folder(folder, is_new_run, stack)
@@ -168,7 +174,7 @@ def _hold_rows_out(rows, script: ScriptArguments, args, resume: str | None, say)
         count = 0
         seed = args.seed
     else:
-        count, seed = choice_of_checkpoint(resume, script.held_out_rows, args.seed)
+        count, seed = held_out_of_checkpoint(resume, script.held_out_rows, args.seed)
     rows, held_out, conversations = split_rows(rows, count, seed)
     if held_out is not None:
         say(f"held out          {len(held_out):,} rows, which are not trained on: the run ends with their tau")
@@ -207,12 +213,12 @@ def _add_callbacks(trainer: DFlashTrainer, callbacks, say, tell) -> None:
     Give a run its additional callbacks, and lines for people in place of upstream's. The caller's callbacks come
     first: what they add to a log or decide at a step is there when the run's own read it.
     """
-    trainer.remove_callback(StepCount)
+    trainer.remove_callback(StepCountCallback)
     trainer.remove_callback(PrinterCallback)
     bar = trainer.pop_callback(ProgressCallback)
-    own = [LogLines(say), StepCount(say, tell)]
+    own = [LogLinesCallback(say), StepCountCallback(say, tell)]
     if bar is not None:
-        own.append(BarAlone())
+        own.append(BarOnlyCallback())
     for callback in (*callbacks, *own):
         trainer.add_callback(callback)
 
@@ -386,7 +392,7 @@ def _replace_rows_by_features(
         # Held-out rows, too, as many as fit into their share of the time; evaluation data are the user's.
         enough = None if script.evaluates else _storing_limit(script, args, folder.parent, 1 / 20)
         store_rows(eval_rows, folder / "eval", trainer, script, encoder, enough)
-    meet(args)
+    wait_for_all(args)
     trainer.train_dataset = _common_rows(StoredFeatures(folder / "train"), trainer)
     if eval_rows is not None:
         trainer.eval_dataset = _common_rows(StoredFeatures(folder / "eval"), trainer)
@@ -395,7 +401,7 @@ def _replace_rows_by_features(
 
 def _common_rows(dataset: StoredFeatures, trainer: DFlashTrainer):
     """The rows that every node has stored: in the same time a slower one stores fewer, of the same order."""
-    count = fewest(len(dataset), trainer)
+    count = smallest_count(len(dataset), trainer)
     return dataset if count == len(dataset) else torch.utils.data.Subset(dataset, range(count))
 
 

@@ -17,13 +17,13 @@ from dflash_hf.target import TargetOutput, check_fit, check_logits, digest_of_ta
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import groups_as_masks
+from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
 from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import OpenEnded, StepCount, TimeBudgetSchedule
 from dflash_hf.training.rows import lengths_of, validate_and_count
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -114,13 +114,13 @@ class DFlashTrainer(AtomicTrainer):
 
         # 5. What is counted, and told.
         self.card_facts = dict(card_facts or {})
-        self.statistics = Statistics.none(args.device)  # since the last line of the log
-        self.eval_statistics = Statistics.none(args.device)
+        self.statistics = Statistics.zeros(args.device)  # since the last line of the log
+        self.eval_statistics = Statistics.zeros(args.device)
         self.time_schedule: TimeBudgetSchedule | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.add_callback(StepCount())
+        self.add_callback(StepCountCallback())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(OpenEnded())
+            self.add_callback(OpenEndedProgressCallback())
 
     def _check_launch(self) -> None:
         """
@@ -194,7 +194,7 @@ class DFlashTrainer(AtomicTrainer):
         """
         loss, statistics = self.objective(model, inputs, self.progress)
         if model.training:
-            self.statistics = self.statistics.plus(statistics)
+            self.statistics = self.statistics.add(statistics)
         if num_items_in_batch is None:
             total = statistics.normalizer.sum()
             num_items_in_batch = total.where(total > 0, 1)
@@ -247,14 +247,14 @@ class DFlashTrainer(AtomicTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         statistics = self.accelerator.gather_for_metrics(outputs["statistics"])
-        self.eval_statistics = self.eval_statistics.plus(statistics)
+        self.eval_statistics = self.eval_statistics.add(statistics)
         return loss, None, None
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
-        self.eval_statistics = Statistics.none(self.args.device)
+        self.eval_statistics = Statistics.zeros(self.args.device)
         self.target.eval()  # it may have been trained in between
         with groups_as_masks(self.draft.config):
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
@@ -268,7 +268,7 @@ class DFlashTrainer(AtomicTrainer):
             sums = self.accelerator.reduce(self.statistics, "sum")
             metrics = statistics_to_metrics(sums, self.draft.config.has_head)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
-            self.statistics = Statistics.none(self.args.device)
+            self.statistics = Statistics.zeros(self.args.device)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -327,7 +327,7 @@ class DFlashTrainer(AtomicTrainer):
                 "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
-        self.statistics = Statistics.none(self.args.device)  # an earlier run may have ended in NaN
+        self.statistics = Statistics.zeros(self.args.device)  # an earlier run may have ended in NaN
         self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
         with groups_as_masks(self.draft.config):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)

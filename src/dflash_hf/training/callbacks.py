@@ -94,7 +94,7 @@ class TimeBudgetSchedule(TrainerCallback):
             control.should_log = True
 
 
-class StepCount(TrainerCallback):
+class StepCountCallback(TrainerCallback):
     """
     Tells how many steps a run will have, once ten have been timed after the first, and warns if they are too few, or
     if they read few rows many times: at once where the steps are known, else when they are timed.
@@ -152,7 +152,7 @@ class StepCount(TrainerCallback):
                 f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
                 f"passes over the data, or smaller steps than those of num_anchors={args.num_anchors}, "
                 f"per_device_train_batch_size={args.per_device_train_batch_size}, gradient_accumulation_steps="
-                f"{args.gradient_accumulation_steps} (the preset of a CPU: 16, 4 and 1)."
+                f"{args.gradient_accumulation_steps} (preset cpu: 16, 4 and 1)."
             )
 
 
@@ -164,7 +164,7 @@ def passes_of(args, steps: int, dataloader) -> float:
     return steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size / len(rows)
 
 
-class OpenEnded(ProgressCallback):
+class OpenEndedProgressCallback(ProgressCallback):
     """Upstream's progress bar; a run that ends by time has no number of steps."""
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -175,14 +175,14 @@ class OpenEnded(ProgressCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
 
-class BarAlone(OpenEnded):
+class BarOnlyCallback(OpenEndedProgressCallback):
     """A progress bar that prints no figures."""
 
     def on_log(self, args, state, control, **kwargs):
-        """Nothing: [`LogLines`] prints the figures."""
+        """Nothing: [`LogLinesCallback`] prints the figures."""
 
 
-class LogLines(TrainerCallback):
+class LogLinesCallback(TrainerCallback):
     """
     A training log of one short line for each entry: loss, tau, accuracy, learning rate. All figures are in
     `trainer_state.json` of a checkpoint, and where `report_to` sends them.

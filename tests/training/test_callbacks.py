@@ -7,7 +7,8 @@ from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 from transformers import ProgressCallback
 
-from dflash_hf.training.pace import OpenEnded, StepCount, TimeBudgetSchedule
+from dflash_hf.training import callbacks
+from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
 
 
 @pytest.fixture
@@ -20,16 +21,16 @@ def clock(monkeypatch):
         return seconds[0]
 
     monkeypatch.setattr(TimeBudgetSchedule, "clock", staticmethod(read))
-    monkeypatch.setattr(StepCount, "clock", staticmethod(lambda: seconds[0]))
+    monkeypatch.setattr(StepCountCallback, "clock", staticmethod(lambda: seconds[0]))
     return seconds
 
 
 def test_warm_up_then_cosine_to_zero(clock):
-    pace = TimeBudgetSchedule(20.0, warmup=0.1)
-    factors = [pace(step) for step in range(22)]
+    schedule = TimeBudgetSchedule(20.0, warmup=0.1)
+    factors = [schedule(step) for step in range(22)]
     assert factors[:3] == [0.01, 0.5, 1.0]
     assert factors[11] == pytest.approx(0.5) and factors[20] == factors[21] == 0.0
-    assert factors[2:] == sorted(factors[2:], reverse=True) and pace.over
+    assert factors[2:] == sorted(factors[2:], reverse=True) and schedule.over
 
 
 def run(folder, minutes, **overrides):
@@ -118,10 +119,8 @@ def test_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
 def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
     from types import SimpleNamespace
 
-    from dflash_hf.training import pace
-
-    monkeypatch.setattr(pace, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
-    monkeypatch.setattr(pace, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
+    monkeypatch.setattr(callbacks, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    monkeypatch.setattr(callbacks, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
     other = TimeBudgetSchedule(1000.0, warmup=0.1)
     other(0)
     assert other.over and other.done == pytest.approx(0.975)
@@ -130,8 +129,8 @@ def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
 def counted(trainer):
     """What a trainer tells about the number of its steps, and its warnings."""
     said, warned = [], []
-    trainer.remove_callback(StepCount)
-    trainer.add_callback(StepCount(said.append, warned.append))
+    trainer.remove_callback(StepCountCallback)
+    trainer.add_callback(StepCountCallback(said.append, warned.append))
     trainer.train()
     return said, warned
 
@@ -161,7 +160,7 @@ def test_slow_steps_name_the_settings(clock, tmp_path):
 
 
 def test_bar_of_a_timed_run_is_open_ended(tmp_path):
-    for minutes, kind in ((1, OpenEnded), (None, ProgressCallback)):
+    for minutes, kind in ((1, OpenEndedProgressCallback), (None, ProgressCallback)):
         trainer = run(tmp_path, minutes, max_steps=-1 if minutes else 1, disable_tqdm=False)
         (bar,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
         assert type(bar) is kind
