@@ -156,7 +156,7 @@ def test_slow_steps_name_the_settings(clock, tmp_path):
 
     trainer.compute_loss = slow
     _, (warning,) = counted(trainer)
-    assert "per_device_train_batch_size=2, gradient_accumulation_steps=1 (the preset of a CPU: 16, 4 and 1)" in warning
+    assert "per_device_train_batch_size=2, gradient_accumulation_steps=1 (preset cpu: 16, 4 and 1)" in warning
 
 
 def test_bar_of_a_timed_run_is_open_ended(tmp_path):

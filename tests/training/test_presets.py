@@ -124,7 +124,7 @@ def test_help_says_the_values_of_presets(name):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_drafters_of_presets_are_read_everywhere(preset, tmp_path, monkeypatch):
-    """The preset of a CPU reduced the vocabulary, and SGLang serves no such drafter."""
+    """Preset cpu left a reduced vocabulary, which SGLang does not serve."""
     machine(monkeypatch, "cpu")
     script, _ = read_recipe(None, {"preset": preset, "target": "t", "data": "d"})
     target = make_target(num_hidden_layers=8)

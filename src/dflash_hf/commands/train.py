@@ -24,9 +24,10 @@ from dataclasses import replace
 from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, is_secret, note
 from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
+from dflash_hf.training.presets import PAPER
 
 
-LONG = 3072  # tokens, the paper's longest texts
+LONG = PAPER["max_length"].value  # tokens of the paper's longest texts
 # Memory at a hidden size of 4096 of a slot of a block, its activations stored or recomputed, and of a token of a text,
 # from measurements of a tiny target (examples/benchmarks/results/long_texts.md).
 GB_PER_SLOT_STORED = 1.5e-3
@@ -234,8 +235,8 @@ def _warn_of_long_texts(script, training: dict) -> None:
     """Say what memory a step takes if its texts are longer than the paper's."""
     if script.max_length <= LONG:
         return
-    slots = training.get("num_anchors", 512) * (script.block_size or 16)
-    rows = training.get("per_device_train_batch_size", 8)
+    slots = training["num_anchors"] * (script.block_size or PAPER["block_size"].value)
+    rows = training["per_device_train_batch_size"]
     text = GB_PER_TOKEN * script.max_length
     stored = rows * (GB_PER_SLOT_STORED * slots + text)
     recomputed = rows * (GB_PER_SLOT_RECOMPUTED * slots + text)
