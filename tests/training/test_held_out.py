@@ -209,7 +209,7 @@ def test_run_without_held_out_rows_says_so(folder, tmp_path, capsys):
     data = write(tmp_path / "few.jsonl", 12)
     code, out, error = train(capsys, folder, data, tmp_path / "out")
     assert code == 0, error
-    assert out.splitlines()[-1].startswith("held-out tau      unknown: no row was held out (held_out_rows=N holds")
+    assert out.splitlines()[-1].startswith("held-out tau      unknown: no row was held out (--held-out-rows N holds")
     code, out, error = train(capsys, folder, data, tmp_path / "other", "held_out_rows=3")
     assert code == 0 and "not trained on" in out.splitlines()[-1], error
 

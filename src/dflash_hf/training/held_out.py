@@ -102,8 +102,8 @@ def closing_line(trainer) -> str:
     kind = PREFIX if PREFIX in last else "eval"
     if kind not in last:
         return (
-            "held-out tau      unknown: no row was held out (held_out_rows=N holds out N, eval_data names others); "
-            "the tau of the training rows says nothing of other texts"
+            "held-out tau      unknown: no row was held out (--held-out-rows N holds out N, --eval-data names "
+            "others); the tau of the training rows says nothing of other texts"
         )
     which_rows = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
     line = f"held-out tau      {last[kind]:.2f}, simulated, of {which_rows}"
