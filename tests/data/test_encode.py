@@ -110,7 +110,7 @@ def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
     """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
     encode = encoder(CHATML, max_length=6)
     turns = [Example([5, 6, 7], [0, 1, 1]), Example([5] * 8, [0] * 6 + [1, 1])]
-    monkeypatch.setattr(RowEncoder, "_conversation", lambda *args: turns)
+    monkeypatch.setattr(RowEncoder, "_of_turns", lambda *args: turns)
     assert encode({"messages": TWO_TURNS}) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
     del turns[0]
     with pytest.raises(UnusableRow, match="begins beyond max_length=6"):

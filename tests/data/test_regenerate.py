@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.response_file import ResponseFile
+from dflash_hf.data.row_layouts import conversation_of
 from dflash_hf.data.sources import load_rows
 
 
@@ -364,7 +365,7 @@ def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
     assert [body.get("tools") for body in received] == [row.get("tools") for row in TOOL_ROWS]
     assert received[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
     for row, asked in zip(load_rows(output), TOOL_ROWS, strict=True):
-        ((ids, mask, _),) = encoder.arrays(row)
+        ((ids, mask, _),) = encoder.encode(conversation_of(row))
         prompt, answer = encoder.tokenizer.decode(ids[mask == 0]), encoder.tokenizer.decode(ids[mask == 1])
         assert answer == TOOL_ANSWERS[asked["messages"][0]["content"]][1] + "<|im_end|>"
         tools = [f"system\n{json.dumps(asked['tools'])}<|im_end|>\n"] if "tools" in asked else []

@@ -11,9 +11,9 @@ from support.tiny_chat import END, SPECIAL, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.messages import UnusableRow, tools_of
+from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import colored_example, prepare_dataset
-from dflash_hf.data.prompts import prompt_of
+from dflash_hf.data.row_layouts import conversation_of, tools_of
 from dflash_hf.data.sources import load_rows
 from dflash_hf.evaluation.sets import rows_of as eval_lines
 
@@ -206,12 +206,12 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):
     ],
 )
 def test_every_layout_has_the_same_prompt(row):
-    assert prompt_of(json.loads(row), True) == [json.loads(HI)]
+    assert conversation_of(json.loads(row), answers=False).prompt(as_chat=True) == [json.loads(HI)]
 
 
 @pytest.mark.parametrize("row", ['{"instruction": "Hi", "input": "you"}', '{"question": "Hi\\n\\nyou"}'])
 def test_request_without_a_template_is_text(row):
-    assert prompt_of(json.loads(row), False) == "Hi\n\nyou"
+    assert conversation_of(json.loads(row), answers=False).prompt(as_chat=False) == "Hi\n\nyou"
 
 
 def test_text_file_has_a_prompt_in_each_line(target, tmp_path, capsys):

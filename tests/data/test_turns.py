@@ -12,6 +12,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.data.regenerate import Answer, Question, question_of, row_of, turns_of
+from dflash_hf.data.row_layouts import conversation_of
 
 
 pytest.importorskip("datasets")
@@ -29,6 +30,10 @@ def user(text):
 def other(text):
     """An answer of somebody else, which is not learned."""
     return said("assistant", text)
+
+
+def question(row, index=0, every_turn=False):
+    return question_of(conversation_of(row, answers=False, ids=False), index, True, every_turn)
 
 
 CALL = said("assistant", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}])
@@ -58,8 +63,9 @@ def test_json_text_is_read_as_its_messages():
     """Every turn of the rows of a table was taken for the last."""
     messages = [user("a"), other("b"), user("c"), other("d")]
     for every_turn in (True, False):
-        asked, text = (question_of({"messages": one}, 0, True, every_turn) for one in (messages, json.dumps(messages)))
-        assert text == asked and len(asked.ahead) == 1 + every_turn
+        asked = question({"messages": messages}, every_turn=every_turn)
+        assert question({"messages": json.dumps(messages)}, every_turn=every_turn) == asked
+        assert len(asked.prompts) == 1 + every_turn
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -151,7 +157,7 @@ def test_turns_share_an_example_while_they_begin_alike():
 def test_digest_is_of_all_that_a_question_says(other):
     """A file of answers to other questions is not continued."""
     row = {"messages": [user("a")]}
-    digests = [question_of(one, number, True).digest for number, one in enumerate((row, row, {**row, **other}))]
+    digests = [question(row, number).digest for number, row in enumerate((row, row, {**row, **other}))]
     assert digests[0] == digests[1] != digests[2]
 
 

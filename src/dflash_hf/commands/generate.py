@@ -107,12 +107,15 @@ def _prompt_ids(pair: NamedPair, prompt: str) -> list[int]:
         `ValueError`: it cannot be encoded, or has no ids.
     """
     from dflash_hf.data.messages import UnusableRow
-    from dflash_hf.data.prompts import ids_of_prompt, prompt_of
+    from dflash_hf.data.prompts import ids_of_prompt
+    from dflash_hf.data.row_layouts import conversation_of
 
     raw = pair.arguments.raw
     encoder = pair.encoder({} if raw else pair.template())
+    as_chat = bool(pair.tokenizer.chat_template) and not raw
+    conversation = conversation_of({"prompt": prompt}, answers=False)
     try:
-        ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, bool(pair.tokenizer.chat_template) and not raw))
+        ids = ids_of_prompt(encoder, conversation.prompt(as_chat))
     except UnusableRow as reason:
         raise ValueError(f"--prompt: {reason}.") from reason
     if not ids:

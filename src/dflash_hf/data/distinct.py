@@ -5,7 +5,7 @@ from array import array
 from hashlib import blake2b
 
 
-_NEAR = 7  # tenths
+_LEAST_SIMILARITY = 7  # of near-duplicates, in tenths
 _CHARS = range(16, 1001)  # of a request
 
 
@@ -22,30 +22,38 @@ class DistinctTexts:
 
     def add(self, text: str) -> bool:
         """Add a text unless a similar one is there; returns whether it was added."""
-        words = re.findall(r"\w+", text.casefold())
-        found = {" ".join(gram) for gram in zip(words, words[1:], words[2:], strict=False)} or {" ".join(words)}
-        grams = {int.from_bytes(blake2b(gram.encode(), digest_size=8).digest(), "big") for gram in found}
+        grams = _hashed_grams(text)
         # Two sets that share enough share at least one of these: the rest alone would be too few.
-        enough = -(-_NEAR * len(grams) // 10)
+        enough = -(-_LEAST_SIMILARITY * len(grams) // 10)
         rarest = sorted(grams, key=lambda gram: (len(self._texts_with(gram)), gram))[: len(grams) - enough + 1]
         for number in {number for gram in rarest for number in self._texts_with(gram)}:
             other = self._grams[number]
             common = len(grams.intersection(other))
-            if 10 * common >= _NEAR * (len(grams) + len(other) - common):
+            if 10 * common >= _LEAST_SIMILARITY * (len(grams) + len(other) - common):
                 return False
         number = len(self._grams)
         for gram in grams:
-            known = self._by_gram.setdefault(gram, number)
-            if isinstance(known, array):
-                known.append(number)
-            elif known != number:
-                self._by_gram[gram] = array("I", [known, number])
+            numbers = self._by_gram.setdefault(gram, number)
+            if isinstance(numbers, array):
+                numbers.append(number)
+            elif numbers != number:
+                self._by_gram[gram] = array("I", [numbers, number])
         self._grams.append(array("Q", grams))
         return True
 
     def _texts_with(self, gram: int) -> "tuple | array":
+        """The numbers of the texts that have a 3-gram."""
         numbers = self._by_gram.get(gram, ())
         return (numbers,) if isinstance(numbers, int) else numbers
+
+
+def _hashed_grams(text: str) -> set[int]:
+    """The hashes of the word 3-grams of a text, or of all of its words if it has fewer than three."""
+    words = re.findall(r"\w+", text.casefold())
+    grams = {" ".join(gram) for gram in zip(words, words[1:], words[2:], strict=False)}
+    if not grams:
+        grams = {" ".join(words)}
+    return {int.from_bytes(blake2b(gram.encode(), digest_size=8).digest(), "big") for gram in grams}
 
 
 def flaw(text: str) -> str | None:

@@ -43,7 +43,8 @@ def check_example(example: dict, name: str) -> None:
             f"{name} has no column {sorted(missing)}, only {sorted(example)}; `make_example(prompt_ids, "
             "response_ids)` makes both."
         )
-    num_ids, mask = len(numbers_of(example, "input_ids", name)), numbers_of(example, "loss_mask", name)
+    num_ids = len(numbers_of(example, "input_ids", name))
+    mask = numbers_of(example, "loss_mask", name)
     if num_ids != len(mask):
         raise ValueError(f"{name} has {num_ids} input_ids but {len(mask)} loss_mask entries; give one for each token.")
     if not ((mask == 0) | (mask == 1)).all():
@@ -69,8 +70,11 @@ def numbers_of(example: dict, column: str, name: str) -> torch.Tensor:
         numbers = None
     if numbers is None or numbers.ndim != 1:
         shown = one_line(repr(value), 60)
-        if isinstance(value, Sequence) and any(one is None for one in value):
-            shown = f"null at token {next(place for place, one in enumerate(value) if one is None)}"
+        nulls = []
+        if isinstance(value, Sequence):
+            nulls = [place for place, number in enumerate(value) if number is None]
+        if nulls:
+            shown = f"null at token {nulls[0]}"
         raise ValueError(
             f"{name} has {shown} in its {column}; give a flat list with a number for each token, or leave the row out."
         )

@@ -22,8 +22,8 @@ def conversation_key(ids: np.ndarray, mask: np.ndarray, images: Sequence[str] = 
         images (`Sequence[str]`): Paths or URIs of its images.
     """
     start = int(np.argmax(mask != 0))
-    told = ids[:start] if start > 1 else ids
-    digest = hashlib.blake2b(np.asarray(told, dtype=np.int32).tobytes(), digest_size=8)
+    prompt = ids[:start] if start > 1 else ids
+    digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int32).tobytes(), digest_size=8)
     for image in images:
         digest.update(image.encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -57,7 +57,7 @@ def hold_out(keys: Sequence[int], count: int | None, seed: int) -> tuple[list[in
         `ValueError`: `count` is negative, more than half of the conversations, or more than may be held out.
     """
     rows_of = Counter(keys)
-    wanted = count
+    is_default = count is None
     if count is None:
         count = default_held_out(len(rows_of))
     elif not 0 <= count <= len(rows_of) / 2:
@@ -67,9 +67,9 @@ def hold_out(keys: Sequence[int], count: int | None, seed: int) -> tuple[list[in
         )
     order = sorted(rows_of, key=lambda key: hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest())
     small = [key for key in order if rows_of[key] == 1 or 10 * rows_of[key] <= len(keys)]
-    if wanted is not None and wanted > len(small):
+    if not is_default and count > len(small):
         raise ValueError(
-            f"held_out_rows={wanted}, but only {len(small):,} of the {len(rows_of):,} different prompts have at most "
+            f"held_out_rows={count}, but only {len(small):,} of the {len(rows_of):,} different prompts have at most "
             "a tenth of the rows, and the others are never held out; ask for fewer, or leave it out."
         )
     chosen = set(small[:count])

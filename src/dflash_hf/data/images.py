@@ -8,11 +8,32 @@ from transformers.utils import logging
 
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.pairs import Loading, is_multimodal
-from dflash_hf.responses import ImagePrompt
 from dflash_hf.terminal import one_line
 
 
 logger = logging.get_logger(__name__)
+
+
+class ImagePrompt(list):
+    """
+    The ids of a prompt with images, and what else the target's forward takes.
+
+    Args:
+        ids (`Sequence[int]`): The ids, those of images among them.
+        inputs (`dict[str, torch.Tensor]`): As [`ImageReader.inputs`] gives them, for one row.
+    """
+
+    def __init__(self, ids: Sequence[int], inputs: dict[str, torch.Tensor]):
+        super().__init__(ids)
+        self.inputs = inputs
+
+    def __add__(self, more: Sequence[int]) -> "ImagePrompt":
+        """The prompt with ids of text behind it."""
+        inputs = dict(self.inputs)
+        for name, tensor in self.inputs.items():
+            if name.endswith("token_type_ids"):
+                inputs[name] = torch.nn.functional.pad(tensor, (0, len(more)))
+        return ImagePrompt([*self, *more], inputs)
 
 
 @dataclass
@@ -28,9 +49,9 @@ class ImageReader:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that stand for images."""
-        several = getattr(self.processor, "image_token_ids", None) or []
-        return [self.processor.image_token_id, *several]
+        """The tokens that stand for images; some processors have several."""
+        others = getattr(self.processor, "image_token_ids", None) or []
+        return [self.processor.image_token_id, *others]
 
     def ids(self, text: str, images: Sequence[str]) -> list[int]:
         """
@@ -39,26 +60,33 @@ class ImageReader:
         Raises:
             `UnusableRow`: an image cannot be read, or the chat template has no place for it.
         """
-        loaded = [load(one) for one in images]
+        loaded = [load(image) for image in images]
         try:
-            return list(self.processor(text=[text], images=[loaded], add_special_tokens=False)["input_ids"][0])
+            encoded = self.processor(text=[text], images=[loaded], add_special_tokens=False)
         except ValueError as error:
             raise UnusableRow(f"the processor refuses its images ({one_line(error, 100)})") from error
+        return list(encoded["input_ids"][0])
 
     def inputs(self, input_ids: torch.LongTensor, images: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
         """
         What a forward of the target takes besides ids `[N, S]` of [`ids`] with these images: pixels, their layout, and
         which tokens are of images. Positions of several axes follow from these, as in `generate`.
         """
-        parts = [[{"type": "image", "image": load(one)} for one in row] for row in images]
-        chats = [[{"role": "user", "content": [*row, {"type": "text", "text": "."}]}] for row in parts]
-        texts = [self.processor.apply_chat_template(chat) for chat in chats]
-        loaded = [[part["image"] for part in row] for row in parts]
-        found = dict(self.processor(text=texts, images=loaded, padding=True, return_tensors="pt"))
-        ids, _ = found.pop("input_ids"), found.pop("attention_mask")
-        for name in [name for name in found if name.endswith("token_type_ids")]:
-            found[name] = torch.isin(input_ids, ids[found[name] == 1].unique().to(input_ids)).long()
-        return found
+        texts = []
+        loaded = []
+        for images_of_row in images:
+            loaded_of_row = [load(image) for image in images_of_row]
+            parts = [{"type": "image", "image": image} for image in loaded_of_row]
+            user = {"role": "user", "content": [*parts, {"type": "text", "text": "."}]}
+            texts.append(self.processor.apply_chat_template([user]))
+            loaded.append(loaded_of_row)
+        inputs = dict(self.processor(text=texts, images=loaded, padding=True, return_tensors="pt"))
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask")
+        for name in [name for name in inputs if name.endswith("token_type_ids")]:
+            image_ids = ids[inputs[name] == 1].unique().to(input_ids)
+            inputs[name] = torch.isin(input_ids, image_ids).long()  # [N, S]
+        return inputs
 
     def prompt(self, ids: Sequence[int], images: Sequence[str]) -> ImagePrompt:
         """Ids of a prompt, with all that `generate` needs of its images."""

@@ -14,12 +14,12 @@ from transformers.utils import logging
 from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.held_out import conversation_key
 from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.row_layouts import columns_of_ids, conversation_of
 from dflash_hf.data.sources import as_written
 
 
 logger = logging.get_logger(__name__)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
-_IDS = ("input_ids", "loss_mask", "labels", "document_ids")
 CONVERSATION = "conversation"  # the column of an example's conversation
 
 
@@ -81,7 +81,7 @@ class DataReport:
             f"supervised        {self.supervised:,} tokens, {share:.1%}",
             f"rows left out     {sum(self.dropped.values()):,}",
         ]
-        for reason, count in sorted(self.dropped.items(), key=lambda one: -one[1]):
+        for reason, count in sorted(self.dropped.items(), key=itemgetter(1), reverse=True):
             lines.append(f"  {count:,}: {reason}")
         return lines
 
@@ -129,17 +129,18 @@ def prepare_dataset(
     encoded = encoded.with_format(None)  # not that of the rows
     report = DataReport.of(len(rows), encoded.with_format("arrow").iter(10_000))
     report.check()
-    kept = encoded.filter(not_, input_columns="left_out") if report.dropped else encoded
-    return kept.remove_columns(["left_out"] if conversations else ["left_out", CONVERSATION]), report
+    if report.dropped:
+        encoded = encoded.filter(not_, input_columns="left_out")
+    unwanted = ["left_out"] if conversations else ["left_out", CONVERSATION]
+    return encoded.remove_columns(unwanted), report
 
 
 def _with_arrays(rows):
     """Rows of ids alone as arrays, since lists would have an object for every token; other rows are unchanged."""
     import pyarrow as pa
 
-    names = [name for name in _IDS if name in rows.column_names]
-    images = {"messages", "conversations", "prompt", "image", "images"} & set(rows.column_names)  # may hold some
-    if "input_ids" not in names or images or rows.format["type"] is not None:
+    names = columns_of_ids(rows.column_names)
+    if not names or rows.format["type"] is not None:
         return rows
     columns = [rows.data.column(name) for name in names]
     types = [getattr(column.type, "value_type", column.type) for column in columns]
@@ -152,28 +153,46 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
     import pyarrow as pa
 
-    ids, masks, images, keys, left_out = [], [], [], [], []
+    ids = []
+    masks = []
+    images = []
+    keys = []
+    left_out = []
     for place, index in enumerate(indices):
+        row = {name: values[place] for name, values in batch.items()}
+        key = 0
+        reason = None
         try:
-            examples, reason = encoder.arrays({name: values[place] for name, values in batch.items()}), None
+            examples = encoder.encode(conversation_of(row))
+            key = _key_of(examples[0])
         except UnusableRow as unusable:
-            examples, reason = [Example(np.zeros(0), np.zeros(0))], str(unusable)
+            examples = [Example(np.zeros(0), np.zeros(0))]
+            reason = str(unusable)
         except ValueError as error:
             raise ValueError(f"Row {index} of {source}: {error}") from error
-        ids += [one.ids for one in examples]
-        masks += [one.mask for one in examples]
-        images += [list(one.images) for one in examples]
-        first = examples[0]
-        key = conversation_key(np.asarray(first.ids), np.asarray(first.mask), first.images) if reason is None else 0
-        keys += [key] * len(examples)
-        left_out += [reason] * len(examples)
+        for example in examples:
+            ids.append(example.ids)
+            masks.append(example.mask)
+            images.append(list(example.images))
+            keys.append(key)
+            left_out.append(reason)
     ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
-    columns = {"input_ids": np.concatenate(ids).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.int8)}
-    lists = {name: pa.ListArray.from_arrays(ends, pa.array(values)) for name, values in columns.items()}
+    flat_ids = pa.array(np.concatenate(ids).astype(np.int32))
+    flat_masks = pa.array(np.concatenate(masks).astype(np.int8))
+    columns = {
+        "input_ids": pa.ListArray.from_arrays(ends, flat_ids),
+        "loss_mask": pa.ListArray.from_arrays(ends, flat_masks),
+    }
     if encoder.reader is not None:
-        lists["images"] = pa.array(images, pa.list_(pa.string()))
-    lists[CONVERSATION] = pa.array(keys, pa.int64())
-    return pa.table({**lists, "left_out": pa.array(left_out, pa.string())})
+        columns["images"] = pa.array(images, pa.list_(pa.string()))
+    columns[CONVERSATION] = pa.array(keys, pa.int64())
+    columns["left_out"] = pa.array(left_out, pa.string())
+    return pa.table(columns)
+
+
+def _key_of(example: Example) -> int:
+    """The key of the conversation that an example belongs to: the first of its row."""
+    return conversation_key(np.asarray(example.ids), np.asarray(example.mask), example.images)
 
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
@@ -187,7 +206,7 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = tokenizer.decode(run[:half]) + left_out + tokenizer.decode(run[-half:])
         else:
             piece = tokenizer.decode(run)
-        piece = _CONTROLS.sub(lambda one: ascii(one[0])[1:-1], piece)
+        piece = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], piece)
         if supervised:
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text += piece

@@ -12,18 +12,19 @@ from random import Random
 from typing import NamedTuple
 
 from dflash_hf.data.chat_client import ChatClient, NoAnswer, ServerError
+from dflash_hf.data.conversation import Conversation, Prompt
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.images import load
-from dflash_hf.data.messages import UNSEEN, UnusableRow, image_uri, images_in, tools_of, with_text
-from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, whole_conversation
-from dflash_hf.data.template import template_kwargs_of
+from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow, image_uri, images_in, with_text
+from dflash_hf.data.prompts import ids_of_prompt
+from dflash_hf.data.row_layouts import conversation_of, tools_of
 from dflash_hf.files import digest_of
 from dflash_hf.responses import context_of, eos_ids, responses, responses_to_images
 from dflash_hf.target import without_token
 
 
 RowOrReason = tuple[dict | None, str | None]  # the reason also of a row that ends early
-_SILENT = 8  # rows without an answer in time, one after the other: the server hangs
+_MOST_LATE = 8  # rows without an answer in time, one after the other: the server hangs
 
 
 class Question(NamedTuple):
@@ -32,21 +33,24 @@ class Question(NamedTuple):
 
     Args:
         index (`int`): Number of the row.
-        ahead (`list`): What it reads before each of its answers: one text, or each time messages.
+        prompts (`list`): What it reads anew before each of its answers: one text, or each time messages.
         tools (`list`, *optional*): The tools of the row.
         template_kwargs (`dict`): The row's own arguments of the chat template.
     """
 
     index: int
-    ahead: list[Prompt]
+    prompts: list[Prompt]
     tools: list | None = None
     template_kwargs: dict = {}
 
     @property
     def digest(self) -> str:
         """A digest of all that the target reads except its own answers."""
-        prompt = self.ahead[0] if len(self.ahead) == 1 else self.ahead
-        return digest_of([prompt, self.tools, *([self.template_kwargs] if self.template_kwargs else [])])
+        prompt = self.prompts[0] if len(self.prompts) == 1 else self.prompts
+        read = [prompt, self.tools]
+        if self.template_kwargs:
+            read.append(self.template_kwargs)
+        return digest_of(read)
 
 
 class Answer(NamedTuple):
@@ -58,20 +62,30 @@ class Answer(NamedTuple):
     ids: Sequence[int] = ()
 
 
-def question_of(row: Mapping, index: int, as_chat: bool, every_turn: bool = False, images: bool = True) -> Question:
+def question_of(
+    conversation: Conversation, index: int, as_chat: bool, every_turn: bool = False, images: bool = True
+) -> Question:
     """
-    The question of a row; with `every_turn`, all assistant turns are answered anew, not only the last one. `images`:
-    whether the target reads them.
+    The question of a conversation.
+
+    Args:
+        conversation (`Conversation`): What a row says, without ids.
+        index (`int`): Number of the row.
+        as_chat (`bool`): A prompt that is text is a user's message.
+        every_turn (`bool`): All assistant turns are answered anew, not only the last one.
+        images (`bool`): Whether the target reads them.
 
     Raises:
-        `UnusableRow`, `ValueError`: see [`~dflash_hf.data.prompts.prompt_of`].
+        `UnusableRow`: its prompt is empty, or has images that the target does not read.
     """
-    ahead = turns_of(whole_conversation(row, as_chat)) if every_turn else [prompt_of(row, as_chat)]
-    if not any(ahead):
+    prompts = [conversation.prompt(as_chat)]
+    if every_turn:
+        prompts = turns_of(conversation.turns(as_chat))
+    if not any(prompts):
         raise UnusableRow("its prompt is empty")
-    if not images and any(images_in(part) for part in ahead if not isinstance(part, str)):
-        raise UnusableRow(UNSEEN)
-    return Question(index, ahead, tools_of(row), template_kwargs_of(row))
+    if not images and any(images_in(prompt) for prompt in prompts if not isinstance(prompt, str)):
+        raise UnusableRow(NO_IMAGE_READER)
+    return Question(index, prompts, conversation.tools, conversation.template_kwargs)
 
 
 def questions_of(
@@ -87,7 +101,8 @@ def questions_of(
     left_out: Counter[str] = Counter()
     for index, row in enumerate(rows):
         try:
-            questions[index] = question_of(row, index, as_chat, every_turn, images)
+            conversation = conversation_of(row, answers=False, ids=False)
+            questions[index] = question_of(conversation, index, as_chat, every_turn, images)
         except UnusableRow as reason:
             left_out[str(reason)] += 1
         except ValueError as error:
@@ -118,25 +133,27 @@ def turns_of(messages: Prompt) -> list[Prompt]:
     if isinstance(messages, str):
         return [messages]
     turns: list[Prompt] = []
-    kept: list[dict] = []
+    waiting: list[dict] = []  # for the next answer
     for place, message in enumerate(messages):
-        called = message.get("tool_calls") and [one["role"] for one in messages[place + 1 : place + 2]] == ["tool"]
-        asked = turns or any(one["role"] not in ("system", "developer", "assistant") for one in kept)
-        if message["role"] != "assistant" or called or not asked:
-            kept.append(message)
-        elif kept:
-            turns.append(kept)
-            kept = []
-    return [*turns, kept] if kept else turns
+        roles_after = [follower["role"] for follower in messages[place + 1 : place + 2]]
+        has_result = bool(message.get("tool_calls")) and roles_after == ["tool"]
+        roles_before = {other["role"] for other in waiting}
+        is_greeting = not turns and roles_before <= {"system", "developer", "assistant"}
+        if message["role"] != "assistant" or has_result or is_greeting:
+            waiting.append(message)
+        elif waiting:
+            turns.append(waiting)
+            waiting = []
+    return [*turns, waiting] if waiting else turns
 
 
-def conversation(question: Question, answers: Sequence[Answer]) -> Prompt:
-    """A text, or the messages up to the target's next answer."""
-    if isinstance(question.ahead[0], str):
-        return question.ahead[0]
+def prompt_after(question: Question, answers: Sequence[Answer]) -> Prompt:
+    """What the target reads after some of its answers: a text, or all messages up to its next answer."""
+    if isinstance(question.prompts[0], str):
+        return question.prompts[0]
     messages: list[dict] = []
-    for turn, part in enumerate(question.ahead[: len(answers) + 1]):
-        messages += part
+    for turn, prompt in enumerate(question.prompts[: len(answers) + 1]):
+        messages += prompt
         if turn < len(answers):
             messages.append(answers[turn].message)
     return messages
@@ -148,38 +165,55 @@ def row_of(question: Question, answers: Sequence[Answer]) -> dict:
     that nothing is tokenized again: `document_ids` divide them where a prompt does not begin with the turn before.
     """
     row: dict = {"row": question.index, "question": question.digest}
-    if isinstance(question.ahead[0], str):
-        row |= {"prompt": question.ahead[0], "completion": answers[0].message["content"]}
+    if isinstance(question.prompts[0], str):
+        row["prompt"] = question.prompts[0]
+        row["completion"] = answers[0].message["content"]
     else:
-        done = question._replace(ahead=question.ahead[: len(answers)])
-        places = [len(conversation(done, answers[:turn])) for turn in range(len(answers))]
-        row |= {"messages": conversation(done, answers), "answered": places}  # other answers are not this target's
+        answered = question._replace(prompts=question.prompts[: len(answers)])
+        row["messages"] = prompt_after(answered, answers)
+        # Other answers are not this target's.
+        row["answered"] = [len(prompt_after(answered, answers[:turn])) for turn in range(len(answers))]
     if question.tools:
         row["tools"] = json.dumps(question.tools, ensure_ascii=False)  # as text: a table would merge other schemas
     if question.template_kwargs:
         row["chat_template_kwargs"] = question.template_kwargs
     reasons = [answer.reason for answer in answers]
-    row["finish_reason"] = reasons[0] if len(question.ahead) == 1 else reasons
-    if not answers[0].ids:
-        return row
-    examples: list[tuple[list[int], list[int]]] = []
-    for answer in answers:
-        ids, mask = examples.pop() if examples and _begins(answer.prompt_ids, examples[-1][0]) else ([], [])
-        more = answer.prompt_ids[len(ids) :]
-        examples.append(([*ids, *more, *answer.ids], [*mask, *[0] * len(more), *[1] * len(answer.ids)]))
-    row["input_ids"] = [one for ids, _ in examples for one in ids]
-    row["loss_mask"] = [one for _, mask in examples for one in mask]
-    if len(examples) > 1:
-        row["document_ids"] = [number for number, (ids, _) in enumerate(examples) for _ in ids]
+    row["finish_reason"] = reasons[0] if len(question.prompts) == 1 else reasons
+    if answers[0].ids:
+        row |= _id_columns(answers)
     return row
 
 
+def _id_columns(answers: Sequence[Answer]) -> dict[str, list[int]]:
+    """The exact ids of answers and their prompts, and which are learned; turns that begin alike share an example."""
+    examples: list[tuple[list[int], list[int]]] = []  # ids and loss mask
+    for answer in answers:
+        ids: list[int] = []
+        mask: list[int] = []
+        if examples and _begins(answer.prompt_ids, examples[-1][0]):
+            ids, mask = examples.pop()
+        new_ids = answer.prompt_ids[len(ids) :]
+        ids = [*ids, *new_ids, *answer.ids]
+        mask = [*mask, *[0] * len(new_ids), *[1] * len(answer.ids)]
+        examples.append((ids, mask))
+    columns: dict[str, list[int]] = {"input_ids": [], "loss_mask": []}
+    documents = []
+    for number, (ids, mask) in enumerate(examples):
+        columns["input_ids"] += ids
+        columns["loss_mask"] += mask
+        documents += [number] * len(ids)
+    if len(examples) > 1:
+        columns["document_ids"] = documents
+    return columns
+
+
 def _begins(ids: Sequence[int], beginning: list[int]) -> bool:
+    """Whether ids begin with others."""
     return list(ids[: len(beginning)]) == beginning
 
 
 class _Waiting(list):
-    """What waits for its turn. Iterating takes the last of it each time, and may go on when more has come."""
+    """Keys and prompts that wait. Iterating takes the last of them each time, and may go on when more have come."""
 
     def __iter__(self):
         return self
@@ -215,39 +249,56 @@ def generate_rows(
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
     encoder = replace(encoder, positions=context_of(target))
-    waiting, seeing, running = _Waiting(), _Waiting(), {}  # texts, prompts with images, and what was asked
+    waiting = _Waiting()  # prompts of text, by key
+    waiting_with_images = _Waiting()  # images of prompts, by key
+    running: dict = {}  # by key: the question, its answers so far, and the ids of its next prompt
 
-    def ask(question: Question, answers: list[Answer]) -> RowOrReason | None:
+    def next_turn(question: Question, answers: list[Answer]) -> RowOrReason | None:
         """Have the next turn wait for its answer; what becomes of the row if there is none."""
-        if len(answers) == len(question.ahead):
+        if len(answers) == len(question.prompts):
             return row_of(question, answers), None
-        said = conversation(question, answers)
+        prompt = prompt_after(question, answers)
         try:
-            ids = ids_of_prompt(encoder, said, question.tools, **question.template_kwargs)
+            ids = ids_of_prompt(encoder, prompt, question.tools, **question.template_kwargs)
             if not ids:
                 raise UnusableRow("its prompt is empty")
         except UnusableRow as unusable:
             return row_of(question, answers) if answers else None, str(unusable)
         key = f"{question.index}.{len(answers)}" if answers else question.index
         running[key] = question, answers, ids
-        if images := [] if isinstance(said, str) else images_in(said):
-            seeing.append((key, images))
+        images = [] if isinstance(prompt, str) else images_in(prompt)
+        if images:
+            waiting_with_images.append((key, images))
         else:
             waiting.append((key, ids))
         return None
 
-    yield from filter(None, [ask(question, []) for question in questions])
-    waiting.sort(key=lambda one: len(one[1]))
-    texts = responses(target, waiting, max_new_tokens, config, batch_size, seed)
-    shown = ((key, encoder.reader.prompt(running[key][2], images)) for key, images in seeing)
-    for key, ids in chain(texts, responses_to_images(target, shown, max_new_tokens, config, seed)):
-        question, answers, prompt = running.pop(key)
-        stopped = ids[-1] in eos_ids(config)
-        text = encoder.tokenizer.decode(ids[: len(ids) - stopped])
-        message = {"role": "assistant", "content": text}
-        answers.append(Answer(message, "stop" if stopped else "length", prompt, ids))
-        if outcome := ask(question, answers):
+    # 1. First turns wait, the longest last: it is taken first.
+    for question in questions:
+        outcome = next_turn(question, [])
+        if outcome:
             yield outcome
+    waiting.sort(key=lambda keyed_ids: len(keyed_ids[1]))
+    # 2. Texts are answered together, then prompts with images one by one.
+    texts = responses(target, waiting, max_new_tokens, config, batch_size, seed)
+    image_prompts = _image_prompts(encoder, waiting_with_images, running)
+    for key, ids in chain(texts, responses_to_images(target, image_prompts, max_new_tokens, config, seed)):
+        question, answers, prompt_ids = running.pop(key)
+        stopped = ids[-1] in eos_ids(config)
+        text = encoder.tokenizer.decode(ids[:-1] if stopped else ids)
+        message = {"role": "assistant", "content": text}
+        answers.append(Answer(message, "stop" if stopped else "length", prompt_ids, ids))
+        # 3. Later turns of a conversation wait as soon as it has an answer.
+        outcome = next_turn(question, answers)
+        if outcome:
+            yield outcome
+
+
+def _image_prompts(encoder: RowEncoder, waiting: _Waiting, running: Mapping) -> Iterator[tuple]:
+    """Keys and prompts with images; also of those that begin to wait meanwhile."""
+    for key, images in waiting:
+        _, _, ids = running[key]
+        yield key, encoder.reader.prompt(ids, images)
 
 
 def _as_sent(message: Mapping) -> Mapping:
@@ -257,7 +308,8 @@ def _as_sent(message: Mapping) -> Mapping:
     content = []
     for part in message["content"]:
         if part["type"] == "image":
-            if not (address := part["image"]).startswith("data:"):
+            address = part["image"]
+            if not address.startswith("data:"):
                 load(address)  # raises if there is no image
                 address = image_uri(Path(address).read_bytes())
             part = {"type": "image_url", "image_url": {"url": address}}
@@ -281,7 +333,7 @@ def ask_rows(
     with ThreadPool(concurrency) as pool:
         for row, reason in pool.imap_unordered(partial(_answered, server, seed), questions):
             late = late + 1 if isinstance(reason, NoAnswer) and row is None else 0
-            if late == _SILENT:
+            if late == _MOST_LATE:
                 raise ServerError(f"{late} rows in a row: {reason}.")
             yield row, None if reason is None else str(reason)
 
@@ -296,16 +348,19 @@ def _answered(server: ChatClient, seed: int | None, question: Question) -> tuple
     answers: list[Answer] = []
     reason = None
     try:
-        while len(answers) < len(question.ahead) and not (answers and answers[-1].message.get("tool_calls")):
-            messages = [_as_sent(one) for one in conversation(question, answers)]
-            own = None if seed is None else seed_of(seed, question.index, len(answers))
-            message, ended = server.answer(messages, question.tools, question.template_kwargs, own)
+        while len(answers) < len(question.prompts):
+            messages = [_as_sent(message) for message in prompt_after(question, answers)]
+            turn_seed = None if seed is None else seed_of(seed, question.index, len(answers))
+            message, ended = server.answer(messages, question.tools, question.template_kwargs, turn_seed)
             answer = {"role": "assistant", "content": message.get("content") or ""}
-            if thought := message.get("reasoning_content") or message.get("reasoning"):
+            thought = message.get("reasoning_content") or message.get("reasoning")
+            if thought:
                 answer["reasoning_content"] = thought
             if message.get("tool_calls"):
                 answer["tool_calls"] = message["tool_calls"]
             answers.append(Answer(answer, ended))
+            if message.get("tool_calls"):
+                break
     except UnusableRow as unusable:
         reason = unusable
     return row_of(question, answers) if answers else None, reason

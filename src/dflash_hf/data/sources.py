@@ -17,12 +17,18 @@ from dflash_hf.repositories import SECONDS, looks_local
 from dflash_hf.terminal import needs, one_line, read_text, without_bars
 
 
-_LOADERS = {
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
-    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "txt"},
+_KINDS = {
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "txt",
 }
-_TEXT = "text"  # the column of JSON text
-_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # of a surrogate pair, perhaps without its other half
+_JSON_TEXT = "text"  # the column of rows as JSON text
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # half of a pair, perhaps without its other half
 
 
 def check_files(name: str, data: str | Sequence[str] | None) -> None:
@@ -36,9 +42,10 @@ def check_files(name: str, data: str | Sequence[str] | None) -> None:
     Raises:
         `FileNotFoundError`: one does not.
     """
-    for one in [data] if isinstance(data, str) else data or []:
-        if _suffix(Path(one)) in _LOADERS and not Path(one).exists():
-            raise FileNotFoundError(f"{name}='{one}': there is no such file.")
+    files = [data] if isinstance(data, str) else data or []
+    for file in files:
+        if _suffix(Path(file)) in _KINDS and not Path(file).exists():
+            raise FileNotFoundError(f"{name}='{file}': there is no such file.")
 
 
 def load_rows(
@@ -68,34 +75,45 @@ def load_rows(
     with needs("Reading a dataset needs `datasets`", "train"):
         import datasets
 
-    paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
+    names = [data] if isinstance(data, str | Path) else list(data)
+    paths = [Path(path).expanduser() for path in names]
     if not paths:
         raise ValueError("data is empty; name a file or a dataset on the Hub.")
-    first = str(data if isinstance(data, str | Path) else data[0])
-    kinds = {_LOADERS.get(_suffix(path)) for path in paths}
+    first = str(names[0])
     if len(paths) == 1 and paths[0].is_dir():
-        try:
-            rows = datasets.load_from_disk(str(paths[0]))
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"data='{first}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
-            ) from error
-        splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
-        return as_written(_of_split(splits, split, first))
-    local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
-    if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
+        return _of_folder(datasets, paths[0], split, first)
+    kinds = {_KINDS.get(_suffix(path)) for path in paths}
+    is_local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
+    if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not is_local:
         return _of_hub(datasets, first, split, name, revision)
+    return _of_files(datasets, paths, kinds, split)
+
+
+def _of_folder(datasets, folder: Path, split: str | None, name: str):
+    """The rows of a folder written by `save_to_disk`."""
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"data='{name}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
+        ) from error
+    splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
+    return as_written(_of_split(splits, split, name))
+
+
+def _of_files(datasets, paths: list[Path], kinds: set[str | None], split: str | None):
+    """The rows of files, which must be of one kind."""
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"data='{path}': there is no such file.")
         if path.stat().st_size == 0:
             raise ValueError(f"data='{path}' is an empty file.")
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}; see the guide on data.")
-    kind = kinds.pop()
+        raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_KINDS)}; see the guide on data.")
+    (kind,) = kinds
     try:
         with without_bars():
-            rows = _of_files(datasets, kind, paths)
+            rows = _load_files(datasets, kind, paths)
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow, json or csv
@@ -108,30 +126,32 @@ def load_rows(
     return as_written(rows) if kind == "parquet" else rows.with_transform(_parsed)
 
 
-def _of_files(datasets, kind: str, paths: list[Path]):
-    """The rows of files of one kind: a table, or JSON text."""
+def _load_files(datasets, kind: str, paths: list[Path]):
+    """The rows of files of one kind: a table, or a column of JSON text."""
     if kind == "parquet":
         files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
         return datasets.load_dataset(kind, data_files=files, split="train")
     # With size and time: a file that has changed is read again, not taken from the cache.
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    text = datasets.Features({_TEXT: datasets.Value("string")})
-    return datasets.Dataset.from_generator(_texts, features=text, gen_kwargs={"files": files})
+    features = datasets.Features({_JSON_TEXT: datasets.Value("string")})
+    return datasets.Dataset.from_generator(_rows_as_text, features=features, gen_kwargs={"files": files})
 
 
-def _texts(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
+def _rows_as_text(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
     """
     Rows as JSON text. The loaders of `datasets` have one type for all values of a column: they add keys of other rows,
     round numbers to ten digits, and make a mapping of a text that is JSON, a number of `5.`, a null of `NA`.
     """
-    empty = True
-    for path in (Path(name) for name, *_ in files):
+    is_empty = True
+    for name, *_ in files:
+        path = Path(name)
+        read_rows = _READERS[_KINDS[_suffix(path)]]
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as binary:
             file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
-            for text in _READERS[_LOADERS[_suffix(path)]](file, path.suffix.lower()):
-                yield {_TEXT: text}
-                empty = False
-    if empty:
+            for text in read_rows(file, path.suffix.lower()):
+                yield {_JSON_TEXT: text}
+                is_empty = False
+    if is_empty:
         raise ValueError("it has no rows")
 
 
@@ -141,13 +161,15 @@ def _objects(file: TextIO, suffix: str) -> Iterator[str]:
     first = next(lines, None)
     if first is not None and suffix == ".json" and not isinstance(_value(first[1]), dict):
         value = json.loads(first[1] + file.read())
-        for number, row in enumerate(value if isinstance(value, list) else [value]):
+        rows = value if isinstance(value, list) else [value]
+        for number, row in enumerate(rows):
             if not isinstance(row, dict):
                 raise ValueError(f"row {number} is {one_line(repr(row), 60)}, not a JSON object; remove it")
             yield json.dumps(row)
         return
     for number, line in chain([first] if first else (), lines):
-        if not isinstance(value := _value(line), dict):
+        value = _value(line)
+        if not isinstance(value, dict):
             reason = value if isinstance(value, Exception) else "another value"
             raise ValueError(f"line {number} is not a JSON object ({reason}): {line[:60]!r}; fix or remove it")
         yield line
@@ -188,10 +210,11 @@ _READERS = {"json": _objects, "csv": _table, "txt": _requests}
 def _parsed(batch: dict) -> dict:
     """JSON text as columns."""
     rows = []
-    for text in batch[_TEXT]:
-        rows.append(json.loads(text))
-        if _HALF.search(text):  # "?" for half a surrogate pair, which no tokenizer reads
-            rows[-1] = json.loads(json.dumps(rows[-1], ensure_ascii=False).encode(errors="replace"))
+    for text in batch[_JSON_TEXT]:
+        row = json.loads(text)
+        if _SURROGATE.search(text):  # "?" for half a surrogate pair, which no tokenizer reads
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
+        rows.append(row)
     columns = dict.fromkeys(key for row in rows for key in row)
     return {name: [row.get(name) for row in rows] for name in columns}
 
@@ -202,10 +225,13 @@ def as_written(rows):
     A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
     """
     for name, feature in rows.features.items():
-        if (stored := _undecoded(feature)) != feature:
+        stored = _undecoded(feature)
+        if stored != feature:
             rows = rows.cast_column(name, stored)
     merged = [name for name, feature in rows.features.items() if _has_mapping(feature)]
-    return rows.with_transform(partial(_without_added, merged)) if merged else rows
+    if not merged:
+        return rows
+    return rows.with_transform(partial(_without_added_keys, merged))
 
 
 def _undecoded(feature):
@@ -215,40 +241,48 @@ def _undecoded(feature):
     if isinstance(feature, Image):
         return Image(decode=False)
     if isinstance(feature, dict):
-        return {name: _undecoded(one) for name, one in feature.items()}
+        return {name: _undecoded(value) for name, value in feature.items()}
     if isinstance(feature, list):
-        return [_undecoded(one) for one in feature]
+        return [_undecoded(item) for item in feature]
     inner = getattr(feature, "feature", None)
     return feature if inner is None else replace(feature, feature=_undecoded(inner))
 
 
 def _has_mapping(feature) -> bool:
+    """Whether values of a feature are mappings, or have some inside of lists."""
     inner = getattr(feature, "feature", feature)  # of a list, in its own type or in brackets
     if isinstance(inner, list):
         return any(map(_has_mapping, inner))
-    return isinstance(inner, dict) or inner is not feature and _has_mapping(inner)
+    return isinstance(inner, dict) or (inner is not feature and _has_mapping(inner))
 
 
-def _without_added(merged: list[str], batch: dict) -> dict:
+def _without_added_keys(merged: list[str], batch: dict) -> dict:
+    """A batch without the keys that are null, in the columns `merged`."""
     return {name: _without_none(values) if name in merged else values for name, values in batch.items()}
 
 
 def _without_none(value):
+    """A value without the keys of its mappings that are null."""
     if isinstance(value, Mapping):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
 
 
 def _suffix(path: Path) -> str:
     """The suffix of a file name, with the one before `.gz`."""
-    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
+    count = 2 if path.suffix.lower() == ".gz" else 1
+    return "".join(path.suffixes[-count:]).lower()
 
 
 def _names(paths: list[Path]) -> str:
+    """Paths for a message."""
     return ", ".join(f"'{path}'" for path in paths)
 
 
 def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: str | None):
+    """The rows of a dataset on the Hub, or in the cache."""
     from huggingface_hub import HfApi, constants
 
     cached = Path(datasets.config.HF_DATASETS_CACHE) / repo.replace("/", "___")
@@ -271,14 +305,15 @@ def _of_split(splits: Mapping, split: str | None, where: str):
     """The rows of a split, of a slice of one, or of several; see [`load_rows`]."""
     from datasets import ReadInstruction, concatenate_datasets
 
-    name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    default = next(iter(splits)) if len(splits) == 1 else "train"
+    name = split or default
     if name in splits:
         return splits[name]
     try:
-        parts = ReadInstruction.from_spec(name).to_absolute({one: len(splits[one]) for one in splits})
+        slices = ReadInstruction.from_spec(name).to_absolute({key: len(rows) for key, rows in splits.items()})
     except ValueError as error:
         raise ValueError(f"split={name!r} is not in {where}: {error}") from error
-    found = [splits[one.splitname].select(range(one.from_, one.to)) for one in parts if one.from_ < one.to]
-    if not found:
+    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in slices if part.from_ < part.to]
+    if not parts:
         raise ValueError(f"split={name!r} has no rows in {where}; choose another.")
-    return concatenate_datasets(found)
+    return concatenate_datasets(parts)

@@ -5,18 +5,24 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
+from dflash_hf.data.conversation import check_template_kwargs
 from dflash_hf.data.images import ImageReader
-from dflash_hf.data.messages import UNSEEN, UnusableRow, as_value, images_in, with_arguments, with_text
+from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow, as_value, images_in, with_arguments, with_text
 from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "ipython"}  # others are in the template, or unknown
 _PROBE = "Xq7"  # plain letters: a template may trim or escape anything else
-# Arguments of `apply_chat_template` itself, not of templates.
-_OF_CALLS = {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-_OF_CALLS |= {"return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
+
+
+class ContentSupport(NamedTuple):
+    """What a template reads as the content of a message: parts, which it writes out itself; nothing but parts."""
+
+    parts: bool
+    parts_only: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class ChatTemplate:
         chat_template_kwargs (`dict`): Arguments of the chat template, e.g. `{"enable_thinking": False}`. A row's own
             `chat_template_kwargs` have precedence.
         reader (`ImageReader`, *optional*): Of a target that reads images. Without it, rows with images are left out.
+
+    Raises:
+        `ValueError`: `chat_template_kwargs` sets what is not the template's.
     """
 
     tokenizer: object = None
@@ -36,32 +45,39 @@ class ChatTemplate:
     reader: ImageReader | None = None
 
     def __post_init__(self):
-        _check_template_kwargs(self.chat_template_kwargs)
+        check_template_kwargs(self.chat_template_kwargs)
 
     def __getstate__(self) -> dict:
-        """Without what was found out: `datasets` knows an encoder again by its state."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Without what is cached: `datasets` knows an encoder again by its state."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of text that continues: with one token that begins it, and without one that ends it."""
-        if self._begin is None:
+        if self._beginning is None:
             return self.tokenizer(text)["input_ids"]
-        ids = self._ids(text)
-        return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+        ids = self._bare_ids(text)
+        if ids[: len(self._beginning)] == self._beginning:
+            return ids
+        return [*self._beginning, *ids]
 
     @cached_property
-    def _begin(self) -> list[int] | None:
+    def _beginning(self) -> list[int] | None:
         """The ids that the tokenizer puts before a text; `None` if it encodes the text itself in another way, too."""
-        bare, whole = self._ids(_PROBE), self.tokenizer(_PROBE)["input_ids"]
-        places = range(len(whole) - len(bare) + 1)
-        return next((whole[:place] for place in places if whole[place : place + len(bare)] == bare), None)
+        bare = self._bare_ids(_PROBE)
+        framed = self.tokenizer(_PROBE)["input_ids"]
+        for place in range(len(framed) - len(bare) + 1):
+            if framed[place : place + len(bare)] == bare:
+                return framed[:place]
+        return None
 
-    def _ids(self, text: str) -> list[int]:
+    def _bare_ids(self, text: str) -> list[int]:
+        """The ids of a text alone, without tokens that begin or end it."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompt_ids(self, messages: Sequence[Mapping], tools, **kwargs) -> list[int]:
         """The ids of messages of [`as_read`] with the generation prompt."""
-        if not (images := images_in(messages)):
+        images = images_in(messages)
+        if not images:
             return self.render(messages, tools, add_generation_prompt=True, **kwargs)
         text = self.render(messages, tools, add_generation_prompt=True, tokenize=False, **kwargs)
         return self.reader.ids(text, images)
@@ -73,23 +89,30 @@ class ChatTemplate:
         texts, has the same ids alone.
         """
         if not self.tokenizer.is_fast:
-            return [self._ids(text) for text in texts]
-        whole, added = texts[-1], self.tokenizer.added_tokens_decoder
+            return [self._bare_ids(text) for text in texts]
+        whole = texts[-1]
+        added = self.tokenizer.added_tokens_decoder
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
-        alone: dict[str, list[int]] = {}
-        found = []
+        ids = encoded["input_ids"]
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        ids_alone: dict[str, list[int]] = {}
+        ids_of_texts = []
         for text in texts:
+            # 1. How many tokens of the whole lie in the text, and where the last added one among them is.
             count = bisect_left(starts, len(text)) if whole.startswith(text) else 0
-            first = next((place for place in range(count - 1, 0, -1) if ids[place] in added), 0)
-            rest = text[starts[first] :] if first else text
-            if rest not in alone and text != whole:
-                alone[rest] = self._ids(rest)
-            if text == whole or first and alone[rest] == ids[first:count]:
-                found.append(ids[:count])
+            last_added = next((place for place in range(count - 1, 0, -1) if ids[place] in added), 0)
+            # 2. What follows it is tokenized alone; without one, the whole text is.
+            rest = text[starts[last_added] :] if last_added else text
+            if rest not in ids_alone and text != whole:
+                ids_alone[rest] = self._bare_ids(rest)
+            # 3. The two must agree.
+            if text == whole or (last_added and ids_alone[rest] == ids[last_added:count]):
+                ids_of_texts.append(ids[:count])
+            elif last_added:
+                ids_of_texts.append(self._bare_ids(text))
             else:
-                found.append(self._ids(text) if first else alone[rest])
-        return found
+                ids_of_texts.append(ids_alone[rest])
+        return ids_of_texts
 
     def template(self, tools=None) -> str:
         """
@@ -107,51 +130,69 @@ class ChatTemplate:
 
     def as_read(self, messages: Sequence[Mapping], tools=None) -> list[Mapping]:
         """
-        Messages of [`messages_in`] as the template reads them: arguments of calls are mappings, and contents are
-        texts, or parts if it writes those out.
+        Messages of [`~dflash_hf.data.messages.messages_of`] as the template reads them: arguments of calls are
+        mappings, and contents are texts, or parts if it writes those out.
 
         Raises:
-            `UnusableRow`: it does not know a role.
+            `UnusableRow`: it does not know a role, or reads no images.
         """
-        template, read = self.template(tools), []
+        template = self.template(tools)
+        read = []
         for message in messages:
-            role, content = message["role"], message.get("content")
+            role = message["role"]
             if role not in _ROLES and role not in template:
                 raise UnusableRow(f"the chat template does not know the role {role!r}")
-            parts, only = self._reads_parts(role, template)
-            if images_in([message]) and not (self.reader and parts):
-                raise UnusableRow(UNSEEN)
+            support = self._content_support(role, template)
+            if images_in([message]) and not (self.reader and support.parts):
+                raise UnusableRow(NO_IMAGE_READER)
+            content = message.get("content")
             if content is None:
                 message = {**message, "content": ""}  # of calls alone, as `transformers serve` passes it
-            elif only and isinstance(content, str):
+            elif support.parts_only and isinstance(content, str):
                 message = {**message, "content": [{"type": "text", "text": content}]}
-            read.append(with_arguments(message if parts else with_text(message), as_value))
+            if not support.parts:
+                message = with_text(message)
+            read.append(with_arguments(message, as_value))
         return read
 
     @cached_property
-    def _found(self) -> dict[tuple[str, str], tuple[bool, bool]]:
-        """What [`_reads_parts`] found out."""
+    def _content_supports(self) -> dict[tuple[str, str], ContentSupport]:
+        """What [`_content_support`] has found out, by role and template."""
         return {}
 
-    def _reads_parts(self, role: str, template: str) -> tuple[bool, bool]:
-        """Whether the template writes the texts of parts, not a list's source; and whether it reads nothing else."""
-        if (role, template) not in self._found:
-            text, parts = (self._probe(role, one, template) for one in (_PROBE, [{"type": "text", "text": _PROBE}]))
-            only = _PROBE in parts and _PROBE not in text and "'type'" not in parts and '"type"' not in parts
-            self._found[role, template] = only or _PROBE in text and text == parts, only
-        return self._found[role, template]
+    def _content_support(self, role: str, template: str) -> ContentSupport:
+        """What the template reads as a role's content, from how it writes a text and the same text as a part."""
+        support = self._content_supports.get((role, template))
+        if support is None:
+            text = self._probe(role, _PROBE, template)
+            parts = self._probe(role, [{"type": "text", "text": _PROBE}], template)
+            prints_source = "'type'" in parts or '"type"' in parts
+            parts_only = _PROBE in parts and _PROBE not in text and not prints_source
+            support = ContentSupport(parts_only or (_PROBE in text and text == parts), parts_only)
+            self._content_supports[role, template] = support
+        return support
 
     def _probe(self, role: str, content, template: str) -> str:
         """A message as the template writes it; empty if it refuses."""
         user = {"role": "user", "content": "?"}
-        one = {"role": role, "content": content}
-        messages = {"user": [one], "assistant": [user, one], "tool": [user, one]}.get(role, [one, user])
+        message = {"role": role, "content": content}
+        if role == "user":
+            messages = [message]
+        elif role in ("assistant", "tool"):
+            messages = [user, message]
+        else:
+            messages = [message, user]
         with contextlib.suppress(UnusableRow):
             return self.render(messages, None, tokenize=False, chat_template=template)
         return ""
 
     def render(self, messages, tools, add_generation_prompt: bool = False, return_dict: bool = False, **kwargs):
-        """The ids of messages of [`as_read`] under the template and its arguments."""
+        """
+        Messages of [`as_read`] under the template and its arguments: ids, or with `tokenize=False` their text.
+
+        Raises:
+            `UnusableRow`: the template refuses them, or fails.
+        """
         from jinja2 import TemplateError
 
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
@@ -166,28 +207,6 @@ class ChatTemplate:
 def decoded(tokenizer, ids: list[int]) -> str:
     """The text of ids as it is, special tokens included."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def template_kwargs_of(row: Mapping) -> dict:
-    """
-    A row's own arguments of the chat template: a mapping or its JSON text.
-
-    Raises:
-        `ValueError`: `chat_template_kwargs` is neither, or sets what is not the template's.
-    """
-    kwargs = as_value(row.get("chat_template_kwargs") or {})
-    if not isinstance(kwargs, Mapping):
-        raise ValueError(f"`chat_template_kwargs` is {one_line(repr(kwargs), 60)}; give a mapping.")
-    _check_template_kwargs(kwargs)
-    return dict(kwargs)
-
-
-def _check_template_kwargs(kwargs: Mapping) -> None:
-    if taken := kwargs.keys() & _OF_CALLS:
-        raise ValueError(
-            f"chat_template_kwargs may not set {', '.join(sorted(taken))}: that is an argument of "
-            "`apply_chat_template`, not of the template; leave it out."
-        )
 
 
 def digests_of_tokenizer(tokenizer) -> dict[str, str]:
