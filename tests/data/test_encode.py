@@ -50,7 +50,7 @@ def test_every_turn_is_learned_with_its_end():
     assert encoder(marked)({"messages": TWO_TURNS}) == [example]
 
 
-def test_an_empty_thought_that_the_template_inserts_is_not_supervised():
+def test_inserted_empty_thought_is_not_learned():
     """Otherwise a drafter learns to write what the target never writes (NVIDIA-NeMo/Automodel#3738)."""
     row = {"messages": [USER, ANSWER]}
     for thinking in (True, False):
@@ -60,7 +60,7 @@ def test_an_empty_thought_that_the_template_inserts_is_not_supervised():
         assert supervised(encode, example) == ["Hello.<|im_end|>"]
 
 
-def test_thoughts_of_the_target_are_supervised():
+def test_thoughts_of_the_target_are_learned():
     encode = encoder(THINKING)
     reasoned = {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."}
     (example,) = encode({"messages": [USER, reasoned]})
@@ -71,7 +71,7 @@ def test_thoughts_of_the_target_are_supervised():
         assert supervised(encode, example) == [thought + "Hello.<|im_end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_an_example_for_each():
+def test_rewritten_turns_give_an_example_each():
     """As the target reads them when it writes each turn."""
     encode = encoder(THINKING)
     first = {"role": "assistant", "content": "<think>\nOh.\n</think>\n\nHello."}
@@ -82,18 +82,18 @@ def test_a_template_that_rewrites_earlier_turns_gives_an_example_for_each():
     assert "Oh." not in text(encode, two) and "assistant\nHello.<|im_end|>" in text(encode, two)
 
 
-def test_a_turn_that_does_not_follow_its_prompt_is_refused():
+def test_turn_that_leaves_its_prompt_is_left_out():
     with pytest.raises(UnusableRow, match="generation prompt do not begin"):
         encoder(CROOKED)({"messages": TWO_TURNS})
 
 
-def test_template_arguments_and_tools_reach_the_template():
+def test_template_gets_its_arguments_and_tools():
     encode = encoder("{{ style }}|{{ tools | length if tools else 0 }}|" + CHATML, style="plain")
     (example,) = encode({"messages": [USER, ANSWER], "tools": [{"type": "function", "function": {"name": "f"}}]})
     assert text(encode, example).startswith("plain|1|<|im_start|>")
 
 
-def test_prompt_and_completion():
+def test_completion_alone_is_learned():
     encode = encoder(CHATML)
     (example,) = encode({"prompt": "1 + 1 =", "completion": " 2"})
     assert (text(encode, example), supervised(encode, example)) == ("1 + 1 = 2", [" 2"])
@@ -106,7 +106,7 @@ def test_prompt_and_completion():
         encode({"prompt": "Hi", "completion": [ANSWER]})
 
 
-def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
+def test_unusable_turn_leaves_the_others(monkeypatch):
     """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
     encode = encoder(CHATML, max_length=6)
     turns = [Example([5, 6, 7], [0, 1, 1]), Example([5] * 8, [0] * 6 + [1, 1])]
@@ -117,7 +117,7 @@ def test_a_turn_that_cannot_be_learned_leaves_the_others(monkeypatch):
         encode({"messages": TWO_TURNS})
 
 
-def test_ids_with_a_mask_or_labels():
+def test_mask_and_labels_mark_the_same_ids():
     encode = RowEncoder()
     expected = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]}]
     assert encode({"input_ids": [5, 6, 7, 8], "loss_mask": [False, True, True, False]}) == expected
@@ -187,7 +187,7 @@ def test_messages_need_a_template():
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": "f"}]}]}, {}, "a tool call .* has no name"),
     ],
 )
-def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
+def test_rows_left_out_have_a_reason(row, settings, reason):
     template = CHATML
     if settings.pop("strict", False):
         template = (
@@ -198,20 +198,20 @@ def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
         encoder(template, **settings)(row)
 
 
-def test_the_end_of_an_unfinished_turn_is_not_learned():
+def test_end_of_unfinished_turn_is_not_learned():
     encode = encoder(CHATML)
     for reason, end in {"length": "So.", "stop": "So.<|im_end|>"}.items():
         (example,) = encode({"messages": TWO_TURNS, "finish_reason": reason})
         assert supervised(encode, example) == ["Hello.<|im_end|>", end]
 
 
-def test_what_is_too_long_is_cut_at_its_end():
+def test_long_example_is_cut_at_its_end():
     (whole,) = encoder(CHATML)({"messages": TWO_TURNS})
     (cut,) = encoder(CHATML, max_length=30)({"messages": TWO_TURNS})
     assert cut == {name: values[:30] for name, values in whole.items()}
 
 
-def test_ids_that_the_target_answered_are_learned_as_they_are():
+def test_response_ids_are_learned_unchanged():
     """Decoded and encoded again, an answer may become other tokens than those that were written."""
     tokenizer = make_tokenizer(CHATML)
     messages = [{"role": "user", "content": "Say 1"}]
@@ -273,7 +273,7 @@ def test_parts_of_text_are_text(template, joined, role):
         '{"from": "gpt", "value": null, "tool_calls": [{"name": "f", "arguments": ARGUMENTS, "function": null}]}',
     ],
 )
-def test_answers_that_are_calls_are_learned(answer, arguments):
+def test_tool_calls_are_learned(answer, arguments):
     answer, encode = json.loads(answer.replace("ARGUMENTS", arguments)), encoder(TOOLS)
     texts = (
         {"role": "assistant", "tool_calls": json.dumps(_calls_of(answer))},
@@ -318,7 +318,7 @@ def test_ids_that_begin_twice_are_left_out():
         encode({"input_ids": [START, START, 5, 6], "loss_mask": [0, 0, 1, 1]})
 
 
-def test_an_encoder_is_the_same_after_use():
+def test_encoder_has_the_same_state_after_use():
     """`datasets` finds encoded rows again by the encoder's state."""
     encode = encoder(CHATML)
     before = list(encode.__getstate__())

@@ -72,7 +72,7 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
         assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
-def test_a_damaged_image_of_a_table_costs_its_row(tmp_path):
+def test_damaged_image_of_a_table_costs_its_row(tmp_path):
     """Nested in messages, it stopped the whole run: `datasets` decodes images when it reads them."""
     processor = processor_of("gemma3")
     encode, image, stored = (
@@ -178,7 +178,7 @@ TRAINING += " bf16=false target_dtype=float32 report_to=none"
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
-def test_images_from_rows_to_a_drafter(kind, tmp_path, capsys, monkeypatch):
+def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatch):
     target, processor = save_seeing(tmp_path / "target", kind, monkeypatch)
     for number in range(6):
         picture(number, 16 + 4 * number).save(tmp_path / f"{number}.png")

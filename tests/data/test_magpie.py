@@ -86,7 +86,7 @@ def test_templates_without_user_turn_are_refused(template, message):
 # ------------------------------------------------------------------------------------------------------ what is kept
 
 
-def test_near_duplicates_are_found_as_by_comparing_all_pairs():
+def test_near_duplicates_equal_those_of_all_pairs():
     generator = random.Random(0)
     texts = ["Sort a list!", "sort, a LIST", "List?", "list", "Sort a list in place"]
     for _ in range(60):
@@ -106,7 +106,7 @@ def test_near_duplicates_are_found_as_by_comparing_all_pairs():
     assert len(texts) / 4 < len(grams) < len(texts) * 0.9
 
 
-def test_flaws():
+def test_quality_issues_have_names():
     assert flaw("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
     assert flaw("如何用电脑学习一种新的语言并且记住它的词汇？") is None
     assert flaw("Hi there") == flaw("a b " * 500) == "too short or too long"
@@ -134,7 +134,7 @@ def test_settings_are_checked():
 # ------------------------------------------------------------------------------------------------------ rows
 
 
-def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
+def test_requests_follow_the_templates_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
     read, original = [], _Slots.read
@@ -164,7 +164,7 @@ def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
     assert generate_prompts(target, tokenizer, 12, other) != rows
 
 
-def test_hardly_any_new_request_is_told(pair, monkeypatch):
+def test_few_new_requests_end_with_an_error(pair, monkeypatch):
     target, tokenizer = pair
     monkeypatch.setattr(magpie, "_request", lambda *args: ("bar dust kin lost dun", None))
     with pytest.raises(
@@ -191,7 +191,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys):
+def test_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys):
     """Whatever is sampled together, and where a kill cut it off: in the end the file is that of a single run."""
     output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     assert write(capsys, folder, whole, 15)[0] == 0 and rows_of(whole) == generate_prompts(*pair, 15, BRIEF)
@@ -223,7 +223,7 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     assert code == 1 and "'poem' is unknown" in error and not (tmp_path / "new.jsonl").exists()
 
 
-def test_regenerate_answers_them(folder, tmp_path, capsys):
+def test_regenerate_answers_the_requests(folder, tmp_path, capsys):
     pytest.importorskip("datasets")
     asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
     assert write(capsys, folder, asked, 5)[0] == 0
@@ -235,7 +235,7 @@ def test_regenerate_answers_them(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_the_real_target_writes_requests(real_target):
+def test_real_target_writes_requests(real_target):
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()
     settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=32)
     rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings, batch_size=4)

@@ -63,7 +63,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
 
-def test_the_file_that_is_named_is_read(tmp_path):
+def test_name_with_brackets_is_one_file(tmp_path):
     """A name with brackets was a pattern, which found another file."""
     write(tmp_path / "r1.jsonl", [{"prompt": "other"}])
     assert list(load_rows(write(tmp_path / "r[1].jsonl", [{"prompt": "named"}]))) == [{"prompt": "named"}]
@@ -77,7 +77,7 @@ def test_changed_file_is_read_again(tmp_path):
         assert list(load_rows(path)) == [{"prompt": said}]
 
 
-def test_a_separator_at_the_end_of_a_line_shifts_no_column(tmp_path):
+def test_trailing_separator_shifts_no_column(tmp_path):
     for header in ("prompt,completion", "prompt,completion,"):
         (tmp_path / f"{len(header)}.csv").write_text(header + "\nHi,Yes.,\n", encoding="utf-8")
         (row,) = load_rows(tmp_path / f"{len(header)}.csv")
@@ -92,21 +92,21 @@ def test_each_table_has_its_own_header(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["prompt,completion\n" + "z" * 140_000 + ",b\nq,r,lost\n", 'prompt,"completion\n'])
-def test_a_long_cell_hides_no_damage(text, tmp_path):
+def test_long_cell_hides_no_damage(text, tmp_path):
     (tmp_path / "a.csv").write_text(text + "x" * 140_000, encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.csv"):
         load_rows(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize("line", ["null", "[]", '[{"prompt": "b"}]', '{"prompt": oops}', '{"prompt": "\t"}'])
-def test_a_line_that_is_no_object_is_named(line, tmp_path):
+def test_line_without_an_object_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "c"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is not a JSON object"):
         list(load_rows(path))
 
 
-def test_counts_are_of_what_is_left(tmp_path):
+def test_counts_are_of_the_rows_that_are_left(tmp_path):
     encoder = RowEncoder(make_tokenizer(), max_length=60)
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
     examples = [example for row in ROWS[:20] for example in encoder(row)]
@@ -136,7 +136,7 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
         assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(more)
 
 
-def test_a_dataset_that_teaches_nothing_is_refused(tmp_path):
+def test_dataset_without_lessons_is_refused(tmp_path):
     rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
@@ -154,7 +154,7 @@ def test_supervised_text_is_marked():
     assert "[0, as ... 6 tokens ... ish.<|im_end|>]" in short
 
 
-def test_control_characters_of_the_data_do_not_reach_the_terminal():
+def test_terminal_gets_no_control_characters():
     tokenizer = make_tokenizer()
     (example,) = RowEncoder(tokenizer)(chat("?", "a\x1b]0;title\x07b\r\tc\x9b2J"))
     shown = colored_example(example, tokenizer, color=True)
@@ -194,7 +194,7 @@ def test_prepare_overwrites_nothing(tmp_path, tokenizer_folder, capsys):
     assert data.read_bytes() == before
 
 
-def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, capsys):
+def test_prepare_reports_errors_in_one_line(tmp_path, tokenizer_folder, capsys):
     good = json.dumps(ROWS[0])
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "half.jsonl").write_text(good + "\n" + good[:-9], encoding="utf-8")
@@ -267,13 +267,13 @@ def test_prepare_knows_the_ids_of_its_target(tmp_path, capsys):
     ("name", "message"),
     [("someone/data", "The dataset 'someone/data' could not"), ("./absent", "'absent': there is no")],
 )
-def test_a_list_may_hold_one_name(name, message):
+def test_list_may_hold_one_name(name, message):
     """The Hub was asked for a dataset called `['someone/data']`."""
     with pytest.raises(OSError, match=message):
         load_rows([name])
 
 
-def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_folder, monkeypatch):
+def test_tokenizer_without_added_tokens_loads(tokenizer_folder, monkeypatch):
     """`added_tokens_decoder` of transformers' `MistralCommonBackend` is a method: it ended with a `TypeError`."""
     mistral = pytest.importorskip("transformers.tokenization_mistral_common")
 
@@ -285,7 +285,7 @@ def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_fol
     assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)
 
 
-def test_a_path_is_named_as_it_is_written():
+def test_path_is_named_as_written():
     """On Windows it had each backslash twice."""
     with pytest.raises(FileNotFoundError, match=re.escape(r"data='.\rows\a.jsonl': there is no such file")):
         load_rows(r".\rows\a.jsonl")

@@ -27,7 +27,7 @@ def drafter(kwargs):
         (None, {}, None, {}, None),
     ],
 )
-def test_what_is_given_wins_then_the_data_then_the_drafter(given, data, trained, expected, source, tmp_path):
+def test_users_arguments_win_then_those_of_data(given, data, trained, expected, source, tmp_path):
     path, lines = tmp_path / "data.jsonl", []
     if data is not None:
         (tmp_path / "data.jsonl.settings.json").write_text(json.dumps({"chat_template_kwargs": data}))
@@ -39,7 +39,7 @@ def test_what_is_given_wins_then_the_data_then_the_drafter(given, data, trained,
     assert lines == [f"the drafter was trained with {json.dumps(trained)}: expect lower acceptance"] * worse
 
 
-def test_settings_that_are_damaged_are_named(tmp_path):
+def test_damaged_settings_are_named(tmp_path):
     """Only the place in the file was."""
     (tmp_path / "data.jsonl.settings.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="data.jsonl.settings.json is not JSON"):

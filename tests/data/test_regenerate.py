@@ -281,7 +281,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
 
 
-def test_a_servers_answers_are_kept_as_they_are(data, tmp_path, capsys, monkeypatch):
+def test_answers_of_a_server_stay_unchanged(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with chat_server(lambda body: f"You asked {body['messages'][0]['content']}") as (url, received):
         options = ["--server", url + "/v1", "--temperature", "0", "--template-args", '{"enable_thinking": false}']
@@ -450,7 +450,7 @@ NO_CHOICES = ("null", '{"message": null}', '{"message": "Yes."}')
         *(((status, "http://elsewhere"), "it redirects to http://elsewhere") for status in (301, 302, 303, 307)),
     ],
 )
-def test_a_refusing_server_ends_everything(answer, message, data, tmp_path, capsys, quick):
+def test_refusing_server_ends_everything(answer, message, data, tmp_path, capsys, quick):
     """No redirect is followed: it would take the key to another host."""
     with chat_server(lambda body: answer) as (url, received):
         output = tmp_path / "out.jsonl"
@@ -460,7 +460,7 @@ def test_a_refusing_server_ends_everything(answer, message, data, tmp_path, caps
     assert max(asked.values()) == (6 if answer[0] == 501 else 1)
 
 
-def test_a_password_is_sent_and_never_shown(data, tmp_path, capsys, quick):
+def test_password_is_sent_and_never_shown(data, tmp_path, capsys, quick):
     with chat_server(lambda body: (401, "who?")) as (url, received):
         address = url.replace("http://", "http://ann:s%20cret@")
         code, out, error = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", address)
@@ -534,7 +534,7 @@ def command(*arguments):
     return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_killed_in_the_middle_and_started_again(data, tmp_path, capsys):
+def test_killed_run_continues(data, tmp_path, capsys):
     """A real SIGKILL, a second process at the same time, and a third that finishes."""
     output = tmp_path / "out.jsonl"
 

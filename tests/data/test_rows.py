@@ -97,7 +97,7 @@ def outcome(row: str) -> str:
     )
 
 
-def test_the_guide_shows_what_becomes_of_rows():
+def test_guide_shows_what_becomes_of_rows():
     """With `DFLASH_WRITE_TABLES=1` its table is written."""
     lines = [(f"`{row}`", outcome(row)) for rows in FILES.values() for row in rows]
     table = "".join(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n" for line in lines)
@@ -118,7 +118,7 @@ def write(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_a_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
+def test_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
     """Arrow's types filled in keys, rounded numbers, and made mappings of answers that are JSON."""
     path, encoder = write(tmp_path, kind), RowEncoder(make_tokenizer(TEMPLATE))
     rows = load_rows(path)
@@ -136,7 +136,7 @@ def test_a_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
     assert sum(reasons.values()) == 9
 
 
-def test_nulls_of_tables_are_left_out_and_written_ones_stay(tmp_path):
+def test_only_added_nulls_of_tables_are_dropped(tmp_path):
     """A table has every key of the other rows; `default: null` was dropped with them."""
     rows = [
         {"messages": json.loads(f"[{HI}, {HELLO}]"), "tools": [{"name": "f", "default": None}]},
@@ -178,15 +178,7 @@ def test_every_form_of_rows_has_splits(form, tmp_path):
         load_rows(path, "train[99:]")
 
 
-@pytest.mark.parametrize("beside", ["### Human: hi", "[not JSON", [], ["hi"], None])
-def test_text_beside_ids_may_be_anything(beside):
-    """Such a row ended the run, or was left out."""
-    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "conversations": beside}
-    (example,) = RowEncoder(make_tokenizer(TEMPLATE))(row)
-    assert example["input_ids"] == [5, 6, 7]
-
-
-def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):
+def test_half_a_surrogate_pair_is_read_as_a_mark(tmp_path):
     """The file could not be read."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a\\ud800b \\ud83d\\ude00"}\n', encoding="utf-8")
     assert list(load_rows(tmp_path / "rows.jsonl")) == [{"prompt": "a?b 😀"}]

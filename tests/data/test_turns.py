@@ -117,7 +117,7 @@ def alone(target, encoder, row):
 
 
 @pytest.mark.parametrize("template", [CHATML, TOOLS, THINKING], ids=["chatml", "tools", "thinking"])
-def test_every_turn_is_the_target_s_own(template, data, tmp_path):
+def test_every_turn_is_the_targets_own(template, data, tmp_path):
     """Its own answers, not those of the data, are what it reads in later turns; and exactly these are learned."""
     folder = save_target(tmp_path / "target", template)
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -154,14 +154,14 @@ def test_turns_share_an_example_while_they_begin_alike():
     [{"messages": [user("b")]}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}],
     ids=lambda other: next(iter(other)),
 )
-def test_digest_is_of_all_that_a_question_says(other):
+def test_digest_covers_all_of_a_question(other):
     """A file of answers to other questions is not continued."""
     row = {"messages": [user("a")]}
     digests = [question(row, number).digest for number, row in enumerate((row, row, {**row, **other}))]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_server_answers_every_turn(data, tmp_path, capsys):
+def test_server_answers_every_turn(data, tmp_path, capsys):
     """What it wrote is learned, a call that was kept is not; a call that nobody runs ends the conversation."""
 
     def reply(body):
@@ -185,7 +185,7 @@ def test_a_server_answers_every_turn(data, tmp_path, capsys):
     assert sum(cut["loss_mask"]) == sum(mask) - 1
 
 
-def test_a_refused_turn_keeps_those_before(data, tmp_path, capsys):
+def test_refused_turn_keeps_those_before(data, tmp_path, capsys):
     def reply(body):
         return (400, "too long") if sum(one["content"] == "Yes." for one in body["messages"]) == 2 else "Yes."
 
@@ -194,7 +194,7 @@ def test_a_refused_turn_keeps_those_before(data, tmp_path, capsys):
     assert [len(row["answered"]) for row in rows] == [2] * 3 + [1] + [2] * 3
 
 
-def test_both_modes_of_thinking_in_one_file(data, tmp_path, capsys):
+def test_one_file_has_both_modes_of_thinking(data, tmp_path, capsys):
     """Drawn by row and seed, saved with the row, and followed by whoever reads it."""
     folder = save_target(tmp_path / "target", THINKING)
     here = ("--device", "cpu", "--thinking", 0.5)

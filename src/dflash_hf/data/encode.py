@@ -216,12 +216,13 @@ class RowEncoder(ChatTemplate):
             raise UnusableRow(NO_IMAGE_READER)
         if self.reader and np.isin(ids[mask != 0] if images else ids, self.reader.token_ids).any():
             raise UnusableRow("it holds the token of an image where there is none")
-        if images and self.max_length is not None and len(ids) > self.max_length:
-            raise UnusableRow(f"it has images and more than max_length={self.max_length} tokens; it cannot be cut")
-        ids = ids[: self.max_length]
-        mask = mask[: self.max_length]
-        if mask.sum() < 2:
-            raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
+        if self.max_length is not None and len(ids) > self.max_length:
+            if images:
+                raise UnusableRow(f"it has images and more than max_length={self.max_length} tokens; it cannot be cut")
+            ids = ids[: self.max_length]
+            mask = mask[: self.max_length]
+            if mask.sum() < 2:
+                raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
         return Example(ids, mask, images)
 
     def _empty_thought(self, ids: list[int], message: Mapping) -> int:

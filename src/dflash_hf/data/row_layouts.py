@@ -231,7 +231,10 @@ class RowLayout:
 
     def fits(self, row: Mapping) -> bool:
         """Whether a row has this layout."""
-        return all(row.get(column) is not None for column in self.columns)
+        for column in self.columns:
+            if row.get(column) is None:
+                return False
+        return True
 
 
 _IDS = RowLayout(("input_ids",), _read_ids, _check_ids, hint="`input_ids` with `loss_mask` or `labels`")
@@ -262,9 +265,9 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
         `UnusableRow`: it has no column that is read, or something in it is unreadable: the row is left out.
         `ValueError`: the dataset is invalid.
     """
-    layout = next((layout for layout in ROW_LAYOUTS if layout.fits(row) and (ids or layout is not _IDS)), None)
+    layout = _layout_of(row, ids)
     if layout is None:
-        raise without_columns(row, f"give {_hint_of_answers()}" if answers else f"give {_hint_of_prompts()}")
+        raise without_columns(row, f"give {_hint_of_answers() if answers else _hint_of_prompts()}")
     conversation = layout.read(row)
     if answers:
         conversation = layout.mark_answers(row, conversation)
@@ -275,6 +278,14 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
     if not tools and not template_kwargs:
         return conversation
     return replace(conversation, tools=tools, template_kwargs=template_kwargs)
+
+
+def _layout_of(row: Mapping, ids: bool) -> RowLayout | None:
+    """The first layout that fits a row, with that of ids or without; `None` if none does."""
+    for layout in ROW_LAYOUTS:
+        if layout.fits(row) and (ids or layout is not _IDS):
+            return layout
+    return None
 
 
 def _hint_of_answers() -> str:
@@ -302,7 +313,10 @@ def without_columns(row: Mapping, remedy: str) -> UnusableRow:
 
 def column_of(row: Mapping, *names: str) -> str | None:
     """The first of the columns that is there and not null; `None` if there is none."""
-    return next((name for name in names if row.get(name) is not None), None)
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    return None
 
 
 def columns_of_ids(names: Sequence[str]) -> list[str]:
@@ -341,6 +355,8 @@ def integers_in(row: Mapping, name: str) -> np.ndarray:
     """
     with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(invalid="ignore"):
         values = np.asarray(row[name])
+        if values.dtype.kind in "bi" and values.ndim == 1:
+            return values.astype(np.int64)
         integers = values.astype(np.int64, casting="unsafe" if values.dtype.kind == "f" else "same_kind")
         if integers.ndim == 1 and (integers == values).all():
             return integers
