@@ -319,7 +319,7 @@ def unnamed(path: Path) -> list[str]:
 
 PACKAGE = sorted(SOURCE.rglob("*.py"))
 # Where statements are still folded and variables have no names.
-FOLDED = {"data", "decoding", "responses.py"}
+FOLDED = {"decoding"}
 READABLE = [path for path in PACKAGE if path.relative_to(SOURCE).parts[0] not in FOLDED]
 RULES = {
     undeclared: LIBRARY,

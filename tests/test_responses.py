@@ -13,7 +13,7 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 
 from dflash_hf import responses as module
 from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.responses import Choice, cut_at, decodes_in_slots, drawn, responses, rows_that_fit
+from dflash_hf.responses import Choice, cut_at, decodes_in_slots, responses, rows_that_fit, sample_tokens
 from dflash_hf.target import generate_responses
 
 
@@ -233,7 +233,7 @@ def test_the_distribution_is_that_of_transformers(likely, top_k, top_p, monkeypa
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     for row, wanted in zip(scores, expected.softmax(-1), strict=True):
-        tokens = drawn(row.expand(count, -1) / choice.temperature, chances, choice.top_k, choice.top_p)
+        tokens = sample_tokens(row.expand(count, -1) / choice.temperature, chances, choice.top_k, choice.top_p)
         found = torch.bincount(tokens, minlength=64) / count
         assert (found - wanted).abs().max() < 2 / count
 
@@ -243,7 +243,7 @@ def test_a_chance_of_almost_one_takes_a_token_that_can_be(monkeypatch):
     scores[0, 2:4] = 0.0
     chances = torch.tensor([1 - 2**-53], dtype=torch.double)
     for top_k, top_p in itertools.product((0, 4), (0.9, 1.0)):
-        assert int(drawn(scores, chances, top_k, top_p)) in (2, 3)
+        assert int(sample_tokens(scores, chances, top_k, top_p)) in (2, 3)
 
 
 def test_rows_follow_memory_and_texts(target, monkeypatch):

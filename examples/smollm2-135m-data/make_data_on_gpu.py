@@ -21,7 +21,7 @@ from fast_llama import FastLlama
 from request_rules import by_rules, follow_up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_hf.data.distinct import DistinctTexts, flaw
+from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.data.magpie import PromptSettings, _prompt_ids, user_turn
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
 from dflash_hf.smollm2 import data_folder, smollm2_folder
@@ -82,7 +82,7 @@ class Maker:
         start = self.start(job[0])
         text = self.tokenizer.decode([*start, *ids[:-1]])[len(self.tokenizer.decode(start)) :]
         text = (begin + text).strip()
-        return None if flaw(text) or len(text) >= 700 or "<|" in text else (kind, text)
+        return None if quality_issue(text) or len(text) >= 700 or "<|" in text else (kind, text)
 
     def answered(self, rows: list[dict]) -> list[dict]:
         """Rows with the target's next answer, those that can go on; all that are good are kept."""

@@ -24,8 +24,20 @@ from dflash_hf.modeling.target_dflash import empty_cache, input_device, why_hidd
 Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and ids
 
 # Generation settings that a full batch supports; with others, `generate` decodes.
-_FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
-_FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
+_SUPPORTED_SETTINGS = {
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "suppress_tokens",
+    "max_new_tokens",
+    "use_cache",
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "max_length",
+    "transformers_version",
+}
 _REMEMBERED = 16  # prompts whose logits are kept in case they repeat: a fifth of the time of short samples
 _PIECE = 512  # prompt tokens read at a time: bounds the mask
 _LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
@@ -35,27 +47,23 @@ _ROWS = 16  # batch size with `generate`
 def eos_ids(generation_config: GenerationConfig) -> set[int]:
     """The ids that end a response."""
     eos = generation_config.eos_token_id
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-
-
-class ImagePrompt(list):
-    """The ids of a text with images, and the other `inputs` of the target's forward."""
-
-    def __init__(self, ids: Sequence[int], inputs: dict[str, torch.Tensor]):
-        super().__init__(ids)
-        self.inputs = inputs
-
-    def __add__(self, more: Sequence[int]) -> "ImagePrompt":
-        types = [name for name in self.inputs if name.endswith("token_type_ids")]
-        wider = {name: torch.nn.functional.pad(self.inputs[name], (0, len(more))) for name in types}
-        return ImagePrompt([*self, *more], {**self.inputs, **wider})
+    if eos is None:
+        return set()
+    return {eos} if isinstance(eos, int) else set(eos)
 
 
 def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
-    """The output of `generate` for one prompt of ids, or for an `ImagePrompt`."""
+    """
+    The output of `generate` for one prompt.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        ids (`Sequence[int]`): The prompt; a [`~dflash_hf.data.images.ImagePrompt`] brings the images among its ids.
+        options: Further arguments of `generate`.
+    """
     input_ids = torch.tensor([list(ids)], device=target.device)
-    for name, one in getattr(ids, "inputs", {}).items():
-        options[name] = one.to(target.device, target.dtype if one.is_floating_point() else None)
+    for name, tensor in getattr(ids, "inputs", {}).items():
+        options[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
     return target.generate(
         input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
     )
@@ -83,7 +91,9 @@ def room_for_answer(target: PreTrainedModel, prompt: int, wanted: int | None) ->
     limit = context_of(target)
     if limit is not None and prompt >= limit:
         raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have at most {limit}.")
-    return wanted if limit is None else min(wanted or limit, limit - prompt)
+    if limit is None:
+        return wanted
+    return min(wanted or limit, limit - prompt)
 
 
 def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
@@ -106,9 +116,11 @@ class Choice:
     """
 
     def __init__(self, config: GenerationConfig, seed: int):
-        self.drawn, self.seed = bool(config.do_sample), seed
+        self.do_sample = bool(config.do_sample)
+        self.seed = seed
         self.temperature = 1.0 if config.temperature is None else config.temperature
-        self.top_k, self.top_p = config.top_k or 0, 1.0 if config.top_p is None else config.top_p
+        self.top_k = config.top_k or 0
+        self.top_p = 1.0 if config.top_p is None else config.top_p
         self.suppressed = list(config.suppress_tokens or [])
 
     def generator(self, number) -> random.Random:
@@ -120,13 +132,14 @@ class Choice:
         scores = logits.float()
         if self.suppressed:
             scores[:, self.suppressed] = -torch.inf
-        if not self.drawn:
+        if not self.do_sample:
             return likeliest(scores)
-        chances = torch.tensor([one.random() for one in generators], dtype=torch.double, device=scores.device)
-        return drawn(scores / self.temperature, chances, self.top_k, self.top_p)
+        chances = [generator.random() for generator in generators]
+        chances = torch.tensor(chances, dtype=torch.double, device=scores.device)
+        return sample_tokens(scores / self.temperature, chances, self.top_k, self.top_p)
 
 
-def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.LongTensor:
+def sample_tokens(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.LongTensor:
     """
     Inverse-transform sampling: the token of each row `[R]` at which the cumulative distribution, likeliest tokens
     first, reaches the row's chance.
@@ -138,23 +151,27 @@ def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: fl
     """
     size = min(top_k or _LIKELY, scores.shape[1])
     top, ids = scores.topk(size)  # [R, K], descending; sorting a whole vocabulary takes longer than a small forward
-    shares = (top.double() - (top if top_k else scores).double().logsumexp(-1, keepdim=True)).exp()
-    before = shares.cumsum(-1) - shares
-    nucleus = shares * (before < top_p)
-    total = nucleus.sum(-1, keepdim=True) if top_p < 1 or top_k else torch.ones_like(before[:, :1])
+    candidates = top if top_k else scores
+    shares = (top.double() - candidates.double().logsumexp(-1, keepdim=True)).exp()  # [R, K]
+    before = shares.cumsum(-1) - shares  # of likelier tokens
+    nucleus = shares.where(before < top_p, 0.0)
+    if top_p < 1 or top_k:
+        total = nucleus.sum(-1, keepdim=True)
+    else:
+        total = torch.ones_like(before[:, :1])
     reached = nucleus.cumsum(-1)
     places = torch.searchsorted(reached, (chances[:, None] * total), right=True).clamp(max=size - 1)
     tokens = ids.gather(1, places)[:, 0]
     # The top tokens may cover less than the nucleus, or less than the chance.
     wider = (before[:, -1] < top_p) & ((top_p < 1) | (reached[:, -1] <= chances))
     if not top_k and size < scores.shape[1] and wider.any():
-        tokens[wider] = drawn(scores[wider], chances[wider], scores.shape[1], top_p)
+        tokens[wider] = sample_tokens(scores[wider], chances[wider], scores.shape[1], top_p)
     return tokens
 
 
 def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether a full batch decodes as `generate` does: a cache that lives in slots, and only plain settings."""
-    if not _is_plain(config) or _rotates_by_length(target):
+    if not _has_supported_settings(config) or _rotates_by_length(target):
         return False
     return not target.training and why_hidden(target) is None and support(target).session is SlotSession
 
@@ -166,13 +183,16 @@ def _rotates_by_length(target: PreTrainedModel) -> bool:
 
 
 def _rope(target: PreTrainedModel) -> dict | None:
+    """The rotary embedding's parameters; `None` of a target without one."""
     return getattr(target.config.get_text_config(decoder=True), "rope_parameters", None)
 
 
-def _is_plain(config: GenerationConfig) -> bool:
+def _has_supported_settings(config: GenerationConfig) -> bool:
     """Whether a [`Choice`] supports all settings."""
-    asked = {name for name, value in config.to_diff_dict().items() if value not in (None, False)}
-    return {name for name in asked if not name.startswith("_")} <= _FOLLOWED
+    for name, value in config.to_diff_dict().items():
+        if value not in (None, False) and not name.startswith("_") and name not in _SUPPORTED_SETTINGS:
+            return False
+    return True
 
 
 def responses(
@@ -241,7 +261,9 @@ class _Slots:
     """The places of a batch: rows of a target's cache, each filled, decoded and replaced independently."""
 
     def __init__(self, target, rows: int):
-        self.target, self.rows, self.device = target, rows, input_device(target)
+        self.target = target
+        self.rows = rows
+        self.device = input_device(target)
         accepted = inspect.signature(target.forward).parameters
         last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
@@ -250,51 +272,59 @@ class _Slots:
         self.reader = _Session(target, empty_cache(target), [0], offset[:1], last_only)  # of a single place
         self.after: dict[tuple, torch.Tensor] = {}  # logits after the latest prompts
 
-    def read(self, place: int, ids: Sequence[int], held: dict[int, Sequence[int]]) -> torch.Tensor:
+    def read(self, place: int, ids: Sequence[int], texts: dict[int, Sequence[int]]) -> torch.Tensor:
         """
         Put a prompt into a place, and return the logits `[1, V]` after it. What another place has already read of it
-        is copied; `held` are the texts that places hold.
+        is copied; `texts` are those that places hold.
         """
-        source = max(held, key=lambda one: (_common(held[one], ids), one == place), default=place)
-        shared = _common(held.get(source, ()), ids)
+
+        def usefulness(other: int) -> tuple[int, bool]:  # of two equal ones, the place itself needs no copy
+            return _common_length(texts[other], ids), other == place
+
+        source = max(texts, key=usefulness, default=place)
+        shared = _common_length(texts.get(source, ()), ids)
         self.session.cache.reserve(len(ids))
         self.reader.cache.capacity = self.session.cache.capacity
-        for mine, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
+        for view, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
             if isinstance(layer, SlotLayer) and layer.is_initialized:  # others share the keys of a layer before
                 for buffer in (layer.keys, layer.values):
                     buffer[place, :, :shared] = buffer[source, :, :shared]
-                mine.keys, mine.values = layer.keys[place : place + 1], layer.values[place : place + 1]
-                mine.is_initialized = True
+                view.keys = layer.keys[place : place + 1]  # the reader writes into the batch's own slots
+                view.values = layer.values[place : place + 1]
+                view.is_initialized = True
         if shared == len(ids) and tuple(ids) in self.after:
             return self.after[tuple(ids)]
         for start in range(min(shared, len(ids) - 1), len(ids), _PIECE):
             piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
             self.reader.lengths = [start]
             logits = self.reader.verify(Block(piece))[0][:, -1]
-        if len(self.after) == _REMEMBERED:
+        if len(self.after) == _REMEMBERED:  # the oldest goes
             self.after.pop(next(iter(self.after)))
         self.after[tuple(ids)] = logits
         return logits
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
         """The logits `[len(tokens), V]` after the given tokens, which are given with their slots by place."""
-        now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # unused places write to slot 0
-        self.session.lengths = [slot for _, slot in now]
-        ids = torch.tensor([[token] for token, _ in now], device=self.device)
+        of_places = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # unused places write to slot 0
+        self.session.lengths = [slot for _, slot in of_places]
+        ids = torch.tensor([[token] for token, _ in of_places], device=self.device)
         return self.session.verify(Block(ids))[0][list(tokens), -1]
 
     @property
     def memory(self) -> int:
         """Bytes of the slots, which grow with the text, and of the scores."""
-        head = self.target.get_output_embeddings().weight.shape[0]
-        return sum(one.keys.nbytes + one.values.nbytes for one in self._layers()) + self.rows * head * 16
+        vocab_size = self.target.get_output_embeddings().weight.shape[0]
+        slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers())
+        return slots + self.rows * vocab_size * 16
 
     def keep(self, places: list[int]) -> None:
         """Drop all other places."""
-        self.rows = self.session.cache.rows = len(places)
+        self.rows = len(places)
+        self.session.cache.rows = len(places)
         self.session.offset = self.session.offset[places]
         for layer in self._layers():
-            layer.keys, layer.values = layer.keys[places], layer.values[places]
+            layer.keys = layer.keys[places]
+            layer.values = layer.values[places]
 
     def _layers(self) -> list[SlotLayer]:
         """The layers that hold keys; others share those of a layer before them."""
@@ -302,35 +332,43 @@ class _Slots:
         return [layer for layer in layers if isinstance(layer, SlotLayer) and layer.is_initialized]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_length(text: Sequence[int], other: Sequence[int]) -> int:
     """How many ids two texts have in common at their beginning."""
-    differ = (i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs)
-    return next(differ, min(len(one), len(other)))
+    for i, (token, other_token) in enumerate(zip(text, other)):
+        if token != other_token:
+            return i
+    return min(len(text), len(other))
 
 
 @torch.no_grad()
 def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set[int], rows: int):
-    slots, running, left = _Slots(target, rows), {}, {}  # rows by place; texts of places whose rows have just ended
+    """The rows of [`responses`], from a batch that is always full."""
+    slots = _Slots(target, rows)
+    running: dict[int, _Row] = {}  # by place
+    ended: dict[int, Sequence[int]] = {}  # texts of places whose rows have just ended
     while True:
         # 1. Put the next prompts into the free places, each where the text that it continues has just ended.
         free = set(range(slots.rows)) - running.keys()
         for number, ids in islice(prompts, len(free)):
             limit = room_for_answer(target, len(ids), max_new_tokens)
-            place = max(free, key=lambda one: (_common(left.get(one, ()), ids), one not in left, -one))
+            place = _best_place(free, ended, ids)
             free.remove(place)
-            logits = slots.read(place, ids, {**{one: row.ids for one, row in running.items()}, **left})
-            left.pop(place, None)
-            running[place] = row = _Row(number, ids, limit, choice.generator(number))
+            texts = {running_place: row.ids for running_place, row in running.items()}
+            logits = slots.read(place, ids, {**texts, **ended})
+            ended.pop(place, None)
+            row = _Row(number, ids, limit, choice.generator(number))
             row.text.append(int(choice(logits, [row.generator])))
-        left.clear()
+            running[place] = row
+        ended.clear()
         if not running:
             return
         # 2. Finished rows leave their places, which are filled first.
         for place, row in list(running.items()):
             if row.text[-1] in stops or len(row.text) == row.limit:
-                left[place] = (*running.pop(place).ids, *row.text[:-1])
+                running.pop(place)
+                ended[place] = (*row.ids, *row.text[:-1])  # the last token was not read
                 yield row.number, row.text
-        if left:
+        if ended:
             continue
         # 3. No prompts are left: drop free places from time to time.
         if 4 * len(running) <= 3 * slots.rows:
@@ -343,27 +381,51 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
             row.text.append(token)
 
 
+def _best_place(free: set[int], ended: dict[int, Sequence[int]], ids: Sequence[int]) -> int:
+    """
+    The free place for a prompt: the one whose text it continues the furthest; then one without a text, which other
+    prompts may continue; then the first.
+    """
+
+    def fitness(place: int) -> tuple[int, bool, int]:
+        return _common_length(ended.get(place, ()), ids), place not in ended, -place
+
+    return max(free, key=fitness)
+
+
 def _batches(target, prompts, max_new_tokens: int, rows: int):
     """
     Batches of numbers, ids and room for the answer. Rows that have ended go on to the end of the longest: where
     positions are learned, or frequencies depend on the length, all rows of a batch have equal room.
     """
-    alike = not _rope(target) or _rotates_by_length(target)
-    while batch := [(*one, room_for_answer(target, len(one[1]), max_new_tokens)) for one in islice(prompts, rows)]:
-        rooms = dict.fromkeys(room for *_, room in batch) if alike else ()
-        yield from [[row for row in batch if row[2] == room] for room in rooms] or [batch]
+    needs_equal_room = not _rope(target) or _rotates_by_length(target)
+    while True:
+        batch = []
+        for number, ids in islice(prompts, rows):
+            batch.append((number, ids, room_for_answer(target, len(ids), max_new_tokens)))
+        if not batch:
+            return
+        if not needs_equal_room:
+            yield batch
+            continue
+        for equal_room in dict.fromkeys(room for *_, room in batch):
+            yield [row for row in batch if row[2] == equal_room]
 
 
 @torch.no_grad()
 def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, seed: int):
-    stops, config = eos_ids(config), copy.deepcopy(config)
+    """The rows of [`responses`], by `generate`."""
+    stops = eos_ids(config)
+    config = copy.deepcopy(config)
     if config.pad_token_id is None:
         config.pad_token_id = min(stops, default=0)
     config.max_length = config.num_return_sequences = None
     config.return_dict_in_generate = False  # one row of tokens for each prompt
-    pad, choice = config.pad_token_id, None
-    if config.do_sample and _is_plain(config):
-        choice, config.do_sample = Choice(config, seed), False
+    pad = config.pad_token_id
+    choice = None
+    if config.do_sample and _has_supported_settings(config):  # each row draws by itself, see `_Drawn`
+        choice = Choice(config, seed)
+        config.do_sample = False
         config.temperature = config.top_p = config.top_k = None
     for batch in _batches(target, prompts, max_new_tokens, rows):
         config.max_new_tokens = max(room for *_, room in batch)
@@ -386,7 +448,7 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
 
 
 def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, seed: int = 0) -> Iterator[tuple]:
-    """As [`responses`], of `ImagePrompt`s, one at a time."""
+    """As [`responses`], of [`~dflash_hf.data.images.ImagePrompt`]s, one at a time."""
     config = copy.deepcopy(config)
     config.max_length = config.num_return_sequences = None
     for number, prompt in prompts:
@@ -401,7 +463,8 @@ class _Drawn(LogitsProcessor):
     """Leaves only the tokens of a [`Choice`] to greedy decoding."""
 
     def __init__(self, choice: Choice, numbers: list[int]):
-        self.choice, self.generators = choice, [choice.generator(number) for number in numbers]
+        self.choice = choice
+        self.generators = [choice.generator(number) for number in numbers]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         tokens = self.choice(scores, self.generators)
@@ -421,12 +484,14 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
     """
     if not decodes_in_slots(target, config):
         return _ROWS
-    slots, device = _Slots(target, 1), input_device(target)
+    slots = _Slots(target, 1)
+    device = input_device(target)
     slots.step({0: (0, room_for_answer(target, 1, length))})  # allocates its buffers
     # Of a target on several devices, each holds about as many layers; an offloaded one's weights are on none.
-    devices = {one.device for one in target.parameters() if not one.is_meta} or {device}
-    fit = int(len(devices) * min(map(free_memory, devices)) / 2 / slots.memory)
-    return max(1, min(128 if device.type == "cpu" else 256, texts // 2, fit))
+    devices = {parameter.device for parameter in target.parameters() if not parameter.is_meta} or {device}
+    rows_in_memory = int(len(devices) * min(map(free_memory, devices)) / 2 / slots.memory)
+    most = 128 if device.type == "cpu" else 256
+    return max(1, min(most, texts // 2, rows_in_memory))
 
 
 def free_memory(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data import magpie
-from dflash_hf.data.distinct import DistinctTexts, flaw
+from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.data.magpie import KINDS, user_turn
 from dflash_hf.responses import _Slots
 
@@ -107,12 +107,13 @@ def test_near_duplicates_equal_those_of_all_pairs():
 
 
 def test_quality_issues_have_names():
-    assert flaw("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
-    assert flaw("如何用电脑学习一种新的语言并且记住它的词汇？") is None
-    assert flaw("Hi there") == flaw("a b " * 500) == "too short or too long"
-    assert flaw("What is the \x1b[31m red one?") == flaw("What is \ufffd this word?") == "not printable"
-    assert flaw("+-+-+-+- ??? ... x = 1") == "mostly punctuation"
-    assert flaw("the same words again and " * 6) == "repeats itself"
+    assert quality_issue("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
+    assert quality_issue("如何用电脑学习一种新的语言并且记住它的词汇？") is None
+    assert quality_issue("Hi there") == quality_issue("a b " * 500) == "too short or too long"
+    assert quality_issue("What is the \x1b[31m red one?") == "not printable"
+    assert quality_issue("What is \ufffd this word?") == "not printable"
+    assert quality_issue("+-+-+-+- ??? ... x = 1") == "mostly punctuation"
+    assert quality_issue("the same words again and " * 6) == "repeats itself"
 
 
 def test_settings_are_checked():

@@ -8,7 +8,7 @@ from dflash_hf.terminal import needs, one_line
 
 
 RETRIES = 5  # of a request
-_OF_THE_ROW = (400, 413, 422)  # other conversations may be answered
+_REFUSALS = (400, 413, 422)  # of one conversation; others may be answered
 _HINTS = {401: "set OPENAI_API_KEY", 404: "does it serve this model there?"}
 
 
@@ -41,17 +41,20 @@ class ChatClient:
             import openai
 
         parts = urlsplit(url)
-        shown = parts.netloc.rpartition("@")[2]  # without a password
-        if parts.scheme not in ("http", "https") or not shown or parts.query or parts.fragment:
+        host = parts.netloc.rpartition("@")[2]  # without a password
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             shown = "***" if "@" in url else url
             raise ValueError(f"server={shown!r} must be an address such as http://127.0.0.1:8000, without a query.")
-        self.where, self.errors = f"{parts.scheme}://{shown}", openai
-        self.options, self.template_kwargs = options, template_kwargs
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        base = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-        plain = openai.DefaultHttpxClient(follow_redirects=False)  # the key stays with this server
+        self.address = f"{parts.scheme}://{host}"
+        self.openai = openai
+        self.options = options
+        self.template_kwargs = template_kwargs
         self.client = openai.OpenAI(
-            base_url=base, api_key=key, timeout=timeout, max_retries=RETRIES, http_client=plain
+            base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            timeout=timeout,
+            max_retries=RETRIES,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),  # the key stays with this server
         )
 
     def answer(
@@ -64,31 +67,35 @@ class ChatClient:
             `UnusableRow`: this conversation is rejected, or its answer takes too long (`NoAnswer`).
             `ServerError`: every conversation would be.
         """
-        body, kwargs = {**self.options, "messages": messages}, {**self.template_kwargs, **template_kwargs}
+        request = {**self.options, "messages": messages}
         if tools:
-            body["tools"] = tools
+            request["tools"] = tools
         if seed is not None:
-            body["seed"] = seed
+            request["seed"] = seed
+        kwargs = {**self.template_kwargs, **template_kwargs}
         if kwargs:
-            body["extra_body"] = {"chat_template_kwargs": kwargs}
+            request["extra_body"] = {"chat_template_kwargs": kwargs}
         try:
-            choice = self.client.chat.completions.create(**body).model_dump(exclude_none=True)["choices"][0]
+            completion = self.client.chat.completions.create(**request)
+            choice = completion.model_dump(exclude_none=True)["choices"][0]
             return dict(choice["message"]), choice.get("finish_reason") or "stop"
-        except self.errors.APIStatusError as error:
-            status, detail = error.status_code, one_line(error.response.text, 300)
-            if target := error.response.headers.get("location"):
-                detail = f"it redirects to {target}, which is asked if it is given as the address"
-            if status in _OF_THE_ROW:
+        except self.openai.APIStatusError as error:
+            status = error.status_code
+            detail = one_line(error.response.text, 300)
+            redirect = error.response.headers.get("location")
+            if redirect:
+                detail = f"it redirects to {redirect}, which is asked if it is given as the address"
+            if status in _REFUSALS:
                 raise UnusableRow(f"the server answers {status}: {detail}") from error
             hint = _HINTS.get(status, f"tried {RETRIES + 1} times; see its log" if status >= 429 else "see its log")
-            raise ServerError(f"{self.where} answers {status}: {detail}; {hint}.") from error
-        except self.errors.APITimeoutError as error:
-            late = f"{self.where} gives no answer within {self.client.timeout:g} seconds, tried {RETRIES + 1} times"
+            raise ServerError(f"{self.address} answers {status}: {detail}; {hint}.") from error
+        except self.openai.APITimeoutError as error:
+            late = f"{self.address} gives no answer within {self.client.timeout:g} seconds, tried {RETRIES + 1} times"
             raise NoAnswer(f"{late}; raise --timeout, or lower --concurrency or --max-new-tokens") from error
-        except self.errors.APIConnectionError as error:
+        except self.openai.APIConnectionError as error:
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(
-                f"{self.where} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"
+                f"{self.address} does not answer ({reason}), tried {RETRIES + 1} times; is the server still running?"
             ) from error
-        except (AttributeError, LookupError, TypeError, ValueError, RecursionError, self.errors.APIError) as error:
-            raise ServerError(f"{self.where} did not return a chat completion.") from error
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError, self.openai.APIError) as error:
+            raise ServerError(f"{self.address} did not return a chat completion.") from error

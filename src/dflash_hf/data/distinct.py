@@ -56,7 +56,7 @@ def _hashed_grams(text: str) -> set[int]:
     return {int.from_bytes(blake2b(gram.encode(), digest_size=8).digest(), "big") for gram in grams}
 
 
-def flaw(text: str) -> str | None:
+def quality_issue(text: str) -> str | None:
     """Why a text is not a useful request, or `None`."""
     if len(text) not in _CHARS:
         return "too short or too long"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from transformers import GenerationConfig
 
-from dflash_hf.data.distinct import DistinctTexts, flaw
+from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.data.template import decoded
 from dflash_hf.responses import eos_ids, responses
 
@@ -25,7 +25,7 @@ from dflash_hf.responses import eos_ids, responses
 # First words of a turn, by kind, without a trailing space, since tokens start with one. Without them, chat models
 # seldom ask for code or arithmetic.
 KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kinds.json").read_text(encoding="utf-8"))
-_PATIENCE = 512  # give up after this many samples without a new request
+_MOST_USELESS = 512  # give up after this many samples without a new request
 _PROBE = "Xq7 7qX"  # plain letters: a template may trim or escape anything else
 
 
@@ -59,7 +59,8 @@ class PromptSettings:
         for name in ("kinds", "begin"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r} is a text; give a list of texts.")
-        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown:
             raise ValueError(f"kinds: {unknown[0]!r} is unknown; choose from {', '.join(KINDS)}, or give `begin`.")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be above 0: greedy decoding gives one request.")
@@ -70,7 +71,11 @@ class PromptSettings:
 
     def of_sample(self, number: int) -> tuple[str, str]:
         """Kind and first words of a sample: kinds in turn, and within a kind its first words in turn."""
-        kinds = [*self.kinds, *(["begin"] if self.begin else [])] or ["chat"]
+        kinds = list(self.kinds)
+        if self.begin:
+            kinds.append("begin")
+        if not kinds:
+            kinds.append("chat")
         kind = kinds[number % len(kinds)]
         beginnings = self.begin if kind == "begin" else KINDS[kind]
         return kind, beginnings[number // len(kinds) % len(beginnings)]
@@ -103,10 +108,10 @@ def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
         rendered = tokenizer.apply_chat_template(messages, **options)
     except TemplateError as error:
         raise ValueError(f"The chat template rejects {messages} ({error}); give another chat template.") from error
-    before, found, behind = rendered.partition(_PROBE)
+    before, separator, behind = rendered.partition(_PROBE)
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     stop = next((id for id in ids if id in tokenizer.added_tokens_decoder), None)
-    if not found or stop is None or not before.strip() or _PROBE in behind:
+    if not separator or stop is None or not before.strip() or _PROBE in behind:
         raise ValueError(
             f"The chat template does not mark a user's text: {_PROBE!r} was rendered as {rendered!r}, not once, after "
             "text of the template, and before an added token. Give another chat template, or choose another target."
@@ -145,28 +150,34 @@ def judged_samples(
     """
     if len(before) >= count:
         return
-    turn, seen, left_out = user_turn(tokenizer, settings), DistinctTexts(), Counter()
+    turn = user_turn(tokenizer, settings)
+    requests = DistinctTexts()
     for row in before:
-        seen.add(row["prompt"])
-    have, first = (before[-1]["row"] + 1, before[-1]["sample"] + 1) if before else (0, 0)
+        requests.add(row["prompt"])
+    row_number = before[-1]["row"] + 1 if before else 0
+    first = before[-1]["sample"] + 1 if before else 0
+    left_out: Counter[str] = Counter()  # since the last request
     for number, response in _sampled(target, tokenizer, turn, settings, first, batch_size):
         kind, begin = settings.of_sample(number)
         text, reason = _request(tokenizer, turn, target, begin, response)
-        reason = reason or flaw(text) or (None if seen.add(text) else "like another")
-        if reason:
+        if reason is None:
+            reason = quality_issue(text)
+        if reason is None and not requests.add(text):
+            reason = "like another"
+        if reason is not None:
             left_out[reason] += 1
             yield None, reason
         else:
-            yield {"row": have, "kind": kind, "prompt": text, "sample": number}, None
-            have += 1
+            yield {"row": row_number, "kind": kind, "prompt": text, "sample": number}, None
+            row_number += 1
             left_out.clear()
-        if have == count:
+        if row_number == count:
             return
-        if left_out.total() >= _PATIENCE:
-            reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
+        if left_out.total() >= _MOST_USELESS:
+            reasons = ", ".join(f"{times} {reason}" for reason, times in left_out.most_common())
             raise ValueError(
-                f"count={count}: after {have} requests the last {_PATIENCE} samples gave no new one ({reasons}). "
-                "Ask for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
+                f"count={count}: after {row_number} requests the last {_MOST_USELESS} samples gave no new one "
+                f"({reasons}). Ask for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
             )
 
 
@@ -180,14 +191,20 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
         eos_token_id=sorted({turn.stop_id, *eos_ids(target.generation_config)}),
         pad_token_id=target.generation_config.pad_token_id,
     )
-    begins = ((number, settings.of_sample(number)[1]) for number in itertools.count(first))
-    prompts = ((number, _prompt_ids(tokenizer, turn, begin)) for number, begin in begins)
-    waiting: dict[int, list[int]] = {}
+    prompts = _prompts_from(first, tokenizer, turn, settings)
+    waiting: dict[int, list[int]] = {}  # samples that ended before earlier ones
     for number, response in responses(target, prompts, settings.max_new_tokens, config, batch_size, settings.seed):
         waiting[number] = response
         while first in waiting:
             yield first, waiting.pop(first)
             first += 1
+
+
+def _prompts_from(first: int, tokenizer, turn: UserTurn, settings: PromptSettings) -> Iterator[tuple[int, list[int]]]:
+    """Number and prompt of each sample, from the first on without an end."""
+    for number in itertools.count(first):
+        _, begin = settings.of_sample(number)
+        yield number, _prompt_ids(tokenizer, turn, begin)
 
 
 def _prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
@@ -198,13 +215,15 @@ def _prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
 def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int]) -> tuple[str, str | None]:
     """The text of a sample, and the reason if it is not a request that a user would send."""
     ended = response[-1] in {turn.stop_id, *eos_ids(target.generation_config)}
-    ids, start = response[: len(response) - ended], _prompt_ids(tokenizer, turn, begin)
+    ids = response[:-1] if ended else response
+    prompt = _prompt_ids(tokenizer, turn, begin)
     # Decoded after the prompt: some tokenizers drop the space before a first word.
-    text = decoded(tokenizer, [*start, *ids])[len(decoded(tokenizer, start)) :]
+    text = decoded(tokenizer, [*prompt, *ids])[len(decoded(tokenizer, prompt)) :]
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     reason = None
     if not ended:
         reason = "unfinished"
-    elif {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} & set(ids):
+    elif special & set(ids):
         reason = "holds a special token"
     elif not text.strip():
         reason = "nothing after its beginning"

@@ -32,28 +32,31 @@ class ResponseFile:
     """
 
     def __init__(self, path: Path, settings: dict, keep: Callable[[dict], object], say: Callable[[str], None]):
-        self.path, self.notes, self.keep = path, Path(f"{path}{SETTINGS}"), keep
+        self.path = path
+        self.settings_path = Path(f"{path}{SETTINGS}")
+        self.keep = keep
         self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(locked(path))
             self.file = stack.enter_context(path.open("ab+"))
             size = path.stat().st_size
-            self.settings = read_json(self.notes) if size and self.notes.exists() else {}
-            whole = self._read()
-            if size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
+            has_settings = self.settings_path.exists()
+            self.settings = read_json(self.settings_path) if size and has_settings else {}
+            whole_lines = self._read()
+            if size and not self.finished and not has_settings:  # a kill leaves the settings
                 raise ValueError(f"{path} is no file of such rows; choose another output.")
             self.settle(settings)  # only next to a valid response file
-            self.file.truncate(whole)
-            if size > whole:
-                say(f"removed an incomplete line of {size - whole} bytes at the end of {path}")
-            self.held = stack.pop_all()
+            self.file.truncate(whole_lines)
+            if size > whole_lines:
+                say(f"removed an incomplete line of {size - whole_lines} bytes at the end of {path}")
+            self.stack = stack.pop_all()  # the file and its lock stay open
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.held.close()
+        self.stack.close()
 
     def settle(self, settings: dict) -> None:
         """
@@ -63,21 +66,23 @@ class ResponseFile:
             `ValueError`: the file was started with other settings; the message names them.
         """
         settings = json.loads(json.dumps(settings))
-        if others := differences(self.settings, settings):
+        other_settings = differences(self.settings, settings)
+        if other_settings:
             raise ValueError(
-                f"{self.path} was started with {'; '.join(others)}; use the same settings, or choose another output."
+                f"{self.path} was started with {'; '.join(other_settings)}; use the same settings, or choose another "
+                "output."
             )
         self.settings |= settings
-        write_json(self.notes, self.settings)
+        write_json(self.settings_path, self.settings)
 
     def _read(self) -> int:
-        """Note the finished rows; returns the bytes of whole lines."""
+        """Keep what is kept of the finished rows; returns the bytes of whole lines."""
         self.file.seek(0)
-        whole = 0
+        size = 0
         for number, line in enumerate(self.file, start=1):
             if not line.endswith(b"\n"):
                 break
-            whole += len(line)
+            size += len(line)
             try:
                 row = json.loads(line)
                 if row["row"] in self.finished:
@@ -88,7 +93,7 @@ class ResponseFile:
                     f"Line {number} of {self.path} is not a row of such a file ({error!r}); remove that line, or "
                     "choose another output."
                 ) from error
-        return whole
+        return size
 
     def write_row(self, row: dict) -> None:
         """Add a row; once this returns, it outlives the process."""

@@ -48,10 +48,10 @@ def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
         if not isinstance(answered, list) or not all(place in places for place in answered):
             raise ValueError(f"`answered` is {answered!r}; give places of assistant messages, which are at {places}.")
         return _with_learned(row, conversation, sorted(answered))
-    given = row.get("given") or 0
-    if not isinstance(given, int | float) or given % 1 != 0:
-        raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
-    return _with_learned(row, conversation, [place for place in places if place >= given])
+    first = row.get("given") or 0
+    if not isinstance(first, int | float) or first % 1 != 0:
+        raise ValueError(f"`given` is {first!r}; give the number of messages that are not learned from.")
+    return _with_learned(row, conversation, [place for place in places if place >= first])
 
 
 def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
