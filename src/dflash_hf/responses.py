@@ -250,10 +250,14 @@ class _Row:
 
 
 class _Cache(SlotCache):
+    """A slot cache whose rows may be cut anywhere."""
+
     SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
 
 
 class _Session(SlotSession):
+    """A session over such a cache."""
+
     CACHE = _Cache
 
 
@@ -278,7 +282,8 @@ class _Slots:
         is copied; `texts` are those that places hold.
         """
 
-        def usefulness(other: int) -> tuple[int, bool]:  # of two equal ones, the place itself needs no copy
+        def usefulness(other: int) -> tuple[int, bool]:
+            """What is compared; of two equal ones, the place itself needs no copy."""
             return _common_length(texts[other], ids), other == place
 
         source = max(texts, key=usefulness, default=place)
@@ -388,6 +393,7 @@ def _best_place(free: set[int], ended: dict[int, Sequence[int]], ids: Sequence[i
     """
 
     def fitness(place: int) -> tuple[int, bool, int]:
+        """What is compared, in this order."""
         return _common_length(ended.get(place, ()), ids), place not in ended, -place
 
     return max(free, key=fitness)

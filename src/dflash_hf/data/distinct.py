@@ -26,7 +26,10 @@ class DistinctTexts:
         # Two sets that share enough share at least one of these: the rest alone would be too few.
         enough = -(-_LEAST_SIMILARITY * len(grams) // 10)
         rarest = sorted(grams, key=lambda gram: (len(self._texts_with(gram)), gram))[: len(grams) - enough + 1]
-        for number in {number for gram in rarest for number in self._texts_with(gram)}:
+        candidates: set[int] = set()
+        for gram in rarest:
+            candidates.update(self._texts_with(gram))
+        for number in candidates:
             other = self._grams[number]
             common = len(grams.intersection(other))
             if 10 * common >= _LEAST_SIMILARITY * (len(grams) + len(other) - common):

@@ -32,78 +32,6 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 _IGNORED_LABEL = -100  # of transformers' losses
 
 
-# ------------------------------------------------------------------------------------------- what is learned of a row
-
-
-def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
-    """
-    Mark all assistant turns, except among the first `given` messages, or those at the places in `answered`; or, in
-    their place, the exact ids of the answer in `response_ids`.
-    """
-    if row.get("response_ids") is not None:
-        return replace(conversation, answer_ids=integers_in(row, "response_ids"))
-    places = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    answered = row.get("answered")
-    if answered is not None:
-        if not isinstance(answered, list) or not all(place in places for place in answered):
-            raise ValueError(f"`answered` is {answered!r}; give places of assistant messages, which are at {places}.")
-        return _with_learned(row, conversation, sorted(answered))
-    first = row.get("given") or 0
-    if not isinstance(first, int | float) or first % 1 != 0:
-        raise ValueError(f"`given` is {first!r}; give the number of messages that are not learned from.")
-    return _with_learned(row, conversation, [place for place in places if place >= first])
-
-
-def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
-    """Mark the `completion` alone: answers that are part of the prompt are only read."""
-    completion = row["completion"]
-    if conversation.text is not None:
-        if not isinstance(completion, str):
-            raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
-        return replace(conversation, completion=completion)
-    turns = [{"role": "assistant", "content": completion}]
-    if not isinstance(completion, str):
-        turns = messages_of(completion, "completion", images_beside(row), every_image_has_a_place=False)
-    messages = [*conversation.messages, *turns]
-    places = range(len(conversation.messages), len(messages))
-    learned = [place for place in places if messages[place]["role"] == "assistant"]
-    return _with_learned(row, replace(conversation, messages=messages), learned)
-
-
-def _with_learned(row: Mapping, conversation: Conversation, learned: list[int]) -> Conversation:
-    """A conversation whose messages at some places are learned, and why each of them ended."""
-    reasons = row.get("finish_reason")
-    if not isinstance(reasons, list):  # of the last answer
-        reasons = [None] * (len(learned) - 1) + [reasons]
-    reasons = [*reasons, *[None] * len(learned)]
-    return replace(conversation, learned=learned, finish_reasons=reasons[: len(learned)])
-
-
-def _mark_nothing(row: Mapping, conversation: Conversation) -> Conversation:
-    """Leave out a prompt without an answer."""
-    remedy = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
-    raise without_columns(row, remedy)
-
-
-def _check_ids(row: Mapping, conversation: Conversation) -> Conversation:
-    """Check that the ids of a row fit its `loss_mask` or `labels`, which mark what is learned."""
-    ids = conversation.tokens.ids
-    mask = conversation.tokens.mask
-    name = column_of(row, "loss_mask", "labels")
-    if name is None:
-        raise UnusableRow("its `input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
-    if len(ids) == 0:
-        raise UnusableRow("its `input_ids` are empty")
-    if len(mask) != len(ids):
-        raise ValueError(f"There are {len(ids)} input_ids but {len(mask)} {name}; give one for each token.")
-    if not mask.any():
-        raise ValueError(f"The {name} supervise none of {len(ids)} tokens (a mask of zeros); mark the response.")
-    documents = conversation.tokens.document_ids
-    if documents is not None and len(documents) != len(ids):
-        raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
-    return conversation
-
-
 # --------------------------------------------------------------------------------------------------- what a row says
 
 
@@ -142,24 +70,24 @@ def _images_among_ids(row: Mapping) -> tuple[list[dict], list[str]]:
     The images of a row of ids, after the messages that have them: those of the row's messages, or of what `dflash
     prepare` wrote. Text beside ids may be anything.
     """
-    name = column_of(row, *_CONVERSATION_COLUMNS)
+    name = _first_column(row, *_CONVERSATION_COLUMNS)
     if name is None:
-        return [], [image_uri(image) for image in images_beside(row)]
+        return [], [image_uri(image) for image in _images_beside(row)]
     if not looks_like_messages(row[name]):
         return [], []
-    messages = messages_of(row[name], name, images_beside(row))
+    messages = messages_of(row[name], name, _images_beside(row))
     images = images_in(messages)
     return messages if images else [], images
 
 
 def _read_messages(row: Mapping) -> Conversation:
     """`messages`, in OpenAI's layout or any other one of messages."""
-    return Conversation(messages_of(row["messages"], "messages", images_beside(row)))
+    return Conversation(messages_of(row["messages"], "messages", _images_beside(row)))
 
 
 def _read_sharegpt(row: Mapping) -> Conversation:
     """`conversations`, with the system prompt in a column of its own."""
-    messages = messages_of(row["conversations"], "conversations", images_beside(row))
+    messages = messages_of(row["conversations"], "conversations", _images_beside(row))
     system = row.get("system")
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -170,7 +98,7 @@ def _read_prompt(row: Mapping) -> Conversation:
     """A `prompt`: messages, or text, which is a user's message under a chat template."""
     prompt = row["prompt"]
     if not isinstance(prompt, str):
-        return Conversation(messages_of(prompt, "prompt", images_beside(row)))
+        return Conversation(messages_of(prompt, "prompt", _images_beside(row)))
     messages = [{"role": "user", "content": prompt}] if prompt else []
     return Conversation(messages, prompt)
 
@@ -198,7 +126,7 @@ def _read_request(row: Mapping, name: str) -> Conversation:
     answer = _text_in(row, *_ANSWER_COLUMNS)
     if not request.strip():
         raise UnusableRow(f"its `{name}` is empty")
-    if images_beside(row):
+    if _images_beside(row):
         raise UnusableRow(f"it has an image beside its `{name}`, and no place says where it belongs")
     messages = [{"role": "user", "content": f"{request}\n\n{context}" if context else request}]
     if system:
@@ -207,6 +135,78 @@ def _read_request(row: Mapping, name: str) -> Conversation:
     if answer:
         messages.append({"role": "assistant", "content": answer})
     return Conversation(messages, text)
+
+
+# ------------------------------------------------------------------------------------------- what is learned of a row
+
+
+def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
+    """
+    Mark all assistant turns, except among the first `given` messages, or those at the places in `answered`; or, in
+    their place, the exact ids of the answer in `response_ids`.
+    """
+    if row.get("response_ids") is not None:
+        return replace(conversation, answer_ids=integers_in(row, "response_ids"))
+    places = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    answered = row.get("answered")
+    if answered is not None:
+        if not isinstance(answered, list) or not all(place in places for place in answered):
+            raise ValueError(f"`answered` is {answered!r}; give places of assistant messages, which are at {places}.")
+        return _with_learned(row, conversation, sorted(answered))
+    first = row.get("given") or 0
+    if not isinstance(first, int | float) or first % 1 != 0:
+        raise ValueError(f"`given` is {first!r}; give the number of messages that are not learned from.")
+    return _with_learned(row, conversation, [place for place in places if place >= first])
+
+
+def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
+    """Mark the `completion` alone: answers that are part of the prompt are only read."""
+    completion = row["completion"]
+    if conversation.text is not None:
+        if not isinstance(completion, str):
+            raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
+        return replace(conversation, completion=completion)
+    turns = [{"role": "assistant", "content": completion}]
+    if not isinstance(completion, str):
+        turns = messages_of(completion, "completion", _images_beside(row), every_image_has_a_place=False)
+    messages = [*conversation.messages, *turns]
+    places = range(len(conversation.messages), len(messages))
+    learned = [place for place in places if messages[place]["role"] == "assistant"]
+    return _with_learned(row, replace(conversation, messages=messages), learned)
+
+
+def _with_learned(row: Mapping, conversation: Conversation, learned: list[int]) -> Conversation:
+    """A conversation whose messages at some places are learned, and why each of them ended."""
+    reasons = row.get("finish_reason")
+    if not isinstance(reasons, list):  # of the last answer
+        reasons = [None] * (len(learned) - 1) + [reasons]
+    reasons = [*reasons, *[None] * len(learned)]
+    return replace(conversation, learned=learned, finish_reasons=reasons[: len(learned)])
+
+
+def _mark_nothing(row: Mapping, conversation: Conversation) -> Conversation:
+    """Leave out a prompt without an answer."""
+    remedy = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
+    raise _without_columns(row, remedy)
+
+
+def _check_ids(row: Mapping, conversation: Conversation) -> Conversation:
+    """Check that the ids of a row fit its `loss_mask` or `labels`, which mark what is learned."""
+    ids = conversation.tokens.ids
+    mask = conversation.tokens.mask
+    name = _first_column(row, "loss_mask", "labels")
+    if name is None:
+        raise UnusableRow("its `input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
+    if len(ids) == 0:
+        raise UnusableRow("its `input_ids` are empty")
+    if len(mask) != len(ids):
+        raise ValueError(f"There are {len(ids)} input_ids but {len(mask)} {name}; give one for each token.")
+    if not mask.any():
+        raise ValueError(f"The {name} supervise none of {len(ids)} tokens (a mask of zeros); mark the response.")
+    documents = conversation.tokens.document_ids
+    if documents is not None and len(documents) != len(ids):
+        raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
+    return conversation
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
@@ -267,7 +267,7 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
     """
     layout = _layout_of(row, ids)
     if layout is None:
-        raise without_columns(row, f"give {_hint_of_answers() if answers else _hint_of_prompts()}")
+        raise _without_columns(row, f"give {_hint_of_answers() if answers else _hint_of_prompts()}")
     conversation = layout.read(row)
     if answers:
         conversation = layout.mark_answers(row, conversation)
@@ -302,7 +302,7 @@ def _hint_of_prompts() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def without_columns(row: Mapping, remedy: str) -> UnusableRow:
+def _without_columns(row: Mapping, remedy: str) -> UnusableRow:
     """The reason for leaving out a row without any column that is read; columns of other rows are null in it."""
     names = sorted(name for name, value in row.items() if value is not None)
     return UnusableRow(f"it has no column to read, only {names}; {remedy}" if names else "all of its columns are null")
@@ -311,7 +311,7 @@ def without_columns(row: Mapping, remedy: str) -> UnusableRow:
 # ------------------------------------------------------------------------------------------------------------- columns
 
 
-def column_of(row: Mapping, *names: str) -> str | None:
+def _first_column(row: Mapping, *names: str) -> str | None:
     """The first of the columns that is there and not null; `None` if there is none."""
     for name in names:
         if row.get(name) is not None:
@@ -327,9 +327,9 @@ def columns_of_ids(names: Sequence[str]) -> list[str]:
     return [name for name in _ID_COLUMNS if name in names]
 
 
-def images_beside(row: Mapping) -> list:
+def _images_beside(row: Mapping) -> list:
     """The images in the column `images` or `image`, as they are."""
-    name = column_of(row, *_IMAGE_COLUMNS)
+    name = _first_column(row, *_IMAGE_COLUMNS)
     if name is None:
         return []
     images = row[name]
@@ -338,7 +338,7 @@ def images_beside(row: Mapping) -> list:
 
 def _text_in(row: Mapping, *names: str) -> str:
     """The text of the first of some columns that is there; empty if none is."""
-    column = column_of(row, *names)
+    column = _first_column(row, *names)
     if column is None:
         return ""
     if not isinstance(row[column], str):

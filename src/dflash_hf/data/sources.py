@@ -215,8 +215,10 @@ def _parsed(batch: dict) -> dict:
         if _SURROGATE.search(text):  # "?" for half a surrogate pair, which no tokenizer reads
             row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
         rows.append(row)
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return {name: [row.get(name) for row in rows] for name in columns}
+    names: dict[str, None] = {}  # of all rows, in order
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def as_written(rows):
