@@ -52,7 +52,7 @@ def test_greedy_texts_are_those_of_generate(family):
 
 
 @pytest.mark.parametrize("in_slots", [True, False])
-def test_a_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
+def test_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
     """Not on the rows of the batch, on the prompts beside it, or on a kill: the same in slots and by `generate`."""
     monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
     prompts = make_prompts()
@@ -70,7 +70,7 @@ def test_a_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch
     assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == first
 
 
-def test_a_finished_row_is_replaced_at_once(target, monkeypatch):
+def test_finished_row_is_replaced_at_once(target, monkeypatch):
     """No step with a place that is free while a prompt waits, and no prompt is taken before there is a place."""
     taken, running, steps, rows = [], set(), [], 4
     step = module._Slots.step
@@ -113,7 +113,7 @@ def test_repeated_prompts_are_read_once(target, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_a_common_beginning_is_read_once(family, monkeypatch):
+def test_common_beginning_is_read_once(family, monkeypatch):
     """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""
     target = make_target(family, attn="eager" if family == "gpt_oss" else "sdpa")
     begin, *ends = make_prompts(9, 12, seed=5)
@@ -135,7 +135,7 @@ def test_a_common_beginning_is_read_once(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_row_that_goes_on_is_read_from_its_end(family, monkeypatch):
+def test_continued_row_is_read_from_its_end(family, monkeypatch):
     """Its next prompt is asked for at once, and only what is new of it is read; full batches all the time."""
     target, config = make_target(family), GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=9)
     waiting, expected, found, read, steps = [], {}, {}, [], []
@@ -179,7 +179,7 @@ def test_recurrent_targets_decode_batch_by_batch(family):
     assert all_of(target, prompts, 12, config, 1) == expected
 
 
-def test_what_else_is_decoded_batch_by_batch(target):
+def test_other_settings_decode_batch_by_batch(target):
     prompts = make_prompts(7)
     for other in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
         assert not decodes_in_slots(target, GenerationConfig(**other))
@@ -191,7 +191,7 @@ def test_what_else_is_decoded_batch_by_batch(target):
 
 @pytest.mark.parametrize("in_slots", [True, False])
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("qwen3", "max_position_embeddings")])
-def test_a_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch):
+def test_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch):
     """Learned positions ended in an `IndexError`, rotary ones went on beyond those that the target was trained on."""
     monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
     target, prompts = make_target(family, **{name: 48}), [*make_prompts(6), [5] * 47]
@@ -204,7 +204,7 @@ def test_a_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatc
         all_of(target, [[5] * 48], 8, target.generation_config, 3)
 
 
-def test_a_config_that_asks_for_several_answers_gets_one_for_each_prompt(target):
+def test_each_prompt_has_one_answer(target):
     """`num_return_sequences` gave prompts the answers to others, `return_dict_in_generate` was a `TypeError`."""
     prompts = make_prompts(5)
     for asked in (SAMPLED, GenerationConfig(repetition_penalty=5.0, pad_token_id=0)):
@@ -217,7 +217,7 @@ def test_a_config_that_asks_for_several_answers_gets_one_for_each_prompt(target)
     ("likely", "top_k", "top_p"),
     [(2, 0, 0.95), (2, 5, 0.3), (16, 0, 0.3), (16, 5, 1.0), (16, 5, 0.95), (1024, 0, 1.0), (1024, 5, 0.95)],
 )
-def test_the_distribution_is_that_of_transformers(likely, top_k, top_p, monkeypatch):
+def test_distribution_equals_that_of_transformers(likely, top_k, top_p, monkeypatch):
     """Evenly spread chances find each token as often as its probability says, in narrow rows and in wide ones."""
     monkeypatch.setattr(module, "_LIKELY", likely)
     scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
@@ -238,7 +238,7 @@ def test_the_distribution_is_that_of_transformers(likely, top_k, top_p, monkeypa
         assert (found - wanted).abs().max() < 2 / count
 
 
-def test_a_chance_of_almost_one_takes_a_token_that_can_be(monkeypatch):
+def test_chance_of_almost_one_takes_a_possible_token(monkeypatch):
     scores = torch.full((1, 8), -torch.inf)
     scores[0, 2:4] = 0.0
     chances = torch.tensor([1 - 2**-53], dtype=torch.double)
@@ -290,7 +290,7 @@ def test_rows_of_an_offloaded_target():
     assert rows_that_fit(offloaded, GenerationConfig(), 40, 16) == 8
 
 
-def test_where_an_answer_was_cut_off():
+def test_cut_answer_names_its_limit():
     """At `max_time` of the target's generation config it was said to fill the context."""
     config = GenerationConfig(eos_token_id=2)
     assert [cut_at(ids, 3, config) for ids in ([], [5, 2], [5, 6, 2])] == ["", "", ""]
