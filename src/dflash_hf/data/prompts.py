@@ -7,8 +7,8 @@ from pathlib import Path
 from dflash_hf.data.conversation import Prompt
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow
-from dflash_hf.data.response_file import SETTINGS
 from dflash_hf.data.row_layouts import conversation_of
+from dflash_hf.data.sources import SETTINGS
 from dflash_hf.files import read_json
 
 

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from dflash_hf.data.sources import SETTINGS
 from dflash_hf.files import differences, locked, read_json, write_json
-
-
-SETTINGS = ".settings.json"  # added to the file's name
 
 
 class ResponseFile:

@@ -17,6 +17,7 @@ from dflash_hf.repositories import SECONDS, looks_local
 from dflash_hf.terminal import needs, one_line, read_text, without_bars
 
 
+SETTINGS = ".settings.json"  # added to the name of a file that was made here: how it was made
 _KINDS = {
     ".jsonl": "json",
     ".jsonl.gz": "json",
