@@ -21,13 +21,13 @@ from support.pairs import make_draft
 
 from dflash_hf.hub.check import check
 from dflash_hf.hub.drafter import Drafter
-from dflash_hf.hub.limits import READ_IN
+from dflash_hf.hub.engines import READ
 
 
 pytestmark = pytest.mark.slow
 
 # With the version of transformers that both accept and a later one, and what their drafter's code needs besides ours.
-VERSIONS = {engine: f"{engine}=={READ_IN[engine]}" for engine in ("vllm", "sglang")}
+VERSIONS = {engine: f"{engine}=={READ[engine][-1]}" for engine in ("vllm", "sglang")}
 TRANSFORMERS = ("5.19.0", "5.23.0")
 BESIDE = ("msgspec", "cachetools")
 

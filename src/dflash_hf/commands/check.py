@@ -3,10 +3,13 @@
 
     dflash check my-drafter --target Qwen/Qwen3-0.6B
     dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
+    dflash check my-drafter --engine vllm==0.26.0
     dflash check my-drafter --engine llama.cpp --target target.gguf
 
 The exit status is 1 if an engine of --engine cannot read it; without --engine, if transformers or all servers cannot.
 """
+
+from argparse import ArgumentTypeError
 
 from dflash_hf.commands.shared import add_revision
 from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
@@ -15,28 +18,44 @@ from dflash_hf.terminal import Outcome
 
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="a drafter: folder, .gguf file or Hub name")
-    choices = (*ENGINES, LLAMA_CPP)
-    engines = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
-    parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=engines)
+    choices = ", ".join((*ENGINES, LLAMA_CPP))
+    engines = f"{choices}, or one with a version: vllm==0.26.0; repeatable (default: {', '.join(ENGINES)})"
+    parser.add_argument("--engine", type=_engine, metavar="ENGINE", action="append", help=engines)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
     add_revision(parser, of="the drafter's repository")
 
 
+def _engine(text: str) -> str:
+    """An engine, with or without a version; which is a version, [`~dflash_hf.hub.engines.split_engine`] checks."""
+    name = text.partition("==")[0]
+    if name not in (*ENGINES, LLAMA_CPP):
+        raise ArgumentTypeError(f"{text!r} is not an engine; use {', '.join((*ENGINES, LLAMA_CPP))}")
+    return text
+
+
 def run(arguments, echo) -> Outcome:
     """
-    `echo` the table and who can read the drafter. The exit status is 1 if an engine that was asked for cannot; if none
-    was, only if transformers or all of the servers cannot.
+    `echo` the table, the versions that it is about and who can read the drafter. The exit status is 1 if an engine
+    that was asked for cannot; if none was, only if transformers or all of the servers cannot.
     """
     from dflash_hf.hub.check import check, readers, render
+    from dflash_hf.hub.engines import engine_versions, split_engine
     from dflash_hf.repositories import is_gguf
 
     is_file = is_gguf(arguments.draft)
     engines = arguments.engine or ([LLAMA_CPP] if is_file else ENGINES)
     findings = check(arguments.draft, engines, arguments.target, arguments.revision)
     echo(render(findings))
-    can_read = readers(findings, engines)
-    able = [engine for engine in engines if can_read[engine]]
-    unable = [engine for engine in engines if not can_read[engine]]
+    versions = engine_versions(engines)
+    for version in versions:
+        if version.warning is not None:
+            echo.note(f"warning: {version.warning}")
+    if versions:
+        echo(f"Checked for {', '.join(map(str, versions))}.")
+    names = list(dict.fromkeys(split_engine(engine)[0] for engine in engines))
+    can_read = readers(findings, names)
+    able = [name for name in names if can_read[name]]
+    unable = [name for name in names if not can_read[name]]
     if able:
         echo(f"This {'file' if is_file else 'folder'} is read by {', '.join(able)}.")
     if unable:
@@ -45,4 +64,9 @@ def run(arguments, echo) -> Outcome:
     if arguments.engine is None and not is_file:
         servers_fail = not any(can_read[engine] for engine in SERVERS)
         failed = servers_fail or not can_read["transformers"]
-    return Outcome(int(failed), {"findings": [vars(finding) for finding in findings], "read_by": can_read})
+    facts = {
+        "findings": [vars(finding) for finding in findings],
+        "read_by": can_read,
+        "versions": {version.engine: version.version for version in versions},
+    }
+    return Outcome(int(failed), facts)

@@ -98,9 +98,14 @@ def _announce(folder, echo, result) -> None:
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.report import REPORT_FILE
     from dflash_hf.hub.check import render
+    from dflash_hf.hub.engines import engine_versions
+    from dflash_hf.names import ENGINES
 
     if result.findings:
         echo(render(result.findings))
+    for version in engine_versions(ENGINES):
+        if version.warning is not None:
+            echo.note(f"warning: {version.warning}")
     changes = result.changes
     what_happens: dict[str, str] = {}
     if changes is not None:

@@ -100,6 +100,7 @@ def _engine(arguments, echo) -> Outcome:
 
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.hub.check import check, render
+    from dflash_hf.hub.engines import engine_versions
     from dflash_hf.hub.launch import launch_command
     from dflash_hf.pairs import Loading
 
@@ -128,6 +129,10 @@ def _engine(arguments, echo) -> Outcome:
         template = pair.template()
     findings = check(draft, [engine], target_config, loading.draft_revision)
     echo.note(render(findings))
+    for version in engine_versions([engine]):
+        echo.note(f"Checked for {version}.")
+        if version.warning is not None:
+            echo.note(f"warning: {version.warning}")
     if any(finding.severity == "error" for finding in findings):
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
     if loading.trust_remote_code:

@@ -22,7 +22,7 @@ from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes, readers
 from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.limits import OLDEST
+from dflash_hf.hub.limits import RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.names import LLAMA_CPP
@@ -139,7 +139,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
-    layout = Drafter(read_json(folder / "config.json")).layout
+    drafter = Drafter(read_json(folder / "config.json"), folder)
     trained_with = (config.dflash_config or {}).get("trained_with") or {}
     variables = {
         **vars(facts),
@@ -148,8 +148,8 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "config": config,
         "chats": trained_with.get("template") != digest_of(""),
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
-        "loading": "native" if layout == "Muse" else _loading(folder, findings),
-        "engines": _engines(layout, folder, findings, config, facts, repo),
+        "loading": "native" if drafter.layout == "Muse" else _loading(folder, findings),
+        "engines": _launch_lines(drafter, findings, config, facts, repo),
         "training": list(facts.training.items()),
     }
     card = ModelCard.from_template(metadata(facts, repo), template_path=str(TEMPLATE), **variables)
@@ -219,20 +219,22 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
     return "code"
 
 
-def _engines(layout: str, folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
-    """Launch lines for the engines without preflight errors."""
+def _launch_lines(drafter: Drafter, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
+    """For each engine without preflight errors: its `name`, the oldest `version` that serves it, `command`."""
+    layout = drafter.layout
     if layout == "DFlash" and "sliding_attention" in config.layer_types:
         layout = "DFlash, with sliding layers"
     lines = []
-    vllm_version, sglang_version = OLDEST[layout]
-    for engine, name, version in (("vllm", "vLLM", vllm_version), ("sglang", "SGLang", sglang_version)):
-        if readers(findings, [engine])[engine]:
-            environment, command = launch_command(engine, facts.base_model, repo, config)
-            settings = "".join(f"{key}={value} " for key, value in environment.items())
-            option = " --speculative-draft-model-path"  # on a line of its own
-            line = shlex.join(command).replace(option, f" \\\n {option}")
-            lines.append({"name": name, "version": version, "command": settings + line})
-    if gguf_in(folder) is not None:
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        if not readers(findings, [engine])[engine]:
+            continue
+        environment, command = launch_command(engine, facts.base_model, repo, config)
+        settings = "".join(f"{key}={value} " for key, value in environment.items())
+        option = " --speculative-draft-model-path"  # on a line of its own
+        line = shlex.join(command).replace(option, f" \\\n {option}")
+        version = first_version(engine, drafter, since=RECOMMENDED_SINCE[layout][engine])
+        lines.append({"name": name, "version": version, "command": settings + line})
+    if gguf_in(drafter.folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
         lines.append({"name": "llama.cpp", "version": "b11549", "command": shlex.join(command)})
     return lines

@@ -3,7 +3,7 @@ The preflight of a drafter's folder: will vLLM, SGLang and transformers load it,
 llama.cpp run it after conversion?
 
 Only `config.json` and the headers of the weights are read. Whether this package can read a drafter, the model's own
-reader decides; what engines read is in `limits`.
+reader decides; what engines read is in `limits`, by their versions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from dflash_hf.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import read_json
 from dflash_hf.hub.drafter import LAYOUTS, MASK_EMBEDDING, Drafter, Finding
+from dflash_hf.hub.engines import engine_versions, split_engine
 from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.heads import UnknownHeadError
@@ -44,8 +45,10 @@ def check(
     Args:
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, which
             is downloaded into the cache, where engines find it; or a GGUF file.
-        engines (`Sequence[str]`): Any of `"vllm"`, `"sglang"`, `"transformers"`; and, only on request, `"llama.cpp"`,
-            which reads the file that `dflash convert` makes of a folder.
+        engines (`Sequence[str]`): Any of `"vllm"`, `"sglang"`, `"transformers"`, each also with a version, as in
+            `"vllm==0.26.0"`; and, only on request, `"llama.cpp"`, which reads the file that `dflash convert` makes of
+            a folder. Without a version, the installed one is meant, else the newest whose limits are known:
+            [`~dflash_hf.hub.engines.engine_versions`] tells which, and warns of one whose limits are not known.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
@@ -54,23 +57,32 @@ def check(
         `list[Finding]`, errors first; empty if there are none.
 
     Raises:
-        `ValueError`: an unknown engine, a revision of a local folder, or a target without a readable configuration.
+        `ValueError`: an unknown engine or version, a revision of a local folder, or a target without a readable
+            configuration.
         `OSError`: there is no such folder or repository, or it cannot be downloaded.
     """
-    unknown = [engine for engine in engines if engine not in _ALL_READERS]
-    if unknown:
-        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(_ALL_READERS)}.")
-    if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
+    names = [split_engine(engine)[0] for engine in dict.fromkeys(engines)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"engines={list(engines)} holds two versions of {name}; check them one after the other.")
+    if is_gguf(folder) and names != [LLAMA_CPP]:
         raise ValueError(f"{folder} is read by {LLAMA_CPP} only; name no other engine.")
     check_revision(str(folder), str(folder), revision)
     config = {} if target is None else _target_config(target)
     if is_gguf(folder):
         return list(_findings_of_gguf(Path(folder), config))
-    return _merged(_findings(_local_folder(str(folder), revision), config), engines)
+    versions = {version.engine: version.checked_as for version in engine_versions(engines)}
+    return _merged(_findings(_local_folder(str(folder), revision), config, versions), names)
 
 
 def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool]:
-    """Whether each engine can read the drafter: it can, if no error concerns it."""
+    """
+    Whether each engine can read the drafter: it can, if no error concerns it.
+
+    Args:
+        findings (`Sequence[Finding]`): From [`check`].
+        engines (`Sequence[str]`): The engines by their names, without versions.
+    """
     unable: set[str] = set()
     for finding in findings:
         if finding.severity == "error":
@@ -119,8 +131,11 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
     return sorted(merged.values(), key=lambda finding: finding.severity)
 
 
-def _findings(folder: Path, target: dict) -> Iterator[Finding]:
-    """What is found in a folder, for all engines; a step that nothing can follow is the last."""
+def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[Finding]:
+    """
+    What is found in a folder, for all engines, and by `LIMITS` for those with a version in `versions`; a step that
+    nothing can follow is the last.
+    """
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
@@ -176,7 +191,9 @@ def _findings(folder: Path, target: dict) -> Iterator[Finding]:
     if not is_speculators:
         yield from _unknown_tensors(drafter)
     for limit in LIMITS:
-        yield from limit.find(drafter)
+        finding = limit.finding(drafter, versions)
+        if finding is not None:
+            yield finding
 
 
 def _findings_of_gguf(file: Path, target: dict) -> Iterator[Finding]:

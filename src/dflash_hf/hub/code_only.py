@@ -7,8 +7,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from dflash_hf import __version__
+from dflash_hf.hub.code_version import version_of
 from dflash_hf.hub.drafter import OUR_MODEL
-from dflash_hf.hub.limits import version_of
 from dflash_hf.hub.publish import CODE, PublishError, check_not_newer, compare, explained, with_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files

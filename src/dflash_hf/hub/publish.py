@@ -21,8 +21,8 @@ from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
+from dflash_hf.hub.code_version import is_older, version_of
 from dflash_hf.hub.drafter import Finding
-from dflash_hf.hub.limits import is_older, version_of
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files

@@ -1,0 +1,40 @@
+"""Versions of the code that is published beside a drafter's weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dflash_hf.modeling.modeling_dflash import code_files
+
+
+# What older code beside the weights does wrong, by the version that mends it.
+MENDED = {"0.1.1": "transformers 5.24 fails with a KeyError"}
+FIRST_VERSION = "0.1.0"  # of drafters that name no version
+
+
+def version_of(config: Mapping) -> str:
+    """The version of the code beside the weights that a `config.json` names; drafters of 0.1.0 name none."""
+    return str(config.get("dflash_hf_version") or FIRST_VERSION)
+
+
+def is_older(version: str, than: str) -> bool:
+    """Whether a version comes before another; one that cannot be read comes first."""
+    return _version_numbers(version) < _version_numbers(than)
+
+
+def is_current(folder: Path) -> bool:
+    """Whether the code in a drafter's folder is this package's, byte for byte, whatever version is named."""
+    for name, current_file in code_files().items():
+        published_file = folder / name
+        if not published_file.is_file() or published_file.read_bytes() != current_file.read_bytes():
+            return False
+    return True
+
+
+def defects_of(version: str) -> list[str]:
+    """What the code of a version does wrong that later versions do right."""
+    return [defect for mending_version, defect in MENDED.items() if is_older(version, than=mending_version)]
+
+
+def _version_numbers(version: str) -> list[int]:
+    """Major, minor and patch number, as far as they are numbers."""
+    return [int(part) for part in version.split(".")[:3] if part.isdecimal()]

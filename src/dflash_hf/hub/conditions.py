@@ -1,0 +1,384 @@
+"""
+Conditions of the limits in `limits`: when a drafter meets one.
+
+A condition is called with a [`~dflash_hf.hub.drafter.Drafter`] and returns something false where it does not hold. A
+dictionary that it returns holds details for the limit's message, by the names in its braces. Conditions that compare
+one field are data, such as [`Comparison`]; the others are functions.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from dflash_hf.hub.code_version import defects_of, is_current, version_of
+from dflash_hf.hub.drafter import CONVOLUTION, MASK_EMBEDDING, OUR_MODEL, SELECTOR, Drafter
+from dflash_hf.terminal import one_line
+
+
+Condition = Callable[[Drafter], Any]
+_MUSE_TYPE = "muse_glimmer_assistant"
+
+# --------------------------------------------------------------------------------------------------------- comparisons
+
+# Where a field is read. "anywhere": in dflash_config, else at the top level, as SGLang and z-lab's own code read it.
+PLACES = ("anywhere", "top level", "dflash_config")
+RELATIONS = ("in", "not in", "above", "absent", "set", "not set")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    A field of `config.json` in relation to values: `Comparison("hidden_act", "not in", (None, "silu"))`.
+
+    Args:
+        field (`str`): The field.
+        relation (`str`): `"in"` or `"not in"` the values, `"above"` the first of them, `"absent"`, or `"set"` or
+            `"not set"`: neither absent nor zero, empty or false.
+        values (`tuple`): The values; `None` is that of an absent field.
+        place (`str`): Where it is read: `"anywhere"` (in `dflash_config`, else at the top level), `"top level"` or
+            `"dflash_config"`.
+
+    Raises:
+        `ValueError`: an unknown relation or place.
+    """
+
+    field: str
+    relation: str
+    values: tuple = ()
+    place: str = "anywhere"
+
+    def __post_init__(self):
+        if self.relation not in RELATIONS:
+            raise ValueError(f"relation={self.relation!r} is unknown; choose from {', '.join(RELATIONS)}.")
+        if self.place not in PLACES:
+            raise ValueError(f"place={self.place!r} is unknown; choose from {', '.join(PLACES)}.")
+
+    def __call__(self, drafter: Drafter) -> bool:
+        value = self._value_in(drafter)
+        if self.relation == "in":
+            return value in self.values
+        if self.relation == "not in":
+            return value not in self.values
+        if self.relation == "above":
+            return isinstance(value, int | float) and value > self.values[0]
+        if self.relation == "absent":
+            return value is None
+        return bool(value) == (self.relation == "set")
+
+    def _value_in(self, drafter: Drafter):
+        """The field's value in its place; `None` if it is not there."""
+        if self.place == "top level":
+            return drafter.config.get(self.field)
+        if self.place == "dflash_config":
+            return drafter.nested.get(self.field)
+        return drafter.get(self.field)
+
+
+@dataclass(frozen=True)
+class DiffersInTwoPlaces:
+    """A field is in `dflash_config` and at the top level, with two values. Details: `nested`, `top`."""
+
+    field: str
+
+    def __call__(self, drafter: Drafter) -> dict | None:
+        nested = drafter.nested.get(self.field)
+        top = drafter.config.get(self.field)
+        if nested is None or top is None or nested == top:
+            return None
+        return {"nested": nested, "top": top}
+
+
+@dataclass(frozen=True)
+class IsNestedOnly:
+    """A field is in `dflash_config` and not at the top level."""
+
+    field: str
+
+    def __call__(self, drafter: Drafter) -> bool:
+        return drafter.config.get(self.field) is None and drafter.nested.get(self.field) is not None
+
+
+@dataclass(frozen=True)
+class IsNotDefault:
+    """A field has not the value of a plain drafter. Details: its `value`, and the `default`."""
+
+    field: str
+
+    def __call__(self, drafter: Drafter) -> dict | None:
+        if self.field not in drafter.non_default:
+            return None
+        value, default = drafter.non_default[self.field]
+        return {"value": value, "default": default}
+
+
+def always(drafter: Drafter) -> bool:
+    """Every drafter of the limit's layouts."""
+    return True
+
+
+# ------------------------------------------------------------------------------------------- what it is, what it reads
+
+
+def model_type_is_unknown(drafter: Drafter) -> bool:
+    """`model_type` is one that the AutoConfig of transformers does not know."""
+    model_type = drafter.config.get("model_type")
+    if model_type in ("qwen3", _MUSE_TYPE):
+        return False
+    return str(model_type) not in CONFIG_MAPPING_NAMES
+
+
+def model_type_is_of_another_layout(drafter: Drafter) -> bool:
+    """Only one of `model_type` and `architectures` says that it is a Muse assistant."""
+    if model_type_is_unknown(drafter):
+        return False
+    has_muse_type = drafter.config.get("model_type") == _MUSE_TYPE
+    return has_muse_type != (drafter.layout == "Muse")
+
+
+def layer_ids_are_unsorted(drafter: Drafter) -> bool:
+    """`target_layer_ids` does not increase."""
+    return list(drafter.ids) != sorted(drafter.ids)
+
+
+def eagle_layer_ids_differ(drafter: Drafter) -> bool:
+    """vLLM's own key, in which 0 is the embedding, names other layers than `target_layer_ids`."""
+    eagle_ids = drafter.config.get("eagle_aux_hidden_state_layer_ids")
+    return eagle_ids not in (None, [], [i + 1 for i in drafter.ids])
+
+
+def reads_last_layer(drafter: Drafter) -> bool:
+    """It reads the output of the target's last layer."""
+    return max(drafter.ids, default=0) + 1 == drafter.get("num_target_layers")
+
+
+def is_shorter_than_target(drafter: Drafter) -> dict | None:
+    """Its `max_position_embeddings` is below that of the target, if that is known. Details: `target_length`."""
+    length = drafter.get("max_position_embeddings")
+    target_length = drafter.target.get("max_position_embeddings") or 0
+    if length is None or length >= target_length:
+        return None
+    return {"target_length": target_length}
+
+
+# ------------------------------------------------------------------------ attention: windows, and causality in a block
+
+
+def has_sliding_layers(drafter: Drafter) -> bool:
+    """A layer has a sliding window."""
+    return "sliding_attention" in drafter.kinds
+
+
+def windows_are_switched_off(drafter: Drafter) -> bool:
+    """Layers have sliding windows, and `use_sliding_window` is not true."""
+    return has_sliding_layers(drafter) and drafter.config.get("use_sliding_window") is not True
+
+
+def layers_are_of_two_kinds(drafter: Drafter) -> bool:
+    """Some layers have sliding windows, some do not."""
+    return _differ(drafter.kinds)
+
+
+def is_causal_is_needed(drafter: Drafter) -> bool:
+    """`is_causal` says otherwise than engines assume without it: sliding layers causal, full layers not."""
+    is_causal = drafter.config.get("is_causal")
+    if is_causal is None:
+        return False
+    return any(bool(is_causal) != (kind == "sliding_attention") for kind in drafter.kinds)
+
+
+def is_causal_is_not_nested(drafter: Drafter) -> bool:
+    """`is_causal` is needed, and `causal` in `dflash_config` does not say the same."""
+    return is_causal_is_needed(drafter) and drafter.nested.get("causal") != drafter.config["is_causal"]
+
+
+def causal_contradicts_is_causal(drafter: Drafter) -> dict | None:
+    """`causal` in `dflash_config` and `is_causal` at the top level differ. Details: `is_causal`."""
+    is_causal = drafter.config.get("is_causal")
+    if is_causal is None or drafter.nested.get("causal") in (None, is_causal):
+        return None
+    return {"is_causal": is_causal}
+
+
+def causal_head_is_read_as_bidirectional(drafter: Drafter) -> bool:
+    """JetSpec's key says that layers are causal, and no key that engines read does."""
+    if not drafter.nested.get("causal_head"):
+        return False
+    for layers in drafter.layers_as_read().values():
+        if not all(is_causal for _, is_causal in layers):
+            return True
+    return False
+
+
+def layer_is_read_differently(drafter: Drafter) -> dict | None:
+    """Engines read a layer differently. Details: its number `layer`; (window, causal) as `vllm`, `sglang` read it."""
+    layers = drafter.layers_as_read()
+    for i, (vllm, sglang) in enumerate(zip(layers["vllm"], layers["sglang"])):
+        if vllm != sglang:
+            return {"layer": i, "vllm": vllm, "sglang": sglang}
+    return None
+
+
+def speculators_layers_slide(drafter: Drafter) -> bool:
+    """A layer has a sliding window, in speculators' layout."""
+    return "sliding_attention" in drafter.speculators_kinds
+
+
+def speculators_full_layers_become_causal(drafter: Drafter) -> bool:
+    """Sliding layers are causal in speculators' layout, and there are full layers, too."""
+    has_full_layers = "full_attention" in drafter.speculators_kinds
+    return has_full_layers and drafter.config.get("sliding_window_non_causal") is False
+
+
+# ---------------------------------------------------------------------------------------------------- rotary embedding
+
+
+def rope_differs_by_layer_type(drafter: Drafter) -> bool:
+    """`rope_parameters` has a table for each type of layer."""
+    return any(isinstance(value, dict) for value in drafter.rope.values())
+
+
+def theta_is_missing(drafter: Drafter) -> bool:
+    """`rope_theta` is nowhere."""
+    return not drafter.thetas
+
+
+def thetas_differ(drafter: Drafter) -> dict | None:
+    """`rope_theta` has two values. Details: `thetas`."""
+    if not _differ(drafter.thetas):
+        return None
+    return {"thetas": drafter.thetas}
+
+
+def theta_is_in_rope_parameters_only(drafter: Drafter) -> bool:
+    """`rope_theta` is not at the top level, where readers before transformers 5 expect it."""
+    return bool(drafter.thetas) and not _differ(drafter.thetas) and "rope_theta" not in drafter.config
+
+
+def rope_types_differ(drafter: Drafter) -> dict | None:
+    """`rope_parameters` and `rope_scaling` are of two types. Details: `rope_parameters`."""
+    if not drafter.rope or not drafter.scaling or _rope_type(drafter.rope) == _rope_type(drafter.scaling):
+        return None
+    return {"rope_parameters": drafter.rope}
+
+
+def yarn_is_in_rope_parameters_only(drafter: Drafter) -> bool:
+    """YaRN is not in `rope_scaling`, where readers before transformers 5 expect it."""
+    return drafter.rope.get("rope_type") == "yarn" and not drafter.scaling
+
+
+def has_mscale(drafter: Drafter) -> bool:
+    """YaRN has factors of its own for attention."""
+    return bool({"mscale", "mscale_all_dim"} & {*drafter.rope, *drafter.scaling})
+
+
+def rotary_pairs_are_interleaved(drafter: Drafter) -> bool:
+    """Rotary pairs are neighbours, as in GPT-J, under either name of the key."""
+    return False in (drafter.get("rope_is_neox_style"), drafter.get("is_neox_style"))
+
+
+def _rope_type(rope: dict) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+# ------------------------------------------------------------------------------------- vocabulary, embedding and heads
+
+
+def vocabulary_is_reduced(drafter: Drafter) -> bool:
+    """It has its own head, over a part of the vocabulary."""
+    return drafter.has_own_head
+
+
+def target_looks_like_gemma(drafter: Drafter) -> bool:
+    """Its target is of the Gemma family, by its type or by the size of the vocabulary."""
+    return drafter.get("vocab_size") == 262144 or str(drafter.target.get("model_type")).startswith("gemma")
+
+
+def has_dflash2_field(drafter: Drafter) -> dict | None:
+    """A field of DFlash 2's convolution or path selector is set. Details: its name `dflash2_field`."""
+    for field in (*CONVOLUTION, *SELECTOR):
+        if drafter.get(field):
+            return {"dflash2_field": field}
+    return None
+
+
+def markov_head_is_not_vanilla(drafter: Drafter) -> bool:
+    """There is a Markov head, and not of the vanilla type."""
+    return bool(drafter.get("markov_rank")) and drafter.get("markov_head_type", "vanilla") != "vanilla"
+
+
+# -------------------------------------------------------------------------------------------- files beside the weights
+
+
+def has_own_mask_embedding(drafter: Drafter) -> bool:
+    """It was trained with its own embedding of the mask token."""
+    return bool(drafter.get("own_mask_embedding")) or "mask_embedding" in drafter.shapes
+
+
+def has_mask_file(drafter: Drafter) -> bool:
+    """The file with its own embedding of the mask token is there."""
+    return (drafter.folder / MASK_EMBEDDING).is_file()
+
+
+def mask_file_is_missing(drafter: Drafter) -> bool:
+    """It has its own embedding of the mask token, and the file that engines read it from is not there."""
+    return has_own_mask_embedding(drafter) and not has_mask_file(drafter)
+
+
+def auto_map_names_no_model(drafter: Drafter) -> bool:
+    """`auto_map` does not name code of a model."""
+    return "AutoModel" not in (drafter.config.get("auto_map") or ())
+
+
+def code_file_is_missing(drafter: Drafter) -> dict | None:
+    """A file that `auto_map` names, or `custom_generate`, is not in the folder. Details: its name `file`."""
+    auto_map = drafter.config.get("auto_map")
+    if not isinstance(auto_map, dict) or "AutoModel" not in auto_map:
+        return None
+    files = [f"{str(name).split('.')[0]}.py" for name in auto_map.values() if "--" not in str(name)]
+    files.append("custom_generate/generate.py")
+    for file in files:
+        if not (drafter.folder / file).is_file():
+            return {"file": file}
+    return None
+
+
+def code_has_mended_defects(drafter: Drafter) -> dict | None:
+    """The code beside the weights is this package's, of a version with defects that are mended. Details: `defects`."""
+    auto_map = drafter.config.get("auto_map")
+    if not isinstance(auto_map, dict) or auto_map.get("AutoModel") != OUR_MODEL or code_file_is_missing(drafter):
+        return None
+    defects = defects_of(version_of(drafter.config))
+    if not defects or is_current(drafter.folder):
+        return None
+    return {"defects": "; ".join(defects)}
+
+
+def code_is_foreign(drafter: Drafter) -> dict | None:
+    """A value of `auto_map` is not a file beside the weights and its class. Details: the value, as `code`."""
+    auto_map = drafter.config.get("auto_map") or {}
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    for value in values:
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if name is not None and not re.fullmatch(r"\w+\.\w+", str(name)):
+                return {"code": one_line(repr(name), 80)}
+    return None
+
+
+def quantization_is_unknown(drafter: Drafter) -> dict | None:
+    """A quantisation that transformers would skip, the codes taken for weights. Details: its `method`."""
+    quantization = drafter.config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        return None
+    return {"method": one_line(repr(method), 60)}
+
+
+def _differ(values: list) -> bool:
+    return any(value != values[0] for value in values)

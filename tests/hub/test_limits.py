@@ -1,0 +1,197 @@
+"""Limits of engines by their versions: which version is asked about, and which limits it has."""
+
+import json
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from support.engine_variants import CONVOLUTION, SELECTOR, SLIDING
+from support.pairs import make_draft
+
+from dflash_hf.cli import main
+from dflash_hf.hub import engines
+from dflash_hf.hub.check import check
+from dflash_hf.hub.conditions import Comparison
+from dflash_hf.hub.drafter import Drafter
+from dflash_hf.hub.engines import READ, EngineVersion, engine_versions, holds_for
+from dflash_hf.hub.limits import LIMITS, PUBLISHED, RECOMMENDED_SINCE, SERVERS, Limit, first_version
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def install(monkeypatch, **versions):
+    """As if these versions of engines were installed, and no others."""
+    monkeypatch.setattr(engines, "_installed_version", versions.get)
+
+
+@pytest.mark.parametrize(
+    ("installed", "version", "checked_as", "warning"),
+    [
+        (None, "0.33.0", "0.33.0", None),
+        ("0.26.0", "0.26.0", "0.26.0", None),
+        ("0.33.0+cu130", "0.33.0+cu130", "0.33.0", None),
+        ("0.33.0rc1", "0.33.0rc1", "0.33.0rc1", None),
+        ("0.34.0", "0.34.0", "0.33.0", "newer than 0.20.2 to 0.33.0"),
+        ("0.34.0.dev7+g1", "0.34.0.dev7+g1", "0.33.0", "newer than 0.20.2 to 0.33.0"),
+        ("0.11.0", "0.11.0", "0.11.0", "older than 0.20.2 to 0.33.0"),
+    ],
+)
+def test_installed_version_is_checked(installed, version, checked_as, warning, monkeypatch):
+    install(monkeypatch, **({} if installed is None else {"vllm": installed}))
+    (engine,) = engine_versions(["vllm"])
+    assert (engine.version, engine.checked_as) == (version, checked_as)
+    assert engine.origin == ("not installed" if installed is None else "installed")
+    if warning is None:
+        assert engine.warning is None
+    else:
+        assert warning in engine.warning and version in engine.warning
+
+
+def test_named_version_goes_before_installed(monkeypatch):
+    install(monkeypatch, vllm="0.33.0")
+    assert engine_versions(["vllm==0.26.0", "llama.cpp"]) == [EngineVersion("vllm", "0.26.0", "named")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["tensorrt"], "'tensorrt' is unknown"),
+        (["vllm==new"], "'new' is not a version"),
+        (["llama.cpp==b11549"], "have no versions"),
+        (["vllm==0.26", "vllm==0.33"], "two versions of vllm"),
+    ],
+)
+def test_wrong_engine_is_named(asked, message, folder):
+    with pytest.raises(ValueError, match=message):
+        check(folder, asked)
+
+
+VARIANTS = {
+    # of drafters, the field of the error and the first version of an engine without it
+    "sliding": (SLIDING, "layer_types", {"vllm": ("0.24.0", "0.28.0"), "sglang": ("0.5.12", "0.5.18")}),
+    "own mask embedding": (
+        {"own_mask_embedding": True},
+        "mask_embedding.pt",
+        {"vllm": ("0.24.0", "0.25.1"), "sglang": ("0.5.19", "0.5.20")},
+    ),
+    "DFlash 2": (
+        {**CONVOLUTION, **SELECTOR},
+        "architectures",
+        {"vllm": ("0.27.1", "0.28.0"), "sglang": ("0.5.18", "0.5.19")},
+    ),
+    "DSpark": (
+        {"markov_rank": 6, "sample_from_anchor": True},
+        "architectures",
+        {"vllm": ("0.24.0", "0.25.1"), "sglang": ("0.5.15", "0.5.16")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_older_engine_does_not_serve_variant(name, target, tmp_path):
+    fields, key, versions = VARIANTS[name]
+    make_draft(target, target_layer_ids=[0, 1, 2], **fields).save_pretrained(tmp_path)
+    for engine, (before, since) in versions.items():
+        findings = check(tmp_path, [f"{engine}=={before}"])
+        assert key in {finding.key for finding in findings if finding.severity == "error"}, (engine, findings)
+        findings = check(tmp_path, [f"{engine}=={since}"])
+        assert not [finding for finding in findings if finding.severity == "error"], (engine, findings)
+
+
+def test_is_causal_is_read_since_its_version():
+    config = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "is_causal": False}
+    is_causal_limits = [limit for limit in LIMITS if limit.field == "is_causal" and limit.engines != SERVERS]
+
+    def engines_with_errors(**versions):
+        findings = [limit.finding(Drafter(config), versions) for limit in is_causal_limits]
+        return [finding.engines for finding in findings if finding]
+
+    assert engines_with_errors(vllm="0.27.1", sglang="0.5.17") == [("vllm",), ("sglang",)]
+    assert engines_with_errors(vllm="0.28.0", sglang="0.5.18") == []
+    config["dflash_config"] = {"causal": False}  # vLLM has read this one for longer
+    assert engines_with_errors(vllm="0.27.1") == []
+    del config["is_causal"]
+    assert engines_with_errors(sglang="0.5.17") == []
+
+
+def test_limit_of_old_engine_is_lifted(folder, target):
+    longer = {**target.config.to_dict(), "max_position_embeddings": 4096}
+    assert [finding.key for finding in check(folder, ["vllm==0.32.0"], longer)] == ["max_position_embeddings"]
+    assert check(folder, ["vllm==0.33.0"], longer) == []
+
+
+@pytest.mark.parametrize("layout", RECOMMENDED_SINCE)
+def test_card_names_versions_that_serve(layout):
+    for engine, version in RECOMMENDED_SINCE[layout].items():
+        for limit in LIMITS:
+            if "is unknown before" in limit.reason and layout in limit.layouts:
+                assert not limit.concerned_engines({engine: version}), (layout, engine, version, limit.reason)
+
+
+def test_card_passes_over_versions_with_errors():
+    config = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "use_sliding_window": True}
+    config |= {"sliding_window": 8, "model_type": "qwen3", "vocab_size": 96, "max_position_embeddings": 512}
+    config |= {"block_size": 4, "mask_token_id": 95, "target_layer_ids": [0], "rope_theta": 1e4}
+    assert first_version("vllm", Drafter(config), since="0.26") == "0.26"
+    config["is_causal"] = False
+    assert first_version("vllm", Drafter(config), since="0.26") == "0.28.0"
+    assert first_version("sglang", Drafter(config), since="0.5.14") == "0.5.18"
+
+
+def test_limits_are_well_formed():
+    for limit in LIMITS:
+        assert limit.severity in ("error", "warning") and {*limit.layouts} <= {*PUBLISHED, "speculators"}, limit
+        for engine, specifier in limit.engines.items():
+            SpecifierSet(specifier)
+            assert any(holds_for(version, specifier) for version in READ[engine]), (limit.field, engine, specifier)
+            assert any(source.startswith(f"{engine}/") for source in limit.sources), (limit.field, engine)
+        assert limit.reason.endswith(".") and (not limit.remedy or limit.remedy.endswith(".")), limit
+
+
+@pytest.mark.parametrize(
+    ("comparison", "config", "met"),
+    [
+        (Comparison("a", "in", (1, 2)), {"a": 2}, True),
+        (Comparison("a", "not in", (None, 1)), {}, False),
+        (Comparison("a", "above", (64,)), {"dflash_config": {"a": 65}, "a": 1}, True),
+        (Comparison("a", "above", (64,), "top level"), {"dflash_config": {"a": 65}, "a": 1}, False),
+        (Comparison("a", "above", (64,)), {"a": "many"}, False),
+        (Comparison("a", "absent", place="dflash_config"), {"a": 1}, True),
+        (Comparison("a", "set"), {"a": 0}, False),
+        (Comparison("a", "not set"), {"a": 0}, True),
+    ],
+)
+def test_comparison_reads_its_place(comparison, config, met):
+    assert comparison(Drafter(config)) is met
+
+
+@pytest.mark.parametrize("arguments", [("a", "like"), ("a", "in", (1,), "bottom")])
+def test_comparison_rejects_unknown_words(arguments):
+    with pytest.raises(ValueError, match="choose from"):
+        Comparison(*arguments)
+
+
+def test_limit_has_details_in_its_message():
+    limit = Limit({"vllm": "<1"}, "a", Comparison("a", "set"), "{value!r} is wrong.", "Write 2.", severity="warning")
+    finding = limit.finding(Drafter({"a": "x"}), {"vllm": "0.9", "sglang": "0.5"})
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ("vllm",), "a")
+    assert finding.message == "'x' is wrong. Write 2."
+    assert limit.finding(Drafter({"a": "x"}), {"vllm": "1.0"}) is None
+    assert limit.finding(Drafter({"a": "x", "transformer_layer_config": {}}), {"vllm": "0.9"}) is None
+
+
+def test_check_warns_once_of_newer_engine(folder, capsys, monkeypatch):
+    install(monkeypatch, vllm="0.34.0", transformers="5.23.0")
+    assert main(["check", str(folder), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err.count("warning: vllm 0.34.0 (installed) is newer than 0.20.2 to 0.33.0") == 1
+    assert json.loads(output.out)["versions"]["vllm"] == "0.34.0"
+    assert main(["check", str(folder), "--engine", "vllm==0.26.0"]) == 0
+    output = capsys.readouterr()
+    assert "Checked for vllm 0.26.0 (named)." in output.out and "warning" not in output.err
+    with pytest.raises(SystemExit):
+        main(["check", str(folder), "--engine", "tensorrt"])
+    assert "'tensorrt' is not an engine" in capsys.readouterr().err
