@@ -58,13 +58,13 @@ def render_example(name, target, folder):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_what_the_template_renders(name, target, tmp_path):
+def test_template_renders_examples(name, target, tmp_path):
     card = render_example(name, target, tmp_path)
     assert str(card) == (CARDS / name).read_text(encoding="utf-8")
     assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
 
 
-def test_what_is_not_known_is_left_out(target, tmp_path):
+def test_card_leaves_out_unknown_facts(target, tmp_path):
     text = str(render_example("example_without_report.md", target, tmp_path))
     for word in ("Evaluation", "tau", "Training", "Licence", "license", "model-index", "datasets", "revision", "None"):
         assert word not in text, word
@@ -79,13 +79,13 @@ def test_what_is_not_known_is_left_out(target, tmp_path):
     assert [result.metric_type for result in card.data.eval_results] == ["tau"]
 
 
-def test_base_model_is_asked_without_a_template(target, tmp_path):
+def test_card_asks_base_model_without_template(target, tmp_path):
     """The plain text of the card was answered with an end of turn by every chat model."""
     make_draft(target, dflash_config={"trained_with": digests_of_tokenizer(None)}).save_pretrained(tmp_path)
     assert 'tokenizer("Why is the sky blue?"' in render_card(tmp_path, CardFacts("example/base"), "example/draft").text
 
 
-def test_data_of_a_report_go_with_it(tmp_path):
+def test_facts_drop_data_of_former_report(tmp_path):
     """Figures of a later report stood under the name of the data of the first."""
     setting = {"setting": {"dataset": "openai/gsm8k"}, "summary": {"tau": 2.5}}
     facts = CardFacts("some/target", report=setting, evaluated_on="openai/gsm8k")
@@ -108,14 +108,14 @@ def test_data_of_a_report_go_with_it(tmp_path):
         ({"input_embedding_scale": 2.0}, set()),
     ],
 )
-def test_only_engines_that_take_the_drafter_are_named(config, served, target, tmp_path):
+def test_card_names_engines_that_serve(config, served, target, tmp_path):
     make_draft(target, target_layer_ids=[0, 1, 2], block_size=6, **config).save_pretrained(tmp_path)
     text = str(render_card(tmp_path, CardFacts("example/target"), "example/draft"))
     assert set(re.findall(r"With (\S+ \S+) or newer", text)) == served
     assert ('"num_speculative_tokens": 5}' in text) is ("--speculative-num-draft-tokens 6" in text) is bool(served)
 
 
-def test_the_card_loads_the_drafter_as_it_can_be_loaded(folder, tmp_path):
+def test_card_shows_working_load_call(folder, tmp_path):
     def text(folder):
         return str(render_card(folder, CardFacts("example/target"), "example/draft"))
 
@@ -133,7 +133,7 @@ def test_the_card_loads_the_drafter_as_it_can_be_loaded(folder, tmp_path):
     assert "\nimport dflash_hf" in text(folder) and "trust_remote_code" not in text(folder)
 
 
-def test_facts_are_read_from_the_folder(folder):
+def test_facts_come_from_folder(folder):
     with pytest.raises(ValueError, match="write base_model into"):
         CardFacts.from_folder(folder)
     (folder / "card_facts.json").write_text(json.dumps({"base_model": "example/target", "license": "mit"}))
@@ -156,13 +156,13 @@ def test_facts_are_read_from_the_folder(folder):
             CardFacts.from_folder(folder)
 
 
-def test_facts_that_the_hub_would_refuse():
+def test_facts_reject_wrong_repository():
     for wrong in ({"base_model": "a/b/c"}, {"base_model": "a b"}, {"base_model": "a/b", "datasets": ["x y"]}):
         with pytest.raises(ValueError, match="is not a repository id"):
             CardFacts(**wrong)
 
 
-def test_training_arguments_that_make_a_run(tmp_path):
+def test_card_lists_arguments_of_training(tmp_path):
     arguments = DFlashTrainingArguments(output_dir=str(tmp_path), max_steps=150, use_cpu=True, report_to=[])
     facts = training_facts(arguments)
     assert facts["max_steps"] == 150 and facts["learning_rate"] == 6e-4 and facts["num_anchors"] == 512

@@ -69,7 +69,7 @@ ALIKE = [name for name in VARIANTS if name not in ("JetSpec", "own mask embeddin
 
 
 @pytest.mark.parametrize("variant", ALIKE)
-def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_path):
+def test_written_folder_passes_check(variant, target, tmp_path):
     draft = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant])
     draft.config.dflash_config["num_anchors"] = 512  # a training-only key survives
     draft.save_pretrained(tmp_path, max_shard_size="20KB" if variant == "mixed" else "50GB")
@@ -128,7 +128,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_who_serves_which_part(name, target, tmp_path):
+def test_check_names_engines_of_each_head(name, target, tmp_path):
     fields, refused = PARTS[name]
     draft = make_draft(target, target_layer_ids=[0, 1, 2], **fields)
     draft.save_pretrained(tmp_path)
@@ -185,7 +185,7 @@ def write_header(folder, shapes):
         ("muse-glimmer-30b-assistant", 58, (6656, 33280), {"rope_theta"}),
     ],
 )
-def test_published_configurations_have_no_errors(name, count, fc, warnings, tmp_path):
+def test_published_configs_have_no_errors(name, count, fc, warnings, tmp_path):
     config = json.loads((PUBLISHED / f"{name}.config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
@@ -217,7 +217,7 @@ VS = ("vllm", "sglang")
 HF = ("transformers",)
 TYPES = "layer_types"
 # fmt: off
-DEPARTURES = {
+ERRORS = {
     # what is changed: (nested, top level), the key of the finding, whom it concerns
     "unknown_architecture": (({}, {"architectures": ["DFlashForCausalLM"]}), "architectures", ENGINES),
     "unknown_model_type": (({}, {"model_type": "dflash"}), "model_type", VS),
@@ -269,16 +269,16 @@ WARNINGS = {
 # fmt: on
 
 
-@pytest.mark.parametrize("name", [*DEPARTURES, *WARNINGS])
-def test_a_departure_is_named(name, folder):
-    (nested, top), key, engines = {**DEPARTURES, **WARNINGS}[name]
+@pytest.mark.parametrize("name", [*ERRORS, *WARNINGS])
+def test_check_names_changed_field(name, folder):
+    (nested, top), key, engines = {**ERRORS, **WARNINGS}[name]
     edit(folder, nested, **top)
     findings = check(folder)
-    severity = "error" if name in DEPARTURES else "warning"
+    severity = "error" if name in ERRORS else "warning"
     assert (severity, key, engines) in [(finding.severity, finding.key, finding.engines) for finding in findings], (
         render(findings)
     )
-    assert name in DEPARTURES or len(findings) == 1, render(findings)
+    assert name in ERRORS or len(findings) == 1, render(findings)
 
 
 GEMMA = {"model_type": "gemma3_text"}
@@ -294,7 +294,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_target_is_compared(name, folder, target, tmp_path):
+def test_check_compares_target(name, folder, target, tmp_path):
     changes, keys, engines = TARGETS[name]
     config = {**target.config.to_dict(), **changes}
     asked = ("vllm==0.32.0", "sglang", "transformers")  # vLLM 0.33 has a longer rotary table
@@ -340,7 +340,7 @@ def test_every_limit_is_shown(folder, target):
     size = target.config.to_dict()
     shown = set()
     newest_limits = [limit for limit in LIMITS if limit.concerned_engines(VERSIONS)]
-    edits = [line[0] for line in (*DEPARTURES.values(), *WARNINGS.values())]
+    edits = [line[0] for line in (*ERRORS.values(), *WARNINGS.values())]
     drafters = [Drafter(edited(whole, nested, **top), folder, size) for nested, top in edits]
     drafters += [Drafter(edited(whole, None, **top), folder, size) for top in MORE]
     drafters += [Drafter(whole, folder, {**size, **line[0]}) for line in TARGETS.values()]
@@ -357,7 +357,7 @@ def test_every_limit_is_shown(folder, target):
     ("version", "old"),
     [(None, True), ("0.1.0", True), ("0.1.1", False), ("0.2.0.dev1", False), ("1", False), ("x", True)],
 )
-def test_older_code_beside_the_weights_is_named(version, old, folder):
+def test_check_names_older_code(version, old, folder):
     edit(folder, dflash_hf_version=version)
     assert check(folder) == []  # byte for byte this package's
     (folder / "modeling_dflash.py").write_text("class DFlashDraftModel: ...")
@@ -367,7 +367,7 @@ def test_older_code_beside_the_weights_is_named(version, old, folder):
     assert check(folder) == []
 
 
-def test_a_mask_embedding_of_its_own(target, tmp_path):
+def test_check_finds_own_mask_embedding(target, tmp_path):
     make_draft(target, target_layer_ids=[0, 1, 2], own_mask_embedding=True).save_pretrained(tmp_path)
     (finding,) = check(tmp_path)  # SGLang joins the path of the drafter with the file's name
     assert (finding.severity, finding.engines, finding.key) == ("warning", ("sglang",), "mask_embedding.pt")
@@ -391,14 +391,14 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_wrong_tensor_is_named(name, folder):
+def test_check_names_wrong_tensor(name, folder):
     change, expected = TENSORS[name]
     edit_tensors(folder, change)
     assert {key: finding.engines for key, finding in errors(check(folder)).items()} == expected
 
 
 @pytest.mark.parametrize("name", ["LiLiCorrDraftModel", "DFlash2BeamDraftModel"])
-def test_an_unknown_head_is_left_to_the_engines(name, folder):
+def test_unknown_head_is_left_to_engines(name, folder):
     """vLLM and SGLang serve some of them; and no conversion is offered that would be refused."""
     edit(folder, architectures=[name])
     findings = check(folder)
@@ -411,7 +411,7 @@ def test_an_unknown_head_is_left_to_the_engines(name, folder):
         convert(folder, folder.parent / "converted")
 
 
-def test_a_conversion_is_offered_only_where_it_is_possible(folder):
+def test_check_offers_possible_conversion(folder):
     edit(folder, architectures=["DFlashForCausalLM"])
     assert "`dflash convert` writes a folder" in errors(check(folder))["architectures"].message
     edit_tensors(folder, lambda t: t.pop("fc.weight"))
@@ -419,7 +419,7 @@ def test_a_conversion_is_offered_only_where_it_is_possible(folder):
     assert "this package cannot read it either: " in message and "dflash convert" not in message
 
 
-def test_speculators_rule_of_windows(tmp_path):
+def test_check_warns_of_windows_of_speculators(tmp_path):
     """Its own layout: vLLM reads it, with windows and causality that are not those of its training."""
     layouts.write(tmp_path / "plain", "speculators")
     (finding,) = check(tmp_path / "plain")
@@ -436,7 +436,7 @@ def test_speculators_rule_of_windows(tmp_path):
     assert errors(check(tmp_path / "plain"))["weights"].engines == ENGINES
 
 
-def test_damaged_and_missing_files(folder, tmp_path):
+def test_check_names_damaged_files(folder, tmp_path):
     (folder / "custom_generate" / "generate.py").unlink()
     assert [finding.key for finding in check(folder)] == ["custom_generate/generate.py"]
     weights = folder / "model.safetensors"
@@ -460,7 +460,7 @@ def test_damaged_and_missing_files(folder, tmp_path):
     assert set(errors(check(folder))) == {"config.json"}
 
 
-def test_no_configuration_breaks_the_check(folder, target):
+def test_check_survives_any_config(folder, target):
     """Any value under any key: findings, never an exception."""
     random = Random(0)
     whole = json.loads((folder / "config.json").read_text())
@@ -489,7 +489,7 @@ def test_no_configuration_breaks_the_check(folder, target):
         check(folder, target=target.config)
 
 
-def test_the_command(folder, target, tmp_path, capsys, monkeypatch):
+def test_command_prints_findings(folder, target, tmp_path, capsys, monkeypatch):
     target.config.save_pretrained(tmp_path / "target")
 
     def call(*words):
@@ -516,7 +516,7 @@ def test_the_command(folder, target, tmp_path, capsys, monkeypatch):
     assert render([Finding("error", ("vllm",), "a", "b")]).splitlines()[1].split() == ["error", "vllm", "a", "b"]
 
 
-def test_one_server_that_cannot_read_is_no_failure(target, tmp_path, capsys):
+def test_command_passes_with_one_server(target, tmp_path, capsys):
     """README's own walk ended with status 1, of an engine that nobody had asked for."""
     reduced = make_draft(target, target_layer_ids=[0, 1, 2], draft_vocab_size=24)
     set_draft_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
@@ -548,7 +548,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_repository_is_checked_like_a_folder(hub, target, folder, monkeypatch):
+def test_repository_is_checked_like_folder(hub, target, folder, monkeypatch):
     files = contents(folder)
     hub.files["someone/draft"] = {**files, "checkpoint-1/model.safetensors": b"not read"}
     hub.files["someone/target"] = {"config.json": json.dumps(target.config.to_dict()).encode()}

@@ -92,7 +92,7 @@ def edit(folder: Path, nested: dict, **changes) -> None:
 
 
 @torch.no_grad()
-def test_engines_draft_as_we_do(engine, target, tmp_path):
+def test_engines_draft_as_package(engine, target, tmp_path):
     name, run_engines = engine
     target.save_pretrained(tmp_path / "target")
     random = torch.Generator().manual_seed(0)

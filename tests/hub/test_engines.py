@@ -25,7 +25,7 @@ def as_engines_load(folder, trust: bool):
 
 @pytest.mark.parametrize("trust", [False, True], ids=["plain", "trust"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
+def test_engines_read_trained_settings(variant, trust, target, tmp_path):
     """
     SGLang reads attributes of the configuration, nested ones first; vLLM sets the keys of its `to_dict()` one after
     the other on another configuration. With trust, SGLang found an empty `dflash_config`, and vLLM lost the theta.
@@ -58,7 +58,7 @@ def test_engines_read_what_was_trained(variant, trust, target, tmp_path):
         assert layers == {"vllm": layers_as_trained, "sglang": layers_as_trained}
 
 
-def test_nested_keys_and_fields_are_one(target):
+def test_nested_keys_set_fields(target):
     """Engines read `dflash_config`, we the fields; changing a field changes both, and keys of others stay."""
     config = make_draft(target, dflash_config={"num_anchors": 512}, **CONVOLUTION, **SELECTOR).config
     assert config.dflash_config["selector_rank"] == 6 and config.dflash_config["num_anchors"] == 512

@@ -57,7 +57,7 @@ def edit(folder, **keys):
     (folder / "config.json").write_text(json.dumps({**config, **keys}))
 
 
-def test_everything_arrives_in_one_commit(folder, hub):
+def test_publish_makes_one_commit(folder, hub):
     before = contents(folder)
     result = publish(folder, REPO, facts=FACTS)
     assert contents(folder) == before, "nothing is written locally"
@@ -80,7 +80,7 @@ def test_everything_arrives_in_one_commit(folder, hub):
         publish(folder, REPO, private=True, facts=FACTS)
 
 
-def test_a_drafter_is_published_with_todays_code(folder):
+def test_publish_uploads_current_code(folder):
     """A folder of 0.1 was published with code that fails in transformers 5.24."""
     contents = publish(folder, REPO, dry_run=True, facts=FACTS).contents
     code = {name: contents[name].read_bytes() for name in contents if name.endswith(".py")}
@@ -103,7 +103,7 @@ def test_a_drafter_is_published_with_todays_code(folder):
         publish(folder, REPO, dry_run=True, facts=FACTS)
 
 
-def test_own_code_goes_with_what_it_imports(folder):
+def test_publish_uploads_imports_of_own_code(folder):
     """Any `*_dflash.py` was published, and a module of another name was not."""
     for name, text in {
         "plots_dflash.py": "import matplotlib\n",
@@ -119,7 +119,7 @@ def test_own_code_goes_with_what_it_imports(folder):
     assert "plots_dflash.py" in result.left_out
 
 
-def test_a_second_commit_has_only_what_changed(folder, hub, draft, target, capsys):
+def test_second_commit_holds_changes_only(folder, hub, draft, target, capsys):
     """Engines would read a file of before together with the new weights, and the card its picture."""
     old = ("eval_report.png", "mask_embedding.pt")
     torch.save({"embedding": torch.ones(target.config.hidden_size)}, folder / old[1])
@@ -155,7 +155,7 @@ def test_a_second_commit_has_only_what_changed(folder, hub, draft, target, capsy
 FATES = ("new ", "same ", "replaces ", "deletes ")
 
 
-def test_an_interrupted_upload_is_finished_by_a_rerun(folder, hub):
+def test_rerun_finishes_interrupted_upload(folder, hub):
     before = contents(folder)
     hub.drop = 100
     with pytest.raises(PublishError, match="interrupted .* run the same command again"):
@@ -192,7 +192,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_of_the_hub_is_explained(case, folder, hub, monkeypatch):
+def test_publish_explains_refusal_of_hub(case, folder, hub, monkeypatch):
     before, (change, message) = contents(folder), REFUSALS[case]
     change(hub, monkeypatch)
     for dry_run in (False, case == "card"):  # without the Hub, a dry run says what it could not compare
@@ -211,7 +211,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_files_of_others_are_not_replaced(case, folder, hub):
+def test_publish_keeps_files_of_others(case, folder, hub):
     hub.files[REPO], message = {**OTHERS[case][0]}, OTHERS[case][1]
     for dry_run in (True, False):
         with pytest.raises(PublishError, match=message):
@@ -221,7 +221,7 @@ def test_files_of_others_are_not_replaced(case, folder, hub):
         assert publish(folder, REPO, facts=FACTS, replace_card=True).changes.replaced == ["README.md"]
 
 
-def test_a_commit_in_between_is_not_overwritten(folder, hub):
+def test_publish_keeps_commit_in_between(folder, hub):
     def meddle(result):
         hub.files.setdefault(REPO, {})["config.json"] = b"{}"
 
@@ -236,10 +236,10 @@ def test_a_commit_in_between_is_not_overwritten(folder, hub):
     assert len(hub.commits) == 1
 
 
-def test_a_dry_run_needs_no_network(folder, hub, monkeypatch, capsys):
+def test_dry_run_needs_no_network(folder, hub, monkeypatch, capsys):
     offline(hub, monkeypatch)
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert result.url is None and result.changes is None and result.unseen
+    assert result.url is None and result.changes is None and result.not_compared_because
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size
     assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
     assert "not compared with what is there, and the card is not checked: " in capsys.readouterr().out
@@ -265,7 +265,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_an_unreadable_folder_is_refused(case, folder):
+def test_publish_refuses_unreadable_folder(case, folder):
     keys, message = FOLDERS[case]
     edit(folder, **keys)
     with pytest.raises(PublishError, match=message) as refused:
@@ -273,7 +273,7 @@ def test_an_unreadable_folder_is_refused(case, folder):
     assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
 
 
-def test_what_cannot_be_published_is_refused(folder, draft, tmp_path):
+def test_publish_refuses_bad_weights_and_links(folder, draft, tmp_path):
     with pytest.raises(PublishError, match="repo='a/b--c' is not a repository id.* no '--'"):
         publish(folder, "a/b--c", dry_run=True, facts=FACTS)
     with pytest.raises(PublishError, match="write base_model into"):
@@ -289,7 +289,7 @@ def test_what_cannot_be_published_is_refused(folder, draft, tmp_path):
         publish(folder, REPO, dry_run=True)
 
 
-def test_only_the_drafters_own_code_is_uploaded(folder):
+def test_publish_leaves_out_other_code(folder):
     """`auto_map` named any file, and it was uploaded."""
     (folder / "secret.py").write_text("TOKEN = 1\n")
     (folder / "own.py").write_text("class Own:\n    pass\n")
@@ -306,14 +306,14 @@ CARDS = {
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_wrong_metadata_is_refused(card, folder):
+def test_publish_refuses_wrong_metadata(card, folder):
     (folder / "README.md").write_text(card)
     with pytest.raises(PublishError, match=CARDS[card]):
         publish(folder, REPO, dry_run=True)
     assert "# my-DFlash" in str(publish(folder, REPO, dry_run=True, facts=FACTS).card)
 
 
-def test_a_card_written_by_hand_is_kept(folder, capsys):
+def test_publish_keeps_card_written_by_hand(folder, capsys):
     """Any option of the card replaced the whole of it with the template, without a word."""
     (folder / "README.md").write_text(BY_HAND)
     words, target = ["publish", str(folder), REPO, "--dry-run"], ["--base-model", "someone/target"]
@@ -331,7 +331,7 @@ def test_a_card_written_by_hand_is_kept(folder, capsys):
     assert "# Edited" in str(publish(folder, REPO, dry_run=True).card) and main([*words, *target]) == 2
 
 
-def test_a_report_of_other_weights_is_refused(folder, draft):
+def test_publish_refuses_report_of_other_weights(folder, draft):
     """It stood on the card of a drafter that it was not measured with."""
     speed = MethodReport(5.0, 0.56, [5.0], 9, 9, 1)
     report = EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, {"draft_dtype": "bfloat16"})
@@ -352,7 +352,7 @@ def test_a_report_of_other_weights_is_refused(folder, draft):
     assert publish(folder, REPO, dry_run=True).files["eval_report.json"]
 
 
-def test_the_command_publishes(folder, hub, draft, capsys):
+def test_command_publishes(folder, hub, draft, capsys):
     def call(*words):
         code = main(["publish", str(folder), *words])
         return code, capsys.readouterr()
@@ -383,7 +383,7 @@ def test_the_command_publishes(folder, hub, draft, capsys):
     assert code == 0 and "no new commit" in printed.out
 
 
-def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
+def test_push_to_hub_uploads_code(target, hub, tmp_path):
     """`push_to_hub=True` uploads what is newer than the call; the code is copied just before."""
     draft = make_draft(target)
     for _ in range(2):
@@ -400,7 +400,7 @@ def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
 OLD = {"modeling_dflash.py": b"class DFlashDraftModel: ...", "plan_dflash.py": b"old"}
 
 
-def test_code_only_replaces_the_code_alone(folder, hub, capsys):
+def test_code_only_replaces_code_alone(folder, hub, capsys):
     """A file beside the weights cannot be mended: transformers 5.24 broke every drafter published before it."""
     publish(folder, REPO, facts=FACTS)
     config = json.loads(hub.files[REPO]["config.json"])
@@ -445,7 +445,7 @@ CODE_ERRORS = {
 
 
 @pytest.mark.parametrize("case", CODE_ERRORS)
-def test_code_only_refuses_what_it_cannot_mend(case, folder, hub):
+def test_code_only_refuses_other_repositories(case, folder, hub):
     change, message = CODE_ERRORS[case]
     publish(folder, REPO, facts=FACTS)
     change(hub.files[REPO])
@@ -463,7 +463,7 @@ def test_code_only_takes_no_other_option(capsys):
     assert main(["publish", "folder"]) == 2 and "name a folder and a repository" in capsys.readouterr().err
 
 
-def test_llama_cpps_file_lies_beside_the_weights(hub, tmp_path):
+def test_publish_adds_file_for_llama_cpp(hub, tmp_path):
     """llama.cpp looks for `dflash-*.gguf` in a repository; the card has its command, with the whole block."""
     pytest.importorskip("gguf")
     target = make_target(vocab_size=16)

@@ -186,7 +186,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
     drafter = Drafter(config, folder, target, shapes, non_default)
     if refused is not None:  # engines notice none of it; but vLLM loads an own embedding or head
-        concerned = ("transformers",) if drafter.own_tables else (*SERVERS, "transformers")
+        concerned = ("transformers",) if drafter.own_embeddings else (*SERVERS, "transformers")
         yield Finding("error", concerned, "weights", one_line(refused))
     if not is_speculators:
         yield from _unknown_tensors(drafter)
@@ -216,7 +216,7 @@ def _unknown_tensors(drafter: Drafter) -> Iterator[Finding]:
     native = NATIVE_NAMES if drafter.layout == "Muse" else {}
     for name in sorted(drafter.shapes):
         published = canonical_name(name, renamings)
-        if name in drafter.own_tables:
+        if name in drafter.own_embeddings:
             message = "is skipped by SGLang, which uses the target's; vLLM loads and uses it."
             yield Finding("error", ("sglang",), name, message)
         elif name != native.get(published, published):

@@ -9,7 +9,14 @@ from huggingface_hub import HfApi
 from dflash_hf import __version__
 from dflash_hf.hub.code_version import version_of
 from dflash_hf.hub.drafter import OUR_MODEL
-from dflash_hf.hub.publish import CODE, PublishError, check_not_newer, compare, explained, with_version
+from dflash_hf.hub.publish import (
+    CODE,
+    PublishError,
+    check_not_newer,
+    compare_with_repository,
+    explain_hub_errors,
+    with_version,
+)
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
@@ -55,7 +62,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     # 1. The repository: is it a drafter with our code, and can the new code load it?
     api = HfApi()
     remedy = "Nothing was changed; run the same command again."
-    with explained(repo, remedy):
+    with explain_hub_errors(repo, remedy):
         info = api.repo_info(repo, files_metadata=True)
         text = "{}"
         if any(file.rfilename == "config.json" for file in info.siblings or []):
@@ -69,7 +76,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         raise PublishError(f"{repo} has a config.json that other code does not mend: {one_line(error)}") from error
     check_not_newer(config, repo)
     # 2. What differs.
-    changes = compare(info, {**code_files(), "config.json": with_version(text).encode()}, CODE)
+    changes = compare_with_repository(info, {**code_files(), "config.json": with_version(text).encode()}, CODE)
     change = CodeChange(
         repo, version_of(config), files=sorted(changes.added + changes.replaced), removed=changes.deleted
     )
@@ -78,6 +85,6 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         title = f"Code of dflash-hf {change.after}"
         note = f"Replaces the code of {change.before} beside the weights; weights and card are unchanged."
         description = {"commit_message": title, "commit_description": note, "parent_commit": changes.parent}
-        with explained(repo, remedy):
+        with explain_hub_errors(repo, remedy):
             change.url = api.create_commit(repo, changes.operations, create_pr=True, **description).pr_url
     return change

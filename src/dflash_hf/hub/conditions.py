@@ -141,18 +141,18 @@ def model_type_is_of_another_layout(drafter: Drafter) -> bool:
 
 def layer_ids_are_unsorted(drafter: Drafter) -> bool:
     """`target_layer_ids` does not increase."""
-    return list(drafter.ids) != sorted(drafter.ids)
+    return list(drafter.target_layer_ids) != sorted(drafter.target_layer_ids)
 
 
 def eagle_layer_ids_differ(drafter: Drafter) -> bool:
     """vLLM's own key, in which 0 is the embedding, names other layers than `target_layer_ids`."""
     eagle_ids = drafter.config.get("eagle_aux_hidden_state_layer_ids")
-    return eagle_ids not in (None, [], [i + 1 for i in drafter.ids])
+    return eagle_ids not in (None, [], [i + 1 for i in drafter.target_layer_ids])
 
 
 def reads_last_layer(drafter: Drafter) -> bool:
     """It reads the output of the target's last layer."""
-    return max(drafter.ids, default=0) + 1 == drafter.get("num_target_layers")
+    return max(drafter.target_layer_ids, default=0) + 1 == drafter.get("num_target_layers")
 
 
 def is_shorter_than_target(drafter: Drafter) -> dict | None:
@@ -169,7 +169,7 @@ def is_shorter_than_target(drafter: Drafter) -> dict | None:
 
 def has_sliding_layers(drafter: Drafter) -> bool:
     """A layer has a sliding window."""
-    return "sliding_attention" in drafter.kinds
+    return "sliding_attention" in drafter.layer_types
 
 
 def windows_are_switched_off(drafter: Drafter) -> bool:
@@ -179,7 +179,7 @@ def windows_are_switched_off(drafter: Drafter) -> bool:
 
 def layers_are_of_two_kinds(drafter: Drafter) -> bool:
     """Some layers have sliding windows, some do not."""
-    return _differ(drafter.kinds)
+    return _differ(drafter.layer_types)
 
 
 def is_causal_is_needed(drafter: Drafter) -> bool:
@@ -187,7 +187,7 @@ def is_causal_is_needed(drafter: Drafter) -> bool:
     is_causal = drafter.config.get("is_causal")
     if is_causal is None:
         return False
-    return any(bool(is_causal) != (kind == "sliding_attention") for kind in drafter.kinds)
+    return any(bool(is_causal) != (kind == "sliding_attention") for kind in drafter.layer_types)
 
 
 def is_causal_is_not_nested(drafter: Drafter) -> bool:
@@ -224,12 +224,12 @@ def layer_is_read_differently(drafter: Drafter) -> dict | None:
 
 def speculators_layers_slide(drafter: Drafter) -> bool:
     """A layer has a sliding window, in speculators' layout."""
-    return "sliding_attention" in drafter.speculators_kinds
+    return "sliding_attention" in drafter.speculators_layer_types
 
 
 def speculators_full_layers_become_causal(drafter: Drafter) -> bool:
     """Sliding layers are causal in speculators' layout, and there are full layers, too."""
-    has_full_layers = "full_attention" in drafter.speculators_kinds
+    has_full_layers = "full_attention" in drafter.speculators_layer_types
     return has_full_layers and drafter.config.get("sliding_window_non_causal") is False
 
 
@@ -238,7 +238,7 @@ def speculators_full_layers_become_causal(drafter: Drafter) -> bool:
 
 def rope_differs_by_layer_type(drafter: Drafter) -> bool:
     """`rope_parameters` has a table for each type of layer."""
-    return any(isinstance(value, dict) for value in drafter.rope.values())
+    return any(isinstance(value, dict) for value in drafter.rope_parameters.values())
 
 
 def theta_is_missing(drafter: Drafter) -> bool:
@@ -260,19 +260,21 @@ def theta_is_in_rope_parameters_only(drafter: Drafter) -> bool:
 
 def rope_types_differ(drafter: Drafter) -> dict | None:
     """`rope_parameters` and `rope_scaling` are of two types. Details: `rope_parameters`."""
-    if not drafter.rope or not drafter.scaling or _rope_type(drafter.rope) == _rope_type(drafter.scaling):
+    parameters = drafter.rope_parameters
+    scaling = drafter.rope_scaling
+    if not parameters or not scaling or _rope_type(parameters) == _rope_type(scaling):
         return None
-    return {"rope_parameters": drafter.rope}
+    return {"rope_parameters": parameters}
 
 
 def yarn_is_in_rope_parameters_only(drafter: Drafter) -> bool:
     """YaRN is not in `rope_scaling`, where readers before transformers 5 expect it."""
-    return drafter.rope.get("rope_type") == "yarn" and not drafter.scaling
+    return drafter.rope_parameters.get("rope_type") == "yarn" and not drafter.rope_scaling
 
 
 def has_mscale(drafter: Drafter) -> bool:
     """YaRN has factors of its own for attention."""
-    return bool({"mscale", "mscale_all_dim"} & {*drafter.rope, *drafter.scaling})
+    return bool({"mscale", "mscale_all_dim"} & {*drafter.rope_parameters, *drafter.rope_scaling})
 
 
 def rotary_pairs_are_interleaved(drafter: Drafter) -> bool:

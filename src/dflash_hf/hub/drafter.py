@@ -37,7 +37,7 @@ class Finding:
 @dataclass(frozen=True)
 class Drafter:
     """
-    A folder as the table sees it.
+    A drafter's folder as the conditions of limits see it.
 
     Args:
         config (`dict`): `config.json`.
@@ -56,17 +56,19 @@ class Drafter:
 
     @property
     def nested(self) -> dict:
+        """The fields in `dflash_config`."""
         return self.config.get("dflash_config") or {}
 
     def get(self, key: str, default=None):
-        """A key as SGLang and z-lab read it: nested first, then at the top level."""
+        """A field as SGLang and z-lab's own code read it: in `dflash_config`, else at the top level."""
         value = self.nested.get(key)
-        value = self.config.get(key) if value is None else value
+        if value is None:
+            value = self.config.get(key)
         return default if value is None else value
 
     @property
     def layout(self) -> str:
-        """A name of `OLDEST`, or `"speculators"`."""
+        """The name by which limits call it: of `PUBLISHED` in [`~dflash_hf.hub.limits`], or `"speculators"`."""
         if "transformer_layer_config" in self.config:
             return "speculators"
         if self.get("gru_hidden_dim"):
@@ -75,34 +77,38 @@ class Drafter:
 
     @property
     def architecture(self) -> str:
+        """The first of `architectures`, which engines build."""
         return (self.config.get("architectures") or ["DFlashDraftModel"])[0]
 
     @property
-    def ids(self) -> list[int]:
+    def target_layer_ids(self) -> list[int]:
+        """The target's layers whose outputs it reads, counted from 0."""
         return self.get("target_layer_ids", [])
 
     @property
-    def rope(self) -> dict:
+    def rope_parameters(self) -> dict:
+        """The rotary embedding as transformers 5 writes it; empty if it is not there."""
         return self.config.get("rope_parameters") or {}
 
     @property
-    def scaling(self) -> dict:
+    def rope_scaling(self) -> dict:
+        """The rotary embedding as transformers wrote it before 5; empty if it is not there."""
         return self.config.get("rope_scaling") or {}
 
     @property
     def thetas(self) -> list[float]:
-        """In rope_parameters, at the top level and in rope_scaling, as far as it is there."""
-        tables = (self.rope, self.config, self.scaling)
+        """`rope_theta` in rope_parameters, at the top level and in rope_scaling, as far as it is there."""
+        tables = (self.rope_parameters, self.config, self.rope_scaling)
         return [table["rope_theta"] for table in tables if table.get("rope_theta") is not None]
 
     @property
-    def kinds(self) -> list[str]:
-        """Of the layers; Qwen3Config fills them in."""
+    def layer_types(self) -> list[str]:
+        """The type of attention of each layer; Qwen3Config fills them in."""
         return self.config.get("layer_types") or ["full_attention"] * self.config.get("num_hidden_layers", 0)
 
     @property
-    def speculators_kinds(self) -> list[str]:
-        """Of the layers, in speculators' layout."""
+    def speculators_layer_types(self) -> list[str]:
+        """The type of attention of each layer, in speculators' layout."""
         return self.config["transformer_layer_config"].get("layer_types") or []
 
     @property
@@ -111,7 +117,7 @@ class Drafter:
         return self.get("draft_vocab_size") not in (None, self.get("vocab_size"))
 
     @property
-    def own_tables(self) -> set[str]:
+    def own_embeddings(self) -> set[str]:
         """Tensors in place of the target's embedding and head."""
         if self.layout == "speculators":
             return set()
@@ -124,7 +130,7 @@ class Drafter:
         """For vLLM and SGLang, `(window, causal inside the block)` of each layer."""
         nested = self.nested
         window = self.config.get("sliding_window")
-        sliding = [kind == "sliding_attention" for kind in self.kinds]
+        sliding = [kind == "sliding_attention" for kind in self.layer_types]
         causal_by_default = False if self.layout == "Muse" else None  # both set it for a Muse assistant
         is_causal = self.config.get("is_causal", causal_by_default)
         # vLLM: the top level, then the nested key, and a forced window.
@@ -135,11 +141,10 @@ class Drafter:
         # SGLang: the top level only; nested keys for windows and causality are not read.
         sglang = []
         for slides in sliding:  # where nothing says whether a layer is causal, sliding layers are
-            vllm.append(
-                (
-                    vllm_window if slides or window_is_forced else None,
-                    slides if vllm_is_causal is None else bool(vllm_is_causal),
-                )
-            )
-            sglang.append((window if slides else None, slides if is_causal is None else bool(is_causal)))
+            vllm_layer_window = vllm_window if slides or window_is_forced else None
+            vllm_layer_is_causal = slides if vllm_is_causal is None else bool(vllm_is_causal)
+            vllm.append((vllm_layer_window, vllm_layer_is_causal))
+            sglang_layer_window = window if slides else None
+            sglang_layer_is_causal = slides if is_causal is None else bool(is_causal)
+            sglang.append((sglang_layer_window, sglang_layer_is_causal))
         return {"vllm": vllm, "sglang": sglang}

@@ -27,33 +27,15 @@ def launch_command(
         `tuple[dict[str, str], list[str]]`: Required environment variables, and the command.
     """
     loading = loading or Loading()
-    environment: dict[str, str] = {}
-    method = engine_method(config)
     if engine == LLAMA_CPP:
-        command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
-        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", f"draft-{method}"]
-        command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3 for every block size
-        if template:
-            command += ["--chat-template-kwargs", json.dumps(template)]
-        return environment, command
+        return {}, _llama_cpp_command(target, draft, config, template)
+    environment: dict[str, str] = {}
     if engine == "vllm":
-        speculative = {"method": method, "model": draft, "num_speculative_tokens": config.block_tokens - 1}
-        if loading.draft_revision:
-            speculative["revision"] = loading.draft_revision
-        if len(set(config.layer_types)) > 1:
+        command = _vllm_command(target, draft, config, loading, template)
+        if len(set(config.layer_types)) > 1:  # the V1 model runner has one kind of cache for all layers
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
-        if template:
-            command += ["--default-chat-template-kwargs", json.dumps(template)]
     else:
-        command = ["python", "-m", "sglang.launch_server", "--model-path", target]
-        command += ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", draft]
-        if method == "dflash":
-            command += ["--speculative-num-draft-tokens", str(config.block_tokens)]
-        else:
-            command += [f"--speculative-{method}-block-size", str(config.block_tokens - 1)]
-        if loading.draft_revision:
-            command += ["--speculative-draft-model-revision", loading.draft_revision]
+        command = _sglang_command(target, draft, config, loading)
     if loading.dtype != "auto":
         command += ["--dtype", loading.dtype]
     if loading.revision:
@@ -61,3 +43,44 @@ def launch_command(
     if loading.trust_remote_code:
         command.append("--trust-remote-code")
     return environment, command
+
+
+def _llama_cpp_command(target: str, draft: str, config, template: dict | None) -> list[str]:
+    """llama.cpp's server; of files on this machine and of those on the Hub, it has different options."""
+    target_option = "-m" if is_gguf(target) else "-hf"
+    draft_option = "-md" if is_gguf(draft) else "-hfd"
+    command = ["llama-server", target_option, target, draft_option, draft]
+    command += ["--spec-type", f"draft-{engine_method(config)}"]
+    command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3 for every block size
+    if template:
+        command += ["--chat-template-kwargs", json.dumps(template)]
+    return command
+
+
+def _vllm_command(target: str, draft: str, config, loading: Loading, template: dict | None) -> list[str]:
+    """vLLM's server, without the options that SGLang has, too."""
+    speculative_config = {
+        "method": engine_method(config),
+        "model": draft,
+        "num_speculative_tokens": config.block_tokens - 1,
+    }
+    if loading.draft_revision:
+        speculative_config["revision"] = loading.draft_revision
+    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative_config)]
+    if template:
+        command += ["--default-chat-template-kwargs", json.dumps(template)]
+    return command
+
+
+def _sglang_command(target: str, draft: str, config, loading: Loading) -> list[str]:
+    """SGLang's server, without the options that vLLM has, too; only of DFlash does its block count the anchor."""
+    method = engine_method(config)
+    command = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    command += ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", draft]
+    if method == "dflash":
+        command += ["--speculative-num-draft-tokens", str(config.block_tokens)]
+    else:
+        command += [f"--speculative-{method}-block-size", str(config.block_tokens - 1)]
+    if loading.draft_revision:
+        command += ["--speculative-draft-model-revision", loading.draft_revision]
+    return command

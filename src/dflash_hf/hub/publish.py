@@ -93,7 +93,7 @@ class Publication:
         card (`ModelCard`): Its README.md.
         findings (`list[Finding]`): Findings of the preflight: warnings, and engines that cannot serve it.
         changes (`Changes`, *optional*): What it changes there; `None` if a dry run could not reach the Hub.
-        unseen (`str`): Why not.
+        not_compared_because (`str`): Why a dry run could not reach it; empty otherwise.
         url (`str`, *optional*): The commit; `None` after a dry run, or if the repository was already up to date.
     """
 
@@ -103,7 +103,7 @@ class Publication:
     card: ModelCard
     findings: list[Finding]
     changes: Changes | None = None
-    unseen: str = ""
+    not_compared_because: str = ""
     url: str | None = None
 
     @property
@@ -153,25 +153,25 @@ def publish(
             metadata is invalid, the repository holds another model or a card written by hand, or it was changed
             meanwhile, or the upload was rejected or interrupted.
     """
-    result = _prepared(Path(folder), repo, facts, gguf_target)
+    result = _prepare(Path(folder), repo, facts, gguf_target)
     api = HfApi(token=token)
     try:
-        with explained(repo, "Nothing was sent; run the same command again."):
+        with explain_hub_errors(repo, "Nothing was sent; run the same command again."):
             result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
             changes = _changes(api, result, private, replace_card)
             result.changes = changes
     except HubError as error:
         if not dry_run or isinstance(error.__cause__, ValueError):  # the card was rejected
             raise
-        result.unseen = one_line(error.__cause__)
+        result.not_compared_because = one_line(error.__cause__)
     announce(result)
     if not dry_run:
         result.url = _upload(api, result, changes, private)
     return result
 
 
-def _prepared(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> Publication:
-    """The preflight, the card and the files."""
+def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> Publication:
+    """The preflight, the card and the files, in this order: a card is rendered only of a folder without errors."""
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
@@ -299,7 +299,7 @@ def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md" or name in code:
             continue
-        if name not in wanted and not is_one_of(name, _PUBLISHED):
+        if name not in wanted and not matches_any(name, _PUBLISHED):
             left_out.append(name)
             continue
         chosen[name] = path
@@ -333,7 +333,7 @@ def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
 
 
 @contextmanager
-def explained(repo: str, remedy: str) -> Iterator[None]:
+def explain_hub_errors(repo: str, remedy: str) -> Iterator[None]:
     """Around calls of the Hub: what went wrong there, as a `HubError` with the remedy."""
     try:
         yield
@@ -353,7 +353,7 @@ def explained(repo: str, remedy: str) -> Iterator[None]:
         raise HubError(f"{repo} was not published: {reason} ({message}). {remedy}") from error
 
 
-def compare(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
+def compare_with_repository(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
     """
     What a commit of some files changes in a repository.
 
@@ -373,7 +373,7 @@ def compare(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -
         else:
             continue
         changes.operations.append(operation)
-    changes.deleted = sorted(name for name in files if name not in contents and is_one_of(name, deletable))
+    changes.deleted = sorted(name for name in files if name not in contents and matches_any(name, deletable))
     changes.operations += map(CommitOperationDelete, changes.deleted)
     return changes
 
@@ -398,14 +398,14 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
         return Changes(list(result.contents), operations=operations)
     if private and not info.private:
         raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
-    changes = compare(info, result.contents, _FORMER)
+    changes = compare_with_repository(info, result.contents, _FORMER)
 
     def read(name: str) -> str:
         file = api.hf_hub_download(repo, name, revision=info.sha)
         return Path(file).read_text(encoding="utf-8", errors="replace")
 
     names = [file.rfilename for file in info.siblings or []]
-    model_files = [name for name in changes.replaced if is_one_of(name, _MODEL)] + changes.deleted
+    model_files = [name for name in changes.replaced if matches_any(name, _MODEL)] + changes.deleted
     if model_files and not ("config.json" in names and _is_drafter(read("config.json"))):
         raise PublishError(
             f"{repo} holds another model, whose {', '.join(model_files[:3])} would be replaced or deleted: name a "
@@ -431,7 +431,7 @@ def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) ->
     """One commit on top of the one that was compared; huggingface_hub shows the progress of large files."""
     if not changes.operations:
         return None
-    with explained(result.repo, "Nothing was committed; run the same command again to upload the rest."):
+    with explain_hub_errors(result.repo, "Nothing was committed; run the same command again to upload the rest."):
         if changes.parent is None:
             api.create_repo(result.repo, private=private or None)
             changes.parent = api.repo_info(result.repo).sha
@@ -439,7 +439,7 @@ def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) ->
         return api.create_commit(result.repo, changes.operations, **options).commit_url
 
 
-def is_one_of(name: str, patterns: Sequence[str]) -> bool:
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
     """Whether a file matches a pattern of its own level: `*` would also match a slash."""
     same_level = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_level)
