@@ -32,7 +32,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Dynamic
 
 import dflash_hf
 from dflash_hf import DFlashDecodingConfig
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,7 +35,7 @@ TEXTS = (
 GUIDES = {
     "Start": ("own_model", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
     "Understand": ("reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
-    "Extend": ("add_a_head", "add_a_layout", "add_an_engine_rule"),
+    "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_rule"),
 }
 # The public names of `dflash_hf`, by what they are for.
 REFERENCE = {
@@ -44,6 +44,7 @@ REFERENCE = {
         "DFlashDecodingConfig",
         "DFlashGenerateOutput",
         "DFlashCandidateGenerator",
+        "DraftPolicy",
         "packed_weights",
         "install_hook",
         "remove_hook",

@@ -1,33 +1,56 @@
-"""Configuration of a DFlash drafter, in the one layout that is written; and of how it decodes."""
+"""Configuration of a DFlash drafter, in the one layout that is written."""
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from transformers import PreTrainedConfig
 
-from .heads_dflash import HEADS, Head, head_fields
+from .head_dflash import Head
+from .heads_dflash import HEADS, head_fields
 
 
-VERSION = "0.2.0"  # of this code, in every `config.json` that it writes
+VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
 _SAME_NAME = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", *CONVOLUTION_KEYS),
-    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
-    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "conv_kernel_size",
+    "conv_group_size",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "attention_sink_bias",
+    "attention_value_scale",
+    "backbone_rotary_base",
+    "own_mask_embedding",
+    "has_embed_tokens",
 )
 NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "swa_window_size",
+    "has_embed_tokens",
 )
 # Keys of a file that are not read: its version, and those that would select other files, code or execution options,
 # which only the caller may do.
 _IGNORED = (
-    *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
-    *("fusion_config", "distributed_config", "dflash_hf_version"),
+    "model_type",
+    "num_labels",
+    "transformers_weights",
+    "attn_implementation",
+    "experts_implementation",
+    "fusion_config",
+    "distributed_config",
+    "dflash_hf_version",
 )
 
 
@@ -155,9 +178,10 @@ class DFlashDraftConfig(PreTrainedConfig):
         if nested.get("shift_label") is not None:  # as Domino's files say it
             self.sample_from_anchor = nested.pop("shift_label")
         self.dflash_config = nested
-        for key in (size for part in parts_by_sizes() for size in part):
-            if getattr(self, key) == 0:  # none, as engines write it
-                setattr(self, key, None)
+        for sizes in parts_by_sizes():
+            for key in sizes:
+                if getattr(self, key) == 0:  # none, as engines write it
+                    setattr(self, key, None)
 
     def _derive_fields(self, kwargs: dict) -> None:
         """The fields that follow from others, unless they are set."""
@@ -185,9 +209,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         nested = {key: value for key, value in nested.items() if nested_fields().get(key) not in changes}
         # Nor may a file replace a method.
         names = {*names, "rope_scaling"}
-        known = {key: value for key, value in config_dict.items() if key in names or not hasattr(cls, key)}
-        known = {key: value for key, value in known.items() if key not in _IGNORED}
-        return super().from_dict({**known, "dflash_config": nested, **changes}, **kwargs)
+        read = {
+            key: value
+            for key, value in config_dict.items()
+            if key not in _IGNORED and (key in names or not hasattr(cls, key))
+        }
+        return super().from_dict({**read, "dflash_config": nested, **changes}, **kwargs)
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -293,48 +320,3 @@ def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
 
 # Set here because in the class body it would become the field's default.
 DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]
-
-
-@dataclass
-class DFlashDecodingConfig:
-    """
-    How a drafter decodes; lives on `draft.decoding_config`. The package has a larger one.
-
-    Args:
-        block_size (`int`, *optional*): Draft and verify blocks of so many tokens in every round, anchor included; at
-            most the trained size, which may be larger.
-        window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
-            and the first 4 that it read. "trained": the length of its longest training text, if known; beyond it
-            acceptance falls. `None`: all.
-    """
-
-    block_size: int | None = None
-    window: int | str | None = "trained"
-
-    def __setattr__(self, name, value):
-        known = [field.name for field in fields(self)]
-        if name not in known:
-            raise AttributeError(f"decoding_config has no field {name!r}; its fields are {', '.join(known)}.")
-        super().__setattr__(name, value)
-
-    def check(self, trained: int) -> None:
-        """
-        Args:
-            trained (`int`): The block size of the drafter.
-
-        Raises:
-            `ValueError`: a field is invalid for a drafter of that block size.
-        """
-        tokens = f"a number of tokens from 1 to {trained}, the trained block size, or None for that"
-        self._require("block_size", is_count(self.block_size, trained), tokens)
-        windows = 'a positive number of tokens, "trained", or None for all'
-        self._require("window", is_count(self.window) or self.window == "trained", windows)
-
-    def _require(self, name: str, fits: bool, what: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not fits:
-            raise ValueError(f"decoding_config.{name}={value!r} must be {what}.")
-
-
-def is_count(value, most: float = float("inf")) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most

@@ -13,23 +13,47 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
-from .cache_dflash import additive, visible
-from .configuration_dflash import DFlashDecodingConfig, DFlashDraftConfig
+from .candidates_dflash import CACHE_NAME, check_mode, check_pair, generate_with_candidates, install_hook
+from .configuration_dflash import DFlashDraftConfig
 from .custom_generate_dflash import generate as custom_generate
-from .generation_dflash import Strategy, decode
-from .hook_dflash import install_hook
-from .target_dflash import CACHE_NAME, check_pair, input_device, raw_embedding, running_device
 
 
 # A drafter's own mask embedding, next to its weights: engines read this file only.
 MASK_EMBEDDING = "mask_embedding.pt"
+
+
+def running_device(module: nn.Module) -> torch.device:
+    """The device of a module's weight, or, where accelerate has offloaded it, the one it is fetched to."""
+    device = module.weight.device
+    if device.type != "meta":
+        return device
+    if not hasattr(module, "_hf_hook"):
+        raise ValueError(f"A {type(module).__name__} is on the meta device, without values: load the model first.")
+    return torch.device(module._hf_hook.execution_device)
+
+
+def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.Tensor:
+    """`[..., H]` rows of a model's embedding table, without the scale or norm that its embedding module may add."""
+    module = model.get_input_embeddings()
+    if module.weight.device.type != "meta":
+        return nn.functional.embedding(input_ids, module.weight)
+    module._hf_hook.pre_forward(module)  # offloaded: fetch the weights, as before any forward
+    try:
+        return nn.functional.embedding(input_ids, module.weight)
+    finally:
+        module._hf_hook.post_forward(module, None)
+
+
+def additive(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask from a boolean one: eager attention would silently *add* a boolean mask as 0 and 1."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class DFlashRotaryEmbedding(GlmRotaryEmbedding):
@@ -39,20 +63,22 @@ class DFlashRotaryEmbedding(GlmRotaryEmbedding):
     """
 
     def _apply(self, fn, recurse=True):
-        def kept(table):
+        def move_only(table):
             moved = fn(table)
             return moved if moved.dtype == table.dtype else table.to(moved.device)
 
-        return super()._apply(kept, recurse)
+        return super()._apply(move_only, recurse)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first `d` channels of `x` `[N, heads, T, head_dim]` by `cos`, `sin` `[N, T, d]`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     dim = cos.shape[-1]
     if dim == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
-    rotated, rest = x[..., :dim], x[..., dim:]
+    rotated = x[..., :dim]
+    rest = x[..., dim:]
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
 
 
@@ -77,7 +103,8 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.v_head_dim, config.hidden_size, bias=bias)
         self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.value_dim, self.value_scale = config.v_head_dim, config.attention_value_scale
+        self.value_dim = config.v_head_dim
+        self.value_scale = config.attention_value_scale
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
 
@@ -146,13 +173,16 @@ class DFlashAttention(nn.Module):
         The mask of a block whose keys are the last `block_size` of `num_keys`; `None` if every slot sees everything.
         """
         padded = padding is not None and not padding.all()
-        causal, window = self.causal_in_block, self.sliding_window
+        causal = self.causal_in_block
+        window = self.sliding_window
         if not (padded or causal or (window is not None and num_keys > window)):
             return None
-        slots = torch.arange(num_keys - block_size, num_keys, device=query.device).expand(query.shape[0], -1)
-        last_seen = slots if causal else slots[:, -1:].expand_as(slots)
-        seen = visible(slots, torch.arange(num_keys, device=query.device), window, last_seen=last_seen)
-        mask = additive(seen, query.dtype)[:, None]  # [N, 1, B, keys]
+        key = torch.arange(num_keys, device=query.device)
+        slot = torch.arange(num_keys - block_size, num_keys, device=query.device)[:, None]  # [B, 1]
+        visible = key <= (slot if causal else num_keys - 1)
+        if window is not None:
+            visible = visible & (slot - key < window)
+        mask = additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
         if padded:
             mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
         return mask
@@ -173,8 +203,10 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.block_size, self.taps = config.block_size, config.conv_kernel_size
-        self.group_size, self.groups = config.conv_group_size, config.hidden_size // config.conv_group_size
+        self.block_size = config.block_size
+        self.taps = config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        self.groups = config.hidden_size // config.conv_group_size
         self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before, after the sublayer
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
@@ -218,9 +250,11 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attention_conv = self.mlp_conv = None
+        self.attention_conv = None
+        self.mlp_conv = None
         if config.conv_kernel_size is not None:
-            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+            self.attention_conv = BlockConvolution(config)
+            self.mlp_conv = BlockConvolution(config)
 
     def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
         def attend(x):
@@ -249,11 +283,9 @@ class DFlashDraftModel(PreTrainedModel):
 
     config: DFlashDraftConfig
     config_class = DFlashDraftConfig
-    decoding_config_class = DFlashDecodingConfig
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    strategy = Strategy  # how calls decode; the package's class has another
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
@@ -283,7 +315,6 @@ class DFlashDraftModel(PreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             # Draft id `i` is the target's id `i + d2t[i]`.
             self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.decoding_config = self.decoding_config_class()
         install_hook()
         self.post_init()
 
@@ -294,10 +325,10 @@ class DFlashDraftModel(PreTrainedModel):
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
         """`[..., H]` raw embeddings of a block's tokens, from the drafter's own table or else the target's."""
         if not self.config.has_embed_tokens:
-            return raw_embedding(target, input_ids.to(input_device(target)))
-        rows = self.embed_tokens.weight
-        known = input_ids.to(rows.device).clamp(max=len(rows) - 1)  # the target's table may have been extended
-        return raw_embedding(self, known)
+            return raw_embedding(target, input_ids.to(running_device(target.get_input_embeddings())))
+        table = self.embed_tokens.weight
+        ids = input_ids.to(table.device).clamp(max=len(table) - 1)  # the target's table may have been extended
+        return raw_embedding(self, ids)
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
@@ -310,7 +341,8 @@ class DFlashDraftModel(PreTrainedModel):
         """
         head = self.lm_head if self.config.has_own_head else target_head
         logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
-        logits = logits if self.config.has_own_head else logits[..., : self.config.vocab_size]
+        if not self.config.has_own_head:
+            logits = logits[..., : self.config.vocab_size]
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -322,24 +354,15 @@ class DFlashDraftModel(PreTrainedModel):
             return draft_ids
         return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
 
-    # The protocol attribute that the hook in `generate` looks for.
+    # The protocol that the hook in `generate` looks for; the package's class has an engine of its own.
     def dflash_decode(self, target, *args, **kwargs):
-        """The decoding loop that `target.generate(assistant_model=self)` runs; see `generation_dflash`."""
-        return decode(target, self, *args, **kwargs)
+        """What `target.generate(assistant_model=self)` runs: upstream's loop, with this drafter's candidates."""
+        return generate_with_candidates(self, target, *args, **kwargs)
 
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)
-        if generation_config.dola_layers is not None:
-            raise ValueError(
-                f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
-                "`assistant_model`."
-            )
-        if generation_mode != GenerationMode.ASSISTED_GENERATION:
-            raise ValueError(
-                f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
-                f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and the like."
-            )
+        check_mode(generation_mode, generation_config)
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[N, C, L * H_target]` target features -> `[N, C, H]`, from which every layer computes keys and values."""
@@ -351,19 +374,6 @@ class DFlashDraftModel(PreTrainedModel):
                 "all): concatenate the outputs of the target's layers `config.target_layer_ids`."
             )
         return self.hidden_norm(self.fc(context_hidden_states))
-
-    def extend_context(self, context, position_ids, past_key_values):
-        """
-        Write the keys and values of context tokens, such as the prompt's, into a cache, without a block.
-
-        Args:
-            context (`torch.Tensor`): `[N, C, H]`, from `project_context`.
-            position_ids (`torch.LongTensor`): `[N, C]`.
-            past_key_values (`Cache`): Updated in place.
-        """
-        cos, sin = (self.context_rotary_emb or self.rotary_emb)(context, position_ids)
-        for layer in self.layers:
-            past_key_values.update(*layer.self_attn.keys_values(context, cos, sin), layer.self_attn.layer_idx)
 
     def forward(
         self,
@@ -432,7 +442,8 @@ class DFlashDraftModel(PreTrainedModel):
         runs, and only a low acceptance length shows it.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if wrong := [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]:
+        wrong = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+        if wrong:
             raise ValueError(
                 f"The weights do not belong to this config.json: {wrong[0]} ({len(wrong)} tensors in all)."
             )

@@ -12,7 +12,7 @@ from support.watch import Watch
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf import responses as module
-from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.decoding.session import SlotSession
 from dflash_hf.responses import Choice, cut_at, decodes_in_slots, responses, rows_that_fit, sample_tokens
 from dflash_hf.target import generate_responses
 

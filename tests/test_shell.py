@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_hf import cli, terminal
 from dflash_hf.cli import build_parser, main
-from dflash_hf.modeling.target_dflash import Trial
+from dflash_hf.decoding.probe import Probe
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.terminal import note, wants_color
 
@@ -285,9 +285,9 @@ def test_samples_follow_the_seed(run):
 def test_trying_the_target_is_not_timed(line, run, monkeypatch):
     """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
     order = []
-    support = Trial.support
+    support = Probe.capabilities
     generate = GenerationMixin.generate
-    monkeypatch.setattr(Trial, "support", lambda trial, kinds: order.append("tried") or support(trial, kinds))
+    monkeypatch.setattr(Probe, "capabilities", lambda trial, kinds: order.append("tried") or support(trial, kinds))
     monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))
     monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
     assert run(line)[0] == 0 and order == ["tried", "generate"]

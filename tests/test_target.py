@@ -7,7 +7,7 @@ from support.tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.modeling.target_dflash import check_pair, decoder_layers
+from dflash_hf.modeling.candidates_dflash import check_pair, decoder_layers
 from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward
 
 

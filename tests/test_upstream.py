@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.import_utils import is_serve_available
 
-from dflash_hf.modeling.target_dflash import CACHE_NAME, cache_argument
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.targets.features import cache_argument
 
 
 # Wrapped, overridden, or called by position.

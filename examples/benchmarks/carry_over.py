@@ -27,11 +27,12 @@ from transformers import DynamicCache
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.messages import UnusableRow
-from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.target import freeze
+from dflash_hf.targets.features import FeatureTap
 from dflash_hf.training.blocks import block_mask, example_seeds, sample_anchors
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -121,7 +122,7 @@ class Arm:
             position_ids=blocks.position_ids,
         ).last_hidden_state.float()
         hidden = hidden.unflatten(1, (-1, draft.config.block_size))  # [N, A, B, H]
-        drafted = self.drafter.walk(blocks.labels[..., 0].flatten(), hidden[:, :, 1:].flatten(0, 1), [])
+        drafted = self.drafter.decode_block(blocks.labels[..., 0].flatten(), hidden[:, :, 1:].flatten(0, 1), [])
         drafted = drafted.view_as(blocks.labels)
         right = (drafted == blocks.labels) & blocks.counted
         return drafted, right[..., 1:].long().cumprod(-1).sum(-1)

@@ -24,11 +24,12 @@ import torch
 from sizes import TEXTS, Situation, batches
 from transformers.utils import logging
 
-from dflash_hf.decoding import copies, costs, reliability, sizes, strategy
-from dflash_hf.decoding.strategy import Fastest, Fixed
-from dflash_hf.decoding.trees import Tree, tree
-from dflash_hf.modeling.accept_dflash import Block, Verdict
-from dflash_hf.modeling.text_dflash import Text
+from dflash_hf.decoding import adaptive, copies, costs, reliability, sizes
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.adaptive import AdaptiveLength
+from dflash_hf.decoding.policies import DraftPolicy
+from dflash_hf.decoding.state import GenerationState
+from dflash_hf.decoding.trees import Tree
 from dflash_hf.smollm2 import load_pair
 
 
@@ -38,12 +39,12 @@ WIDTH = 16  # nodes that are recorded at each token
 PLAIN, DRAFTED, COPIED = 1.0, {0: 1.2, 4: 1.4, 8: 1.55, 16: 1.9}, {1: 1.05, 4: 1.2, 8: 1.4, 16: 1.7}
 
 
-class Recorded(Fixed):
+class Recorded(DraftPolicy):
     """Decodes one token a round, and keeps the tree that would be drafted at each of them."""
 
-    def draft(self, drafter, text):
-        self.call.draft.found.append(tree(drafter, text.last, text.next_draws, WIDTH))
-        return Block(text.last[:, None])
+    def get_candidates(self, state):
+        self.call.draft.found.append(self.draft_tree(state, WIDTH))
+        return self.no_draft(state)
 
 
 class Row:
@@ -60,7 +61,7 @@ def recorded(pair, prompts: int, tokens: int) -> dict[str, list[Row]]:
         found[text] = []
         for batch in batches(pair.tokenizer, Situation(text), prompts):
             pair.draft.found = []
-            with mock.patch.object(type(pair.draft), "strategy", Recorded):
+            with mock.patch.object(pair.draft.decoding_config, "policy", Recorded):
                 output = pair.target.generate(
                     **batch, assistant_model=pair.draft, do_sample=False, max_new_tokens=tokens
                 )
@@ -69,15 +70,14 @@ def recorded(pair, prompts: int, tokens: int) -> dict[str, list[Row]]:
     return found
 
 
-class Replay(Text):
+class Replay(GenerationState):
     """A text of one or more rows that is written as it was recorded."""
 
     def __init__(self, rows: list[Row]):
         longest, self.limit = max(len(row.prompt) for row in rows), min(len(row.answer) for row in rows)
         self.prompt = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])
-        super().__init__(
-            self.prompt, SimpleNamespace(streamer=None, listed=(), prompt_length=longest, max_new=self.limit)
-        )
+        selector = SimpleNamespace(prompt_length=longest, max_new=self.limit, requested_outputs=(), streamer=None)
+        super().__init__(self.prompt, selector)
         self.rows = rows
         self.buffer = torch.cat([self.prompt, torch.tensor([row.answer[: self.limit] for row in rows])], dim=1)
         self._advance([1] * len(rows))
@@ -91,7 +91,7 @@ class Replay(Text):
         trees = [row.trees[min(length, self.limit - 1) - 1] for row, length in zip(self.rows, self.lengths)]
         return Tree(*(torch.cat(parts) for parts in zip(*trees, strict=True))).first(nodes + 1)
 
-    def accept(self, draft) -> Verdict:
+    def accept(self, draft) -> Acceptance:
         """Follow the recorded answers as far as the draft does."""
         paths = []
         for row, (length, alive) in enumerate(zip(self.lengths, self.alive, strict=True)):
@@ -103,7 +103,7 @@ class Replay(Text):
         self._advance([*map(len, paths)])
         longest = max(map(len, paths))
         path = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
-        return Verdict([len(path) for path in paths], path)
+        return Acceptance([len(path) for path in paths], path)
 
 
 def cost_of(factor: float, rows: int, work: tuple[int, bool]) -> float:
@@ -125,28 +125,29 @@ def replayed(pair, rows: list[Row], factor: float, memory: dict) -> float:
     now, text = [0.0], Replay(rows)
     target, draft = SimpleNamespace(config=pair.target.config, device=torch.device("cpu")), pair.draft
     call = SimpleNamespace(
-        target=target, draft=draft, prompt=text.prompt, rules=text.rules, columns=text.prompt.shape[1]
+        target=target, draft=draft, prompt=text.prompt, selector=text.selector, columns=text.prompt.shape[1]
     )
-    call.config, call.asked_for = SimpleNamespace(do_sample=False), None
+    call.config = SimpleNamespace(do_sample=False)
+    call.capabilities = SimpleNamespace(trees=True)
 
-    class Replayed(Fastest):
-        support = SimpleNamespace(trees=True)
+    class Replayed(AdaptiveLength):
         _throughputs = memory
 
-        def room(self, text):
-            return text.left
+        def room(self, state):
+            return state.left
+
+        def draft_tree(self, state, nodes, top_k=None):
+            return state.drafted(nodes)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(costs, "clock", lambda device: now[0]))
         table = memory.setdefault("table", costs.CostTable(0.3, 8, target.device))
-        patches.enter_context(mock.patch.object(strategy, "table_of", lambda *_: table))
-        patches.enter_context(mock.patch.object(strategy, "tree", lambda *args: text.drafted(args[3])))
-        chosen = Replayed(call)
-        drafter = SimpleNamespace(draft=draft)
+        patches.enter_context(mock.patch.object(adaptive, "table_of", lambda *_: table))
+        chosen = Replayed(call, SimpleNamespace(block_tokens=draft.config.block_tokens, graph=None))
         while not text.done:
-            drafted = chosen.draft(drafter, text)
+            drafted = chosen.get_candidates(text)
             now[0] += cost_of(factor, len(rows), chosen.round.work)
-            chosen.learn(text, text.accept(drafted))
+            chosen.update_candidate_strategy(text, drafted, text.accept(drafted))
         chosen.summary()
     return now[0]
 
@@ -170,12 +171,12 @@ def trials() -> list[tuple[str, str, Callable]]:
 
     never = SimpleNamespace(ratio=1.0, note=lambda *_: None)
     return [
-        ("SLACK = 0.1", "0", of(Fastest, "SLACK", 0.0)),
-        ("SLACK = 0.1", "0.3", of(Fastest, "SLACK", 0.3)),
-        ("COPYING = 4", "0: nothing is copied", of(Fastest, "COPYING", 0)),
-        ("COPYING = 4", "1: of one row alone", of(Fastest, "COPYING", 1)),
-        ("COPYING = 4", "2", of(Fastest, "COPYING", 2)),
-        ("WIDEST = 16", "8", of(Fastest, "WIDEST", {**Fastest.WIDEST, "cpu": (8, 32, 2)})),
+        ("SLACK = 0.1", "0", of(AdaptiveLength, "SLACK", 0.0)),
+        ("SLACK = 0.1", "0.3", of(AdaptiveLength, "SLACK", 0.3)),
+        ("COPYING = 4", "0: nothing is copied", of(AdaptiveLength, "COPYING", 0)),
+        ("COPYING = 4", "1: of one row alone", of(AdaptiveLength, "COPYING", 1)),
+        ("COPYING = 4", "2", of(AdaptiveLength, "COPYING", 2)),
+        ("WIDEST = 16", "8", of(AdaptiveLength, "WIDEST", {**AdaptiveLength.WIDEST, "cpu": (8, 32, 2)})),
         ("EXPECTED = 1.5", "1.2", of(sizes.Throughput, "EXPECTED", 1.2)),
         ("EXPECTED = 1.5", "2.5", of(sizes.Throughput, "EXPECTED", 2.5)),
         ("MEMORY = 0.95", "0.8", of(sizes.Throughput, "MEMORY", 0.8)),
@@ -184,8 +185,8 @@ def trials() -> list[tuple[str, str, Callable]]:
         ("SHARE = 0.015", "0.05", of(sizes.Throughput, "SHARE", 0.05)),
         ("SHARE = 0.015", "1: it hardly rests", of(sizes.Throughput, "SHARE", 1.0)),
         ("LONGEST_REST = 128", "16", of(sizes.Throughput, "LONGEST_REST", 16)),
-        ("EXPECTED_SHARE = 0.75", "0: what was accepted", of(Fastest, "EXPECTED_SHARE", 0.0)),
-        ("EXPECTED_SHARE = 0.75", "1: what is expected", of(Fastest, "EXPECTED_SHARE", 1.0)),
+        ("EXPECTED_SHARE = 0.75", "0: what was accepted", of(AdaptiveLength, "EXPECTED_SHARE", 0.0)),
+        ("EXPECTED_SHARE = 0.75", "1: what is expected", of(AdaptiveLength, "EXPECTED_SHARE", 1.0)),
         ("ENOUGH = 3", "1", of(costs, "ENOUGH", 1)),
         ("ENOUGH = 3", "8", of(costs, "ENOUGH", 8)),
         ("Reliability.TRUST = 4", "1", of(reliability.Reliability, "TRUST", 1.0)),

@@ -30,7 +30,7 @@ from torch import nn
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.decoding.packing import emulated
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import drafter_folder, load_pair
 from dflash_hf.target import TargetOutput, target_features
 from dflash_hf.training import losses, train

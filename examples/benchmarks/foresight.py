@@ -16,17 +16,17 @@ import time
 import torch
 from sizes import TEXTS, Situation, batches
 
+from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.decoding.strategy import Fastest
 from dflash_hf.smollm2 import load_pair
 
 
-class Unforeseen(Fastest):
+class Unforeseen(AdaptiveLength):
     """Drafts what is likeliest."""
 
-    def draft(self, drafter, text):
-        drafter.noise = None
-        return super().draft(drafter, text)
+    def get_candidates(self, state):
+        self.drafter.noise = None
+        return super().get_candidates(state)
 
 
 def main():
@@ -41,7 +41,7 @@ def main():
     pair = load_pair("bfloat16")
     # Separate drafters: what is known of one of them does not help the others.
     ways = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without")}
-    ways["without"].strategy = Unforeseen
+    ways["without"].decoding_config.policy = Unforeseen
     packed_weights(pair.target, *ways.values())
     ways = {"target": None, **ways}
 

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from dflash_hf.evaluation.measure import now
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 @dataclass

@@ -25,7 +25,7 @@ from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.smollm2 import Pair, load_pair
 
 

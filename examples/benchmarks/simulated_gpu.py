@@ -29,12 +29,12 @@ import torch
 from random_pairs import SHAPES, random_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_hf.decoding.acceptance import Acceptance, Block
+from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.costs import Costs as KnownCosts
 from dflash_hf.decoding.costs import CostTable
 from dflash_hf.decoding.sizes import Seen, Throughput
-from dflash_hf.decoding.strategy import Fastest
-from dflash_hf.decoding.trees import tree
-from dflash_hf.modeling.accept_dflash import Block, Verdict
+from dflash_hf.decoding.trees import draft_tree
 
 
 LIKELY = 8  # tokens of a slot that the target may choose
@@ -140,7 +140,7 @@ class World:
         return Block(torch.cat([self.anchors[:, None], torch.ones(self.rows, BLOCK - 1, dtype=torch.long)], dim=1))
 
     def tree(self, nodes: int):
-        return tree(self, self.anchors, [], nodes)
+        return draft_tree(self, self.anchors, [], nodes)
 
     def verdict(self, draft) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """How far the target agrees with what was drafted last."""
@@ -167,15 +167,19 @@ def solved(function, goal: float) -> float:
     return (low + high) / 2
 
 
-def decode(costs, rows: int, sure: float, others: float, strategy: Fastest | None = None) -> dict:
+def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLength | None = None) -> dict:
     """Rounds of `NEW` tokens for each row, of chosen sizes or of whole blocks."""
     world, left = World(sure, others, rows), [NEW] * rows
+    if strategy is not None:
+        world.graph = None
+        world.block_tokens = BLOCK
+        strategy.drafter = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
         alive=[True] * rows, lengths=[0] * rows, longest=0, left=NEW, done=False, last=world.anchors, next_draws=[]
     )
     while not text.done:
-        draft = world.block() if strategy is None else strategy.draft(world, text)
+        draft = world.block() if strategy is None else strategy.get_candidates(text)
         drafted = strategy is None or strategy.round.work[1]
         counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
         size = draft.tokens.shape[1] - 1 if drafted else -1
@@ -193,24 +197,23 @@ def decode(costs, rows: int, sure: float, others: float, strategy: Fastest | Non
         text.lengths = [NEW - rest for rest in left]
         text.done = not any(text.alive)
         if strategy is not None:
-            strategy.learn(text, Verdict(counts, path))
+            strategy.update_candidate_strategy(text, draft, Acceptance(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 
-class Simulated(Fastest):
+class Simulated(AdaptiveLength):
     """The strategy of a call on that machine, without copies."""
 
-    support = SimpleNamespace(trees=True)
-
     def __init__(self, costs: Costs, rows: int, throughput: Throughput):
-        self.call = SimpleNamespace(rules=SimpleNamespace(max_new=NEW))
-        self.max_draft = max(min(64, 512 // rows), 15)
+        self.call = SimpleNamespace(selector=SimpleNamespace(max_new=NEW), capabilities=SimpleNamespace(trees=True))
+        self.drafter = SimpleNamespace(graph=None, block_tokens=BLOCK)
+        self.widest = max(min(64, 512 // rows), 15)
         table = CostTable(costs.drafter / costs.target, BLOCK, torch.device("cuda"))
-        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.max_draft}
+        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.widest}
         table.samples[rows, table.bucket(TEXT)] = known
         self.costs, self.throughput = KnownCosts(table, rows, TEXT, torch.device("cpu")), throughput
         self.copies, self.round, self.seen = [], None, Seen(rows)
-        throughput.begin(self.costs.curve(0, self.max_draft)[2])
+        throughput.begin(self.costs.curve(0, self.widest)[2])
         self.seen.rounds = [(0, 1, 1.0)]
 
     def room(self, text) -> int:

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import lookup
 import torch
 
+from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.decoding.strategy import Fastest
-from dflash_hf.modeling.text_dflash import Text
+from dflash_hf.decoding.state import GenerationState
 from dflash_hf.smollm2 import load_pair
 
 
@@ -28,19 +28,19 @@ class Successors:
 
     def __init__(self):
         self.table, self.right, self.known, self.found = {}, 3.0, 10.0, Counter()
-        accept, learn = Text.accept, Fastest.learn
+        accept, learn = GenerationState.accept, AdaptiveLength.update_candidate_strategy
 
         def accepted(text, draft, logits):
             self.draft, self.said = draft, logits[0].argmax(-1).tolist()
             return accept(text, draft, logits)
 
-        def learned(strategy, text, verdict):
+        def learned(strategy, text, candidates, verdict):
             if strategy.round.tree is not None:
                 self.count(strategy, self.draft, verdict, int(text.last[0]))
             self.table.update(zip(self.draft.tokens[0].tolist(), self.said, strict=True))
-            learn(strategy, text, verdict)
+            learn(strategy, text, candidates, verdict)
 
-        Text.accept, Fastest.learn = accepted, learned
+        GenerationState.accept, AdaptiveLength.update_candidate_strategy = accepted, learned
 
     def count(self, strategy, draft, verdict, bonus: int) -> None:
         """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""

@@ -29,13 +29,12 @@ from transformers import DynamicCache
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.modeling_dflash import apply_rotary
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.modeling.modeling_dflash import additive, apply_rotary
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.training.losses import slot_weights
 
@@ -438,8 +437,8 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
     run, size, place = Run(text.name, settings), draft.config.block_size, 0
     fixed = settings.train in OUTSIDE or not settings.rate  # hidden states are the same in every run
     first = text.answers[0][0]
-    drafter.context.absorb(text.features[None, :first])
-    drafter.context.open([0], first, torch.zeros(1, 1, dtype=torch.long))
+    drafter.context.append(text.features[None, :first])
+    drafter.context.prefill([0], first, torch.zeros(1, 1, dtype=torch.long))
     read = first
     for start, stop in text.answers:
         place += 1  # the first token comes from the prompt's forward
@@ -452,11 +451,11 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                 drafted = found
             elif key in text.hidden and fixed:
                 drafter.hidden = text.hidden[key]
-                drafted = drafter.walk(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
+                drafted = drafter.decode_block(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
             else:
                 if read < start:
-                    drafter.context.read(text.features[None, read:start], Verdict([start - read]))
-                drafted, read = drafter.block(text.tokens[None, start], []).tokens[0, 1:].tolist(), start
+                    drafter.context.read(text.features[None, read:start], Acceptance([start - read]))
+                drafted, read = drafter.draft_block(text.tokens[None, start], []).tokens[0, 1:].tolist(), start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock
                 if fixed:

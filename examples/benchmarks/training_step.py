@@ -27,7 +27,7 @@ from torch import nn
 from transformers import Qwen3Config
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
 from dflash_hf.training.losses import block_loss, loss_normalizer, slot_weights, token_losses
 

@@ -12,16 +12,17 @@ from functools import partial as _partial
 from dflash_hf.when_imported import when_imported as _when_imported
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _LAZY = {
     "DFlashDraftConfig": ".drafter",
     "DFlashDraftModel": ".drafter",
     "DFlashDecodingConfig": ".decoding.settings",
-    "DFlashCandidateGenerator": ".decoding.candidates",
-    "DFlashGenerateOutput": ".modeling.generation_dflash",
-    "install_hook": ".modeling.hook_dflash",
-    "remove_hook": ".modeling.hook_dflash",
+    "DFlashCandidateGenerator": ".modeling.candidates_dflash",
+    "DraftPolicy": ".decoding.policies",
+    "DFlashGenerateOutput": ".decoding.loop",
+    "install_hook": ".decoding.generate_hook",
+    "remove_hook": ".decoding.generate_hook",
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
     "generate_responses": ".target",
@@ -52,7 +53,7 @@ def _call(module: str, function: str) -> None:
 for _awaited, *_action in (
     ("transformers.models.auto.configuration_auto", ".auto", "register"),
     ("dflash_hf.drafter", ".auto", "register_classes"),
-    ("transformers.generation.utils", ".modeling.hook_dflash", "install_hook"),
+    ("transformers.generation.utils", ".decoding.generate_hook", "install_hook"),
     ("transformers.pipelines.base", ".auto", "register_pipelines"),
 ):
     _when_imported(_awaited, _partial(_call, *_action))

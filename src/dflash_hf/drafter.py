@@ -7,8 +7,9 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.integrations.peft import maybe_load_adapters
 
+from dflash_hf.decoding.generate_hook import install_hook
+from dflash_hf.decoding.loop import decode
 from dflash_hf.decoding.settings import DFlashDecodingConfig
-from dflash_hf.decoding.strategy import strategy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.read import tensor_names
 from dflash_hf.layouts.weights import (
@@ -20,7 +21,6 @@ from dflash_hf.layouts.weights import (
     read_mask_embedding,
 )
 from dflash_hf.modeling import modeling_dflash
-from dflash_hf.modeling.heads_dflash import CandidateSelector, Correction, MarkovTables, PrefixGRU
 
 
 _HUB_ARGUMENTS = (
@@ -47,8 +47,6 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     config: DFlashDraftConfig
     config_class = DFlashDraftConfig
-    decoding_config_class = DFlashDecodingConfig
-    strategy = staticmethod(strategy)
     # Checked by name before loading; no second report needed.
     _keys_to_ignore_on_load_unexpected = [
         r"rotary_emb\.",
@@ -59,6 +57,11 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         "t2d",
         r"\.(input|output)_(global_)?(scale|zero_point)$",  # of activations, beside quantised weights
     ]
+
+    def __init__(self, config: DFlashDraftConfig):
+        super().__init__(config)
+        self.decoding_config = DFlashDecodingConfig()
+        install_hook()
 
     def __getattr__(self, name: str):
         if name == "generate":  # no method: upstream takes a class with one for a language model
@@ -82,18 +85,6 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             init.zeros_(module.attention_sink_bias)
         elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
             init.zeros_(module.weight)
-        # Fresh heads draft what the slots say by themselves.
-        elif isinstance(module, CandidateSelector):
-            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
-            init.zeros_(module.successor_codebook)
-        elif isinstance(module, MarkovTables):
-            init.zeros_(module.markov_w2.weight)
-        elif isinstance(module, Correction):
-            init.zeros_(module[2].weight)
-        elif isinstance(module, PrefixGRU):
-            bound = self.config.gru_hidden_dim**-0.5
-            for parameter in module.parameters():
-                init.uniform_(parameter, -bound, bound)
         self.config.head.init_weights(module, self.config)
 
     @classmethod
@@ -211,6 +202,34 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
                     f"d2t maps {len(ids)} draft tokens to {len(unique)} ids {first}..{last} of a "
                     f"target with vocab_size={size}. It holds differences: draft id i is the target's id i + d2t[i]."
                 )
+
+    def dflash_decode(self, target, *args, **kwargs):
+        """The decoding loop that `target.generate(assistant_model=self)` runs; see `dflash_hf.decoding.loop`."""
+        return decode(target, self, *args, **kwargs)
+
+    def extend_context(self, context: torch.Tensor, position_ids: torch.LongTensor, cache) -> None:
+        """
+        Write the keys and values of context tokens, such as the prompt's, into a cache, without a block.
+
+        Args:
+            context (`torch.Tensor`): `[N, C, H]`, from `project_context`.
+            position_ids (`torch.LongTensor`): `[N, C]`.
+            cache (`Cache`): Updated in place.
+        """
+        rotary = self.context_rotary_emb or self.rotary_emb
+        cos, sin = rotary(context, position_ids)
+        for layer in self.layers:
+            attention = layer.self_attn
+            cache.update(*attention.keys_values(context, cos, sin), attention.layer_idx)
+
+    def check_decoding_config(self) -> None:
+        """
+        Raises:
+            `ValueError`: `decoding_config` is of another class, or has an invalid value.
+        """
+        if not isinstance(self.decoding_config, DFlashDecodingConfig):
+            raise ValueError(f"decoding_config={self.decoding_config!r} must be a DFlashDecodingConfig.")
+        self.decoding_config.check(self.config.block_tokens)
 
     def dflash_validate(self, target, *args):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""

@@ -14,11 +14,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dflash_hf.configs import positions_of
-from dflash_hf.decoding.strategy import support
-from dflash_hf.modeling.accept_dflash import Block, likeliest
-from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
-from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import empty_cache, input_device, why_hidden
+from dflash_hf.decoding.acceptance import Block, argmax_token
+from dflash_hf.decoding.probe import capabilities_of
+from dflash_hf.decoding.session import SlotSession
+from dflash_hf.decoding.slots import SlotCache, SlotLayer
+from dflash_hf.targets.features import empty_cache, input_device
+from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
 
 Prompts = Iterable[tuple[object, Sequence[int]]]  # number, or another key, and ids
@@ -133,7 +134,7 @@ class Choice:
         if self.suppressed:
             scores[:, self.suppressed] = -torch.inf
         if not self.do_sample:
-            return likeliest(scores)
+            return argmax_token(scores)
         chances = [generator.random() for generator in generators]
         chances = torch.tensor(chances, dtype=torch.double, device=scores.device)
         return sample_tokens(scores / self.temperature, chances, self.top_k, self.top_p)
@@ -173,7 +174,7 @@ def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether a full batch decodes as `generate` does: a cache that lives in slots, and only plain settings."""
     if not _has_supported_settings(config) or _rotates_by_length(target):
         return False
-    return not target.training and why_hidden(target) is None and support(target).session is SlotSession
+    return not target.training and unsafe_hook(target) is None and capabilities_of(target).session is SlotSession
 
 
 def _rotates_by_length(target: PreTrainedModel) -> bool:
@@ -250,9 +251,10 @@ class _Row:
 
 
 class _Cache(SlotCache):
-    """A slot cache whose rows may be cut anywhere."""
+    """Slots without rings: after any beginning of a row's text another one may follow."""
 
-    SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
+    def slot_layer(self, layer, margin: int) -> SlotLayer:
+        return SlotLayer(self)
 
 
 class _Session(SlotSession):

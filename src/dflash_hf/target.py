@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
+from dflash_hf.modeling.candidates_dflash import check_pair, decoder_layers
 from dflash_hf.private import shallow_clone
 from dflash_hf.responses import eos_ids, responses, room_for_answer
+from dflash_hf.targets.features import FeatureTap
 
 
 @dataclass

@@ -11,10 +11,9 @@ from support.scripted_draft import recognising, scripted
 
 from dflash_hf.decoding import costs as costs_module
 from dflash_hf.decoding.costs import NOTHING, CostTable, table_of
+from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.reliability import Reliability, TextCalibration
 from dflash_hf.decoding.sizes import Throughput
-from dflash_hf.decoding.strategy import Fixed
-from dflash_hf.modeling.accept_dflash import Block
 
 
 CPU = torch.device("cpu")
@@ -41,18 +40,18 @@ def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
     draft.likely[1 - fast, 38:] = draft.likely[1 - fast, 38:].flip(-1)  # this row is always wrong
     assert len(slow) == 200
 
-    class Seldom(Fixed):
+    class Seldom(DraftPolicy):
         """As soon as the fast row has ended, a draft in every 36th round."""
 
         rounds = 0
 
-        def draft(self, drafter, text):
-            self.rounds += not all(text.alive)
-            if not all(text.alive) and self.rounds % 36:
-                return Block(text.last[:, None])
-            return super().draft(drafter, text)
+        def get_candidates(self, state):
+            self.rounds += not all(state.alive)
+            if not all(state.alive) and self.rounds % 36:
+                return self.no_draft(state)
+            return super().get_candidates(state)
 
-    monkeypatch.setattr(type(draft), "strategy", staticmethod(Seldom))
+    draft.decoding_config.policy = Seldom
     output = target.generate(prompt, **options, assistant_model=draft)
     assert torch.equal(output.sequences, torch.stack(texts))
     assert len(output.acceptance_lengths[fast]) < 60 < len(output.acceptance_lengths[1 - fast]) - 60

@@ -12,9 +12,9 @@ from support.scripted_draft import scripted
 from support.trees import best_first, paths_of, tree_of
 from transformers import DynamicCache, LogitsProcessor
 
-from dflash_hf.decoding.trees import grown, tree
-from dflash_hf.modeling.accept_dflash import Block, Verdict
-from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.decoding.acceptance import Acceptance, Block
+from dflash_hf.decoding.session import SlotSession
+from dflash_hf.decoding.trees import draft_tree, grow_tree
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
     draft = EVERY[make](target, block_size=block_size, seed=nodes)
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    one = tree(drafter, anchors, [0, 0], nodes)
+    one = draft_tree(drafter, anchors, [0, 0], nodes)
 
     def likely(row, path):
         return log_probs_after(draft, target, int(anchors[row]), hidden[row], path)
@@ -76,14 +76,14 @@ def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
 def test_tree_wider_than_its_beam_is_a_tree(make):
     target = make_target()
     drafter, anchors = after_random_text(EVERY[make](target, block_size=16), target)
-    assert_is_tree(tree(drafter, anchors, [0, 0], 127), 127)
+    assert_is_tree(draft_tree(drafter, anchors, [0, 0], 127), 127)
 
 
 @torch.no_grad()
 def test_tree_over_few_tokens_holds_them_all():
     target = make_target()
     drafter, anchors = after_random_text(make_draft(target, block_size=3, draft_vocab_size=3), target)
-    assert_is_tree(tree(drafter, anchors, [0, 0], 99), 3 + 9)
+    assert_is_tree(draft_tree(drafter, anchors, [0, 0], 99), 3 + 9)
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(11, 1), (120, 2), (11, 5), (120, 5), (120, 200)])
@@ -101,7 +101,7 @@ def test_beam_keeps_the_likeliest_of_each_depth(nodes, width):
         found = ids.flatten(1)
         return ids, best
 
-    one = grown(anchors, extend, depth, nodes, width)
+    one = grow_tree(anchors, extend, depth, nodes, width)
     for row in range(rows):
         beam, seen = [((), 0.0)], []
         for slot in range(depth):
@@ -140,7 +140,7 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
         for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
             chosen[row, one.parents[row, node]] = one.tokens[row, node]
     counts, path = one.agree(chosen)
-    along = Verdict(counts.tolist(), path).along(torch.arange(21).expand(3, -1)[..., None])
+    along = Acceptance(counts.tolist(), path).select(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
         children, expected = one.children(row), [0]
         assert len(children) == 20
@@ -167,7 +167,7 @@ def test_logits_of_a_node_are_those_of_its_path(family, nodes):
     cache, offset = DynamicCache(config=target.config), torch.zeros(2, 1, dtype=torch.long)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     target(**inputs, position_ids=positions, past_key_values=cache)
-    session = SlotSession(target, cache, pads, offset, {}, largest=nodes + 1)
+    session = SlotSession(target, cache, pads, offset, {}, largest_draft=nodes + 1)
     logits, deepest = session.verify(one)[0], [int(one.depths[row].argmax()) for row in range(2)]
     prompts = [ids[row, pad:] for row, pad in enumerate(pads)]
     paths = [one.ancestors[row, node].nonzero()[:, 0] for row, node in enumerate(deepest)]
@@ -177,7 +177,7 @@ def test_logits_of_a_node_are_those_of_its_path(family, nodes):
             torch.testing.assert_close(logits[row, node], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
     # The next token sees the deepest path alone.
     path = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
-    session.keep(Verdict([len(path) for path in paths], path))
+    session.keep(Acceptance([len(path) for path in paths], path))
     logits, _ = session.verify(Block(torch.tensor([[7], [8]])))
     for row in range(2):
         text = torch.cat([prompts[row], one.tokens[row, paths[row]], torch.tensor([7 + row])])[None]

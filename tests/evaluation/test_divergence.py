@@ -7,12 +7,12 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
+from dflash_hf.decoding.acceptance import Block
 from dflash_hf.evaluation import divergence
 from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, gap_at, judge, measure_rounding
 from dflash_hf.evaluation.measure import EvalReport, evaluate
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.modeling.accept_dflash import Block
 
 
 PROMPTS = [[5 + i, 9, 11 + 2 * i, 60, 7] for i in range(12)]

@@ -355,7 +355,7 @@ def test_every_limit_is_shown(folder, target):
 
 @pytest.mark.parametrize(
     ("version", "old"),
-    [(None, True), ("0.1.0", True), ("0.1.1", False), ("0.2.0.dev1", False), ("1", False), ("x", True)],
+    [(None, True), ("0.1.1", True), ("0.2.0", True), ("0.3.0.dev0", False), ("1", False), ("x", True)],
 )
 def test_check_names_older_code(version, old, folder):
     edit(folder, dflash_hf_version=version)

@@ -107,14 +107,14 @@ def test_publish_uploads_imports_of_own_code(folder):
     """Any `*_dflash.py` was published, and a module of another name was not."""
     for name, text in {
         "plots_dflash.py": "import matplotlib\n",
-        "layers.py": "from .text_dflash import Text\n",
-        "mine.py": "from .layers import Text\nfrom .not_there import Nothing\n\n\nclass MyDraft: ...\n",
+        "layers.py": "from .head_dflash import Head\n",
+        "mine.py": "from .layers import Head\nfrom .not_there import Nothing\n\n\nclass MyDraft: ...\n",
     }.items():
         (folder / name).write_text(text, encoding="utf-8")
     before = json.loads((folder / "config.json").read_text())["auto_map"]
     edit(folder, auto_map={**before, "AutoModel": "mine.MyDraft"})
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    for name in ("mine.py", "layers.py", "text_dflash.py", "configuration_dflash.py"):
+    for name in ("mine.py", "layers.py", "head_dflash.py", "configuration_dflash.py"):
         assert result.contents[name] == folder / name
     assert "plots_dflash.py" in result.left_out
 

@@ -12,7 +12,7 @@ from support.pairs import make_draft, make_target
 from transformers import AutoConfig, AutoModel, Qwen3Config, Qwen3Model
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.hook_dflash import drafter_of
+from dflash_hf.modeling.candidates_dflash import drafter_of
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])
@@ -74,4 +74,5 @@ def test_drafter_loaded_before_the_package_drafts(tmp_path, monkeypatch):
     expected = target.generate(PROMPT, **options).sequences
     for draft in (core, copy.deepcopy(core), pickle.loads(pickle.dumps(core)), package):
         output = target.generate(PROMPT, **options, assistant_model=draft)
-        assert torch.equal(output.sequences, expected) and sum(output.acceptance_lengths[0]) == 19
+        assert torch.equal(output.sequences, expected)
+        assert hasattr(output, "acceptance_lengths") == (draft is package)

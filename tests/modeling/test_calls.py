@@ -15,10 +15,10 @@ from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 
 from dflash_hf.decoding import recurrent
-from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.target_dflash import cache_argument, recurrent_states
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.slots import SlotCache, SlotLayer, recurrent_states
+from dflash_hf.targets.features import cache_argument
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -332,16 +332,16 @@ def test_context_is_cut_with_its_cache(target, draft):
 
     def opened(columns: int, past: int, continued=None) -> Drafter:
         drafter = Drafter(draft, target)
-        drafter.context.absorb(features[:, past:columns])
-        drafter.context.open([0], columns, offset, continued)
+        drafter.context.append(features[:, past:columns])
+        drafter.context.prefill([0], columns, offset, continued)
         return drafter
 
     before = opened(56, 0).context
-    before.read(features[:, 56:71], Verdict([15]))
-    before.close(cache)
+    before.read(features[:, 56:71], Acceptance([15]))
+    before.release(cache)
     after = opened(44, 40, cache)
     for drafter in (after, expected := opened(44, 0)):
-        drafter.context.read(features[:, 71:73], Verdict([2]))
+        drafter.context.read(features[:, 71:73], Acceptance([2]))
     anchor = torch.tensor([7])
     torch.testing.assert_close(after.hidden_states(anchor), expected.hidden_states(anchor))
     assert after.context.lengths == expected.context.lengths == [46]

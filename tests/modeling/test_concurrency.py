@@ -19,7 +19,8 @@ from support.pairs import make_target
 from support.scripted_draft import features_of, recognising
 from support.threads import BLOCK_SIZE, PLAIN, TARGETS, Pair, Turns, Window, at_once
 
-from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
+from dflash_hf.modeling.modeling_dflash import raw_embedding
+from dflash_hf.targets.features import FeatureTap
 
 
 KNOWN: dict[tuple, Pair] = {}

@@ -1,6 +1,6 @@
 """
-A saved drafter's folder works without the package, whose code lies beside the weights: every head decodes losslessly
-in a process that cannot import it, as an assistant and by the name of a folder or a repository.
+A saved drafter's folder works without the package: every head decodes losslessly in a process that cannot import it,
+with the code beside the weights, as an assistant and by the name of a folder or a repository.
 """
 
 import json
@@ -16,7 +16,7 @@ from support.pairs import make_draft, make_draft2, make_target
 
 COMMIT, REPOSITORY = "0123456789abcdef0123456789abcdef01234567", "someone/a-draft.2"
 SCRIPT = """
-import copy, functools, importlib.util, json, os, pickle, sys
+import copy, functools, importlib.util, json, os, pickle, sys, threading
 sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__ and "editable" not in repr(f)]
 sys.path = [p for p in sys.path if p not in {blocked!r}]
 import torch
@@ -34,8 +34,7 @@ KINDS = {{
 def call(rows, kind, **more):
     torch.manual_seed(5)
     inputs = {{"input_ids": prompt[-rows:], "attention_mask": mask[-rows:]}}
-    output = target.generate(**inputs, max_new_tokens=14, return_dict_in_generate=True, **KINDS[kind], **more)
-    return output.sequences.tolist(), torch.get_rng_state().sum().item(), getattr(output, "acceptance_lengths", None)
+    return target.generate(**inputs, max_new_tokens=14, **KINDS[kind], **more).tolist()
 
 plain = functools.cache(call)
 result = {{}}
@@ -45,12 +44,28 @@ for name, folder in {folders!r}.items():
     os.rename(folder, folder + " gone")  # what is saved is whole, although the folder that it came from is not there
     draft.save_pretrained(folder + " again")
     os.rename(folder + " gone", folder)
-    result[name] = [0, 0]
-    for kind, rows in [(kind, rows) for kind in KINDS for rows in (1, 3)]:
-        drafted = call(rows, kind, assistant_model=draft)
-        assert drafted[:2] == plain(rows, kind)[:2], (name, kind, rows)
-        result[name][0] += sum(map(sum, drafted[2]))
-        result[name][1] += sum(map(len, drafted[2]))
+    beside = sys.modules[type(draft).dflash_decode.__globals__["generate_with_candidates"].__module__]
+    matches = result[name] = []
+    update = lambda generator, ids, scores, number: matches.append(int(number))
+    beside.DFlashCandidateGenerator.update_candidate_strategy = update
+    assert call(1, "greedy", assistant_model=draft) == plain(1, "greedy"), name
+    assert len(call(1, "sampled", assistant_model=draft)[0]) == 19, name
+    for number in range(10):  # a random drafter is right by chance, so that many texts are needed
+        own = dict(inputs=torch.tensor([[7, number, 33, 5 * number + 2]]), max_new_tokens=24, do_sample=False)
+        assert target.generate(**own, assistant_model=draft).tolist() == target.generate(**own).tolist(), name
+    drafted = len(matches)
+    for kind in KINDS:  # several rows are decoded without the drafter
+        assert call(3, kind, assistant_model=draft) == plain(3, kind), (name, kind)
+    assert len(matches) == drafted > 2, name
+
+texts = {{}}
+def in_thread(number):
+    texts[number] = call(1, "greedy", assistant_model=draft)
+
+threads = [threading.Thread(target=in_thread, args=(number,)) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert list(texts.values()) == [plain(1, "greedy")] * 4
 
 # Ways in and out, with one drafter.
 draft = AutoModel.from_pretrained({folders!r}["argmax"], trust_remote_code=True).eval()
@@ -59,11 +74,10 @@ if importlib.util.find_spec("peft"):
     import peft
     copies["peft"] = peft.get_peft_model(draft, peft.LoraConfig(target_modules=["q_proj"])).eval()
 for name, one in copies.items():
-    for kind in KINDS:
-        assert call(3, kind, assistant_model=one)[:2] == plain(3, kind)[:2], (name, kind)
+    assert call(1, "greedy", assistant_model=one) == plain(1, "greedy"), name
 for name in ({folders!r}["argmax"], {repository!r}):
-    named = call(3, "greedy", custom_generate=name, trust_remote_code=True)
-    assert named[:2] == plain(3, "greedy")[:2] and named[2]
+    before = len(matches)
+    assert call(1, "greedy", custom_generate=name, trust_remote_code=True) == plain(1, "greedy")
 own, native = dict(inputs=prompt[1:2], max_new_tokens=14, do_sample=False), dict(speculation_type="dflash")
 assert target.generate(**own, assistant_model=draft, **native).tolist() == target.generate(**own).tolist()
 
@@ -73,8 +87,8 @@ class Words(TextStreamer):
     def end(self): self.tokens.append(None)
 
 streams = [Words(), Words()]
-expected = call(1, "greedy", streamer=streams[0])[0]
-assert call(1, "greedy", assistant_model=draft, streamer=streams[1])[0] == expected
+expected = call(1, "greedy", streamer=streams[0])
+assert call(1, "greedy", assistant_model=draft, streamer=streams[1]) == expected
 assert streams[0].tokens == streams[1].tokens and streams[0].tokens[-1] is None
 
 def turns(**more):
@@ -93,7 +107,7 @@ print("RESULT " + json.dumps(result))
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
-    """Committed tokens and rounds of each head; its texts and generator states are the target's own."""
+    """Drafted tokens that each verification accepted, for each head; its texts are the target's own."""
     folder, target = tmp_path_factory.mktemp("core"), make_target()
     target.save_pretrained(folder / "target")
     makers = {**{name: make for name, make in EVERY.items() if "recurrent" not in name}, "dflash 2": make_draft2}
@@ -126,10 +140,10 @@ def rounds(tmp_path_factory):
     return result
 
 
-def test_core_alone_equals_the_target(rounds):
-    assert len(rounds) == 13 and all(count > 20 for _, count in rounds.values())
+def test_drafter_alone_writes_the_targets_text(rounds):
+    assert len(rounds) == 13 and all(len(matches) > 2 for matches in rounds.values())
 
 
-def test_core_alone_accepts_drafts(rounds):
+def test_drafter_alone_has_drafts_accepted(rounds):
     """Drafts that are never accepted would prove nothing; random drafters share the target's head, so a few are."""
-    assert sum(tokens > count for tokens, count in rounds.values()) >= 8, rounds
+    assert sum(any(matches) for matches in rounds.values()) >= 8, rounds

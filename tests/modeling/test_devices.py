@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from dflash_hf.decoding.trees import tree
-from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.session import SlotSession
+from dflash_hf.decoding.trees import draft_tree
+from dflash_hf.targets.features import FeatureTap
 
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
@@ -94,22 +94,22 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
         drafter = Drafter(draft, target)
         cache = DynamicCache(config=target.config)
-        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.context.absorb) as tap, tap.running():
+        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.context.append) as tap, tap.running():
             target(input_ids=ids, past_key_values=cache)
             tap.consume = None
-            drafter.context.open([0, 2], 7, offset)
+            drafter.context.prefill([0, 2], 7, offset)
             session = SlotSession(target, cache, [0, 2], offset, {}, tap)
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
-            block = drafter.block(anchors, [0, 0])
+            block = drafter.draft_block(anchors, [0, 0])
             logits, features = session.verify(block)
-            session.keep(Verdict([2, 3]))
-            drafter.context.read(features, Verdict([2, 3]))
-            grown = tree(drafter, anchors, [2, 3], nodes=6)
+            session.keep(Acceptance([2, 3]))
+            drafter.context.read(features, Acceptance([2, 3]))
+            grown = draft_tree(drafter, anchors, [2, 3], nodes=6)
             after, features = session.verify(grown)
             counts, path = grown.agree(after.argmax(dim=-1))
-            verdict = Verdict([2, 1], path)
+            verdict = Acceptance([2, 1], path)
             session.keep(verdict)
-            drafter.context.read(verdict.along(features), verdict)
+            drafter.context.read(verdict.select(features), verdict)
     for tensor in (block.tokens, logits, *grown, after, path, counts):
         assert tensor.device == torch.device(target_device)
     assert drafter.context.cache.layers[0].keys.device == torch.device(draft_device)

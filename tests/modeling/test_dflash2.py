@@ -8,8 +8,7 @@ from support.pairs import make_draft, make_draft2, make_target
 from support.reference import convolve
 from support.rows import ragged_prompts
 
-from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.modeling_dflash import BlockConvolution
+from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
 from dflash_hf.training.blocks import block_mask
 
 

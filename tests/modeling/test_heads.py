@@ -30,12 +30,11 @@ from support.trees import best_first, paths_of
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.convert import convert
-from dflash_hf.decoding.trees import tree
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.hub.check import check
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.modeling import heads_dflash
-from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.heads_dflash import DominoHead, Head
 from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.start import with_parts
@@ -56,14 +55,14 @@ def test_walk_depends_on_all_tokens_before(make):
     draft = EVERY[make](target)
     drafter, anchors = after_random_text(draft, target, rows=3)
     hidden = drafter.hidden_states(anchors)
-    block = drafter.walk(anchors, hidden, [0, 0, 0])
-    assert torch.equal(block, drafter.block(anchors, [0, 0, 0]).tokens)
+    block = drafter.decode_block(anchors, hidden, [0, 0, 0])
+    assert torch.equal(block, drafter.draft_block(anchors, [0, 0, 0]).tokens)
     for row in range(3):
         path = ()
         for _ in range(hidden.shape[1]):
             path = (*path, int(log_probs_after(draft, target, int(anchors[row]), hidden[row], path).argmax()))
         assert tuple(block[row, 1:].tolist()) == path
-        alone = drafter.walk(anchors[row : row + 1], hidden[row : row + 1], [0])
+        alone = drafter.decode_block(anchors[row : row + 1], hidden[row : row + 1], [0])
         assert torch.equal(alone[0], block[row])
     plain = draft.target_ids(draft.draft_logits(hidden, target.lm_head).argmax(-1))
     assert draft.config.head is Head or not torch.equal(block[:, 1:], plain), "the head changes nothing"
@@ -107,7 +106,7 @@ def test_a_head_added_fresh_changes_no_bit(fields):
     states = [draft.eval()(*inputs).last_hidden_state for draft in (plain, fresh)]
     assert torch.equal(*states)
     anchors = torch.tensor([5, 9])
-    assert torch.equal(*(Drafter(draft, target).walk(anchors, states[0], [0, 0]) for draft in (plain, fresh)))
+    assert torch.equal(*(Drafter(draft, target).decode_block(anchors, states[0], [0, 0]) for draft in (plain, fresh)))
     prompts, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     ours, theirs = (target.generate(**prompts, **options, assistant_model=draft) for draft in (fresh, plain))
@@ -232,8 +231,8 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
 def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and what is tried on the page."""
     file, tried = (block.text for block in blocks_of(ROOT / "examples" / "guides" / "add_a_head.md"))
-    namespace = {**vars(heads_dflash)}
-    exec(compile(file, "heads_dflash.py", "exec"), namespace)
+    namespace = {"__name__": "dflash_hf.modeling.head_bigram_dflash", "__package__": "dflash_hf.modeling"}
+    exec(compile(file, "head_bigram_dflash.py", "exec"), namespace)
     use_heads(monkeypatch, namespace["BigramHead"])
     target = make_target()
     draft = make_draft(target, bigram_rank=4, block_size=5)
@@ -243,7 +242,7 @@ def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     # 1. The walk, and a tree that needs no more paths than the beam holds.
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    block, nodes = drafter.walk(anchors, hidden, [0, 0]), tree(drafter, anchors, [0, 0], 12)
+    block, nodes = drafter.decode_block(anchors, hidden, [0, 0]), draft_tree(drafter, anchors, [0, 0], 12)
     changed = 0
     for row in range(2):
 

@@ -56,24 +56,18 @@ def test_hook_installs_once_and_comes_off(unhooked):
     assert (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode) == upstream
 
 
-def test_candidate_generator_runs_in_upstreams_loop(monkeypatch, unhooked):
+def test_candidate_generator_is_an_assistant():
     """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
     target, forwards = make_target(), []
     target.register_forward_hook(lambda *args: forwards.append(1))
-    monkeypatch.setattr(
-        type(target),
-        "_get_candidate_generator",
-        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(draft, self, generation_config.max_length),
-    )
-    monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", lambda *args: None)
     for mask in (None, torch.tensor([[0, 0, 0] + [1] * 7])):
         options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
         wanted = target.generate(PROMPT, **options)
         draft = scripted(make_draft(target, block_size=5), wanted, error_rate=0.2)
-        draft.begin(PROMPT)
-        remove_hook()  # which making a drafter has installed
+        draft.origin -= 0 if mask is None else 3  # padding has no positions
         forwards.clear()
-        output = target.generate(PROMPT, **options, assistant_model=draft)
+        generator = DFlashCandidateGenerator(draft, target, PROMPT.shape[1] + 30)
+        output = target.generate(PROMPT, **options, assistant_model=generator)
         assert torch.equal(output, wanted) and len(forwards) < 20  # 30 tokens in fewer forwards
 
 

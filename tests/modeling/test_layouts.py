@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import check
-from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.targets.features import FeatureTap
 
 
 ANCHOR = 17
@@ -40,7 +41,7 @@ read = DFlashDraftConfig.from_dict
 
 def drafted(draft, target, features) -> list[int]:
     """A block of a drafter by the way that `generate` takes."""
-    return opened(draft, target, features[None]).block(torch.tensor([ANCHOR]), []).tokens[0].tolist()
+    return opened(draft, target, features[None]).draft_block(torch.tensor([ANCHOR]), []).tokens[0].tolist()
 
 
 def of_double(tensors: dict) -> dict:

@@ -5,7 +5,7 @@ import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 
-from dflash_hf.modeling.target_dflash import why_hidden
+from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -69,7 +69,7 @@ def test_compiled_targets_decode_plainly(compiled):
     """Their graphs were made for other caches, and before there was a hook that reads features."""
     target = make_target()
     compiled(target)
-    assert "is compiled; pass the model as it was before" in why_hidden(target)
+    assert "is compiled; pass the model as it was before" in unsafe_hook(target)
 
 
 @pytest.mark.parametrize("overrides", [{"tie_word_embeddings": True}, {}])

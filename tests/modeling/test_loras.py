@@ -10,9 +10,9 @@ from support.pairs import make_draft, make_target
 from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.decoding.costs import adapters_of
+from dflash_hf.decoding.adapters import adapters_of
+from dflash_hf.decoding.adaptive import _throughputs
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.decoding.strategy import _throughputs
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
 from dflash_hf.training.adapters import TARGET_MODULES

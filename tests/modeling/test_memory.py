@@ -9,7 +9,7 @@ from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import DynamicCache
 
-from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.decoding.slots import SlotCache
 
 
 ROWS, TOKENS, WIDTH = 2, 512, 32

@@ -8,7 +8,7 @@ import torch
 from support.pairs import make_draft, make_draft2, make_target
 from support.rows import ragged_prompts
 
-from dflash_hf.modeling.noise_dflash import Noise, foreseeable, generator_of
+from dflash_hf.decoding.sampling_noise import SamplingNoise, foreseeable, generator_of
 
 
 CPU = torch.device("cpu")
@@ -45,12 +45,16 @@ def test_draws_of_this_torch_are_foreseen():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_noise_tells_what_is_drawn(temperature, dtype):
     """To a drafter, to a target token by token and at once, whatever the default dtype is."""
-    logits, generator, noise = torch.randn(2, 5, 999, generator=seeded(0)), seeded(3), Noise(seeded(3), 2, temperature)
+    logits, generator, noise = (
+        torch.randn(2, 5, 999, generator=seeded(0)),
+        seeded(3),
+        SamplingNoise(seeded(3), 2, temperature),
+    )
     scores, lengths, depths = logits / temperature, [0, 0], torch.arange(5).expand(2, 5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        at_once = noise.perturbed(scores, depths, lengths).argmax(dim=-1)
+        at_once = noise.race(scores, depths, lengths).argmax(dim=-1)
         gumbel = noise.gumbel(lengths, 5, torch.arange(999))
     finally:
         torch.set_default_dtype(before)
@@ -65,14 +69,14 @@ def test_noise_tells_what_is_drawn(temperature, dtype):
 def test_unused_draws_are_undone():
     """Unless other code has used the generator: after our last draw, or between those that would be undone."""
     plain, generator, scores = seeded(0), seeded(0), torch.zeros(1, 10)
-    ahead = Noise(generator, 2)
+    ahead = SamplingNoise(generator, 2)
     for _ in range(3):
         torch.multinomial(torch.ones(2, 10), 1, generator=plain)
     ahead.sample(scores, 0, 8)
     ahead.close(3)
     assert torch.equal(plain.get_state(), generator.get_state())
     for others in (0, 2):
-        ahead = Noise(generator, 2)
+        ahead = SamplingNoise(generator, 2)
         ahead.sample(scores, 0, 5)
         torch.rand(1, generator=generator)
         ahead.sample(scores, 0, 5 + others)
@@ -87,15 +91,15 @@ def test_noise_of_rows_apart_takes_bounded_memory(target, monkeypatch, options):
     draft, (inputs, _), kept = ignorant(make_draft(target, block_size=6)), ragged_prompts(3), []
     options = {"max_new_tokens": 60, "top_k": 0, **options}
     expected = sampled(target, None, inputs, **options).sequences
-    keep = Noise._keep
+    keep = SamplingNoise._keep
     of_rounds = 2 * 6 * 3 * target.config.vocab_size * 4
 
     def watched(self, *args):
         keep(self, *args)
-        kept.append(sum(noise.nbytes for noise in self.kept.values()))
+        kept.append(sum(noise.nbytes for noise in self.draws.values()))
 
-    monkeypatch.setattr(Noise, "MOST_BYTES", 0)
-    monkeypatch.setattr(Noise, "_keep", watched)
+    monkeypatch.setattr(SamplingNoise, "MOST_BYTES", 0)
+    monkeypatch.setattr(SamplingNoise, "_keep", watched)
     assert torch.equal(sampled(target, draft, inputs, **options).sequences, expected)
     assert of_rounds / 2 < max(kept) <= of_rounds
 
@@ -143,25 +147,25 @@ def test_ids_past_the_drafters_vocabulary_are_sampled():
 
 
 def test_chances_that_are_no_numbers_are_an_error():
-    noise = Noise(seeded(0), 2)
+    noise = SamplingNoise(seeded(0), 2)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         noise.sample(torch.tensor([[0.5, float("nan")]]), 1, 0)
 
 
 def test_draw_of_many_rows_is_made_once(monkeypatch):
     """Made again for each row, large batches came to a stand; or in each round, those that the last one had."""
-    noise, made = Noise(seeded(0), rows=12), []
+    noise, made = SamplingNoise(seeded(0), rows=12), []
     monkeypatch.setattr(noise, "MOST_BYTES", 12 * 50 * 4 * 3)  # three draws
     drawn = noise._drawn
     monkeypatch.setattr(noise, "_drawn", lambda generator: made.append(0) or drawn(generator))
     depths, lengths = torch.arange(8).expand(12, 8), [*range(12)]
-    found = noise.perturbed(torch.zeros(12, 8, 50), depths, lengths)
+    found = noise.race(torch.zeros(12, 8, 50), depths, lengths)
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
-    noise.perturbed(torch.zeros(12, 8, 50), depths, [14] * 12)
+    noise.race(torch.zeros(12, 8, 50), depths, [14] * 12)
     assert len(made) == 22  # three new ones
-    other = Noise(seeded(0), rows=12)
-    assert torch.equal(found, other.perturbed(torch.zeros(12, 8, 50), depths, lengths))
-    other.width = 50
+    other = SamplingNoise(seeded(0), rows=12)
+    assert torch.equal(found, other.race(torch.zeros(12, 8, 50), depths, lengths))
+    other.vocab_size = 50
     ids = torch.tensor([3, 7, 49])
     few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])
     assert torch.equal(other.gumbel(lengths, 8, ids), -few.view(12, 8, 3).log())

@@ -16,12 +16,12 @@ from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCa
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dflash_hf.decoding import probe
+from dflash_hf.decoding.fallback import fallback_reason
+from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.recurrent import ReplaySession
-from dflash_hf.decoding.strategy import support
-from dflash_hf.modeling import target_dflash
-from dflash_hf.modeling.generation_dflash import why_plain
-from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.decoding.session import SlotSession
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 def call_of(family="qwen3", rows=1, dtype=torch.float32, attn=None, **options) -> Call:
@@ -125,8 +125,8 @@ def test_target_is_tried_again_with_another_attention():
     target = tiny_model("qwen3_vl", True)
     for attention in ("sdpa", {"text_config": "eager"}):
         target.set_attn_implementation(attention)
-        support(target)
-    assert len(target_dflash._supports[target]) == 2
+        capabilities_of(target)
+    assert len(probe._capabilities[target]) == 2
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
@@ -174,13 +174,13 @@ def test_support_under_autocast_holds_there_alone():
 def test_trial_notices_a_wrong_state(monkeypatch):
     """The rejected tokens stay in the state."""
     monkeypatch.setattr(ReplaySession, "_advance", lambda self, kept: None)
-    assert support(make_target("qwen3_5_text")).session is None
+    assert capabilities_of(make_target("qwen3_5_text")).session is None
 
 
 def test_dynamic_quantisation_is_named(target):
     """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
     quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    assert ONE_BY_ONE in support(quantised).why_plain("A target", [0], None)
+    assert ONE_BY_ONE in capabilities_of(quantised).fallback_reason("A target", [0], None)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_ids_on_another_device_decode_plainly(monkeypatch):
     target = make_target()
     monkeypatch.setattr(type(target), "device", torch.device("cuda"))
     call = SimpleNamespace(target=target, prompt=torch.ones(1, 4), model_kwargs={})
-    assert "input_ids are on cpu, but Qwen3ForCausalLM is on cuda" in why_plain(call, None)
+    assert "input_ids are on cpu, but Qwen3ForCausalLM is on cuda" in fallback_reason(call, None)
 
 
 @pytest.mark.parametrize("masks", ["flash_attention_2", "flex_attention"])
@@ -269,5 +269,5 @@ def test_attention_without_masks_is_not_tried(masks, caplog, request):
 
 def test_attentions_of_the_kernels_hub_are_known_by_name():
     refused = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|flash_attention_2")
-    assert not any(target_dflash.takes_masks(name) for name in (*refused, "flex_attention"))
-    assert all(target_dflash.takes_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))
+    assert not any(probe.takes_masks(name) for name in (*refused, "flex_attention"))
+    assert all(probe.takes_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))

@@ -13,7 +13,7 @@ from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig
 
 from dflash_hf.decoding.recurrent import RecurrentSlots
-from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.decoding.slots import SlotCache
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])

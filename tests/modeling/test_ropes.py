@@ -7,7 +7,7 @@ import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 ORIGINAL = 64

@@ -28,13 +28,9 @@ from support.rows import ragged_prompts
 from support.scripted_draft import RecognisingDraft, recognising, scripted
 from transformers import DynamicCache
 
-from dflash_hf.decoding import strategy
+from dflash_hf.decoding import adaptive, slots
+from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.sizes import Throughput
-from dflash_hf.decoding.strategy import Fixed
-from dflash_hf.decoding.trees import tree
-from dflash_hf.modeling.accept_dflash import Block
-from dflash_hf.modeling.cache_dflash import SlotCache
-from dflash_hf.modeling.generation_dflash import Strategy
 
 
 MINUTES = float(os.environ.get("DFLASH_MINUTES", 10))
@@ -94,7 +90,6 @@ AXES = {
     "window": [None, 7],  # of the drafter
     "prompt": ["ids", "embeds", "chunks", "cache"],
     "errors": [0.0, 0.2, 0.7],  # the part of all places at which a drafter says another token
-    "layer": ["package", "core"],
 }
 
 
@@ -121,37 +116,37 @@ def target_of(family: str, dtype: torch.dtype):
 @pytest.fixture(autouse=True)
 def heads(monkeypatch):
     use_heads(monkeypatch, RecurrentHead)
-    monkeypatch.setattr(SlotCache, "SPARE", 12)  # rings of slots go round several times in a short text
+    monkeypatch.setattr(slots, "RING_MARGIN", 12)  # rings of slots go round several times in a short text
 
 
-class Anything(Fixed):
+class Anything(DraftPolicy):
     """In every round something else, drawn at random."""
 
-    draws, largest = random.Random(0), 41
+    draws = random.Random(0)
+    max_draft = 40
 
-    def draft(self, drafter, text):
-        most, kind = text.left - 1, self.draws.randrange(5)
+    def get_candidates(self, state):
+        most = state.left - 1
+        kind = self.draws.randrange(5)
         if most < 1 or kind == 0:
-            return Block(text.last[:, None])
+            return self.no_draft(state)
         if kind == 1:  # what the text says by now
-            copied = text.sequences[:, -self.draws.randint(1, 9) :][:, :most]
-            return Block(torch.cat([text.last[:, None], copied], dim=1))
-        if kind == 2 and self.support.trees:
-            return tree(drafter, text.last, text.next_draws, self.draws.randint(1, 40))
-        return drafter.block(text.last, text.next_draws, min(self.draws.randint(2, 6), most + 1))
+            copied = state.sequences[:, -self.draws.randint(1, 9) :][:, :most]
+            return self.copied(state, copied.tolist())
+        if kind == 2 and self.call.capabilities.trees:
+            return self.draft_tree(state, self.draws.randint(1, 40))
+        return self.draft_block(state, self.draws.randint(1, 5))
 
 
 @contextlib.contextmanager
-def strategy_of(case: dict, drafter):
+def policy_of(case: dict, drafter):
     with contextlib.ExitStack() as patches:
-        if case["layer"] == "core":
-            patches.enter_context(mock.patch.object(type(drafter), "strategy", Strategy))
-        elif case["draft"] == "anything":
-            patches.enter_context(mock.patch.object(type(drafter), "strategy", Anything))
+        if case["draft"] == "anything":
+            patches.enter_context(mock.patch.object(drafter.decoding_config, "policy", Anything))
         elif case["draft"] == "any size":
             draws = random.Random(case["seed"])
             patches.enter_context(mock.patch.object(Throughput, "_rest", lambda *_: None))  # never rests
-            any_size = mock.patch.object(strategy, "best_size", lambda gains, *_: draws.randrange(len(gains)))
+            any_size = mock.patch.object(adaptive, "best_size", lambda gains, *_: draws.randrange(len(gains)))
             patches.enter_context(any_size)
         yield
 
@@ -245,16 +240,16 @@ def check(case: dict) -> list[list[int]]:
     plain = call()
     draft, session, rows = drafter_of(case, call, plain.sequences), FAMILIES[case["family"]], len(call.pads)
     before = shape_of(call.target, draft)
-    with strategy_of(case, draft):
+    with policy_of(case, draft):
         drafted = call(draft)
         assert (found := difference(plain, drafted)) is None, found
         if not call.options.get("eos_token_id") and session != "plain":  # Jamba's own turns differ from its own texts
             goes_on(call, plain.sequences, drafted.output.past_key_values, draft)
     assert shape_of(call.target, draft) == before, "something is left behind"
-    if session == "plain" or rows > 1 and case["rules"] in IN_STEP or (session, case["layer"]) == ("replay", "core"):
+    if session == "plain" or rows > 1 and case["rules"] in IN_STEP:
         assert drafted.lengths == [[]] * rows
         return []
-    if case["draft"] in EXACT or case["layer"] == "core" and draft.decoding_config.tree_nodes is None:
+    if case["draft"] in EXACT:
         assert drafted.lengths == expected_lengths(draft, call, plain.sequences)
     return drafted.lengths
 
@@ -262,11 +257,14 @@ def check(case: dict) -> list[list[int]]:
 NUMBERED = [{**case, "seed": number, "longest": 11, "new": 28} for number, case in enumerate(pairwise(AXES))]
 
 
-@pytest.mark.parametrize("case", NUMBERED, ids=lambda case: ", ".join(map(str, list(case.values())[:9])))
+@pytest.mark.parametrize("case", NUMBERED, ids=lambda case: ", ".join(map(str, list(case.values())[:8])))
 def test_text_is_the_targets_own(case):
-    lengths = check(case)
-    if lengths and case["errors"] < 0.5 and case["draft"] != "fastest" and "few" not in case["head"]:
-        assert max(sum(lengths, []), default=2) > 1, "drafts that are never accepted prove nothing"
+    lengths = sum(check(case), [])
+    enough = len(lengths) >= 4  # a text may end after a few tokens
+    # The script is written into hidden states, which change Domino's correction more than a tree's chances allow.
+    scripted = case["draft"] in EXACT or not ("few" in case["head"] or case["head"] in ("domino", "late"))
+    if enough and scripted and case["errors"] < 0.5 and case["draft"] != "fastest":
+        assert max(lengths) > 1, "drafts that are never accepted prove nothing"
 
 
 CASES = st.fixed_dictionaries(

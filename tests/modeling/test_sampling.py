@@ -8,8 +8,8 @@ from support.pairs import make_draft
 from support.sampling import STEPS, VOCAB, assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
 
-from dflash_hf.modeling import noise_dflash
-from dflash_hf.modeling.accept_dflash import likeliest
+from dflash_hf.decoding import sampling_noise
+from dflash_hf.decoding.acceptance import argmax_token
 
 
 CASES = [  # rows, temperature, top_p, samples, nodes of trees, whether torch's own draws are foreseen
@@ -29,7 +29,7 @@ CASES += [
 @pytest.mark.parametrize(("rows", "temperature", "top_p", "draws", "nodes", "foreseen"), CASES)
 def test_samples_follow_the_target(small, monkeypatch, rows, temperature, top_p, draws, nodes, foreseen):
     """Drafts are right and wrong on purpose; with the noise of torch's own draws, and with other noise."""
-    monkeypatch.setattr(noise_dflash, "foreseeable", lambda device: foreseen)
+    monkeypatch.setattr(sampling_noise, "foreseeable", lambda device: foreseen)
     prompt = [3, 1, 4]
     expected = exact_distribution(small, prompt, temperature, top_p)
     likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
@@ -56,4 +56,4 @@ def test_likeliest_is_the_first_maximum(size, dtype):
     scores = torch.randint(0, 9, (3, 4, size)).to(dtype)  # many ties
     scores[0, 0], scores[0, 1, size // 2], scores[0, 2, size // 3] = -torch.inf, torch.inf, torch.nan
     for some in (scores, scores.transpose(0, 1), scores[0, 0]):
-        assert likeliest(some).tolist() == some.float().argmax(-1).tolist()
+        assert argmax_token(some).tolist() == some.float().argmax(-1).tolist()

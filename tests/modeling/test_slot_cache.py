@@ -9,8 +9,10 @@ from support.trees import tree_of
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from dflash_hf.modeling.accept_dflash import Block
-from dflash_hf.modeling.cache_dflash import Ring, SlotCache, slot_mask, visible
+from dflash_hf.decoding import slots as slots_module
+from dflash_hf.decoding.acceptance import Block
+from dflash_hf.decoding.masks import in_window, verification_mask
+from dflash_hf.decoding.slots import Ring, SlotCache
 
 
 class Told:
@@ -43,7 +45,7 @@ class Told:
         self.cache.place(slots)
         keys, values = self.cache.update(*self.states(numbers), 0)
         assert torch.equal(keys, -values)
-        mask = slot_mask(self.cache, slots, window, chunk, torch.float64, draft)
+        mask = verification_mask(self.cache, slots, window, chunk, torch.float64, draft)
         assert mask.shape == (rows, 1, size, keys.shape[2])
         held = keys[:, 0, :, 0].long()
         seen = [[sorted(held[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
@@ -65,7 +67,7 @@ SEEN += [(*one, kind, [0, 3, 8]) for one in WINDOWS for kind in ("block", "tree"
 @pytest.mark.parametrize(("window", "chunk", "kind", "padding"), SEEN, ids=str)
 def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch):
     """Row by row, token by token, over many rounds: rejected tokens, trees, rows that end, rings that go round."""
-    monkeypatch.setattr(SlotCache, "SPARE", 5)
+    monkeypatch.setattr(slots_module, "RING_MARGIN", 5)
     torch.manual_seed(0)
     draws, told = random.Random(0), Told(11, padding, window or chunk, largest=13)
     for step in range(40):
@@ -113,8 +115,8 @@ def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch)
 @pytest.mark.parametrize("causal", [True, False])
 def test_mask_of_a_block_may_look_ahead(causal):
     slots, held = torch.tensor([[5, 6, 7], [0, 1, 2]]), torch.arange(9)
-    last = None if causal else slots[:, -1:].expand_as(slots)
-    seen = visible(slots, held, 4, None, last_seen=last)
+    last = slots if causal else slots[:, -1:].expand_as(slots)
+    seen = (held <= last[:, :, None]) & in_window(held, slots[:, :, None], 4)
     for row, i, key in itertools.product(range(2), range(3), range(9)):
         query = int(slots[row, i])
         expected = key <= (query if causal else int(slots[row, -1])) and query - key < 4
@@ -123,10 +125,10 @@ def test_mask_of_a_block_may_look_ahead(causal):
 
 @pytest.mark.parametrize("sink", [0, 3])
 def test_ring_holds_the_last_tokens_and_the_first(sink):
-    ring, slots = Ring(10, sink), {}
+    ring, slots = Ring(10, 10, sink), {}
     for token in range(45):
         slots[int(ring.slots(torch.tensor(token)))] = token
-        held = ring.held(16, torch.tensor([[token]]))[0].tolist()
+        held = ring.tokens(16, torch.tensor([[token]]))[0].tolist()
         expected = [slots.get(slot, -1) for slot in range(16)]
         assert [max(one, -1) if one <= token else -1 for one in held] == expected
 

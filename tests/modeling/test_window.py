@@ -14,8 +14,8 @@ from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 from transformers import DynamicCache
 
-from dflash_hf.modeling.drafting_dflash import CONTEXTS, Drafter
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.decoding.drafter import CONTEXTS, Drafter
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 def known(target, rows: int, longest: int, window: int):
@@ -94,13 +94,13 @@ def test_ring_goes_on_as_far_as_it_holds(length, cut, fits, target):
 
     def read(start: int, stop: int, continued=None) -> Drafter:
         drafter = Drafter(draft, target)
-        drafter.context.absorb(features[:, start:stop])
-        drafter.context.open([0], stop, offset, continued)
+        drafter.context.append(features[:, start:stop])
+        drafter.context.prefill([0], stop, offset, continued)
         return drafter
 
     drafter, anchor = read(0, length), torch.tensor([7])
     drafter.hidden_states(anchor)  # a block takes slots past the text
-    drafter.context.close(cache)
+    drafter.context.release(cache)
     after, expected = read(length - cut, length - cut + 3, cache), read(0, length - cut + 3)
     same = torch.allclose(after.hidden_states(anchor), expected.hidden_states(anchor), atol=1e-5)
     assert (after.context.first_column == 0) == fits == same

@@ -13,7 +13,7 @@ from support.serving import MAX_TOKENS, chat_ids, save_readable_target, scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gemma3TextConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
-from dflash_hf.modeling.drafting_dflash import CONTEXTS
+from dflash_hf.decoding.drafter import CONTEXTS
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.request import Request

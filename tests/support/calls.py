@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
-from dflash_hf.modeling.cache_dflash import cached_columns
-from dflash_hf.modeling.target_dflash import recurrent_states
+from dflash_hf.decoding.slots import cached_columns, recurrent_states
 
 
 class Collected:

@@ -24,9 +24,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from dflash_hf.decoding.strategy import support
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.probe import capabilities_of
+from dflash_hf.decoding.session import SlotSession
 from support.pairs import make_draft
 from support.scripted_draft import scripted
 from support.tiny_models import DIVERSE, prompts, tiny_model
@@ -123,7 +123,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
         return outcome
     outcome.tau = tuple(tau)
     if not any(math.isnan(number) for number in tau):
-        outcome.verdict, outcome.detail = "right", ROLLBACK[support(target).session.__name__]
+        outcome.verdict, outcome.detail = "right", ROLLBACK[capabilities_of(target).session.__name__]
     elif warnings.said:
         outcome.verdict, outcome.detail = "plain", warnings.said[0].removeprefix("Decoding without the drafter: ")
     else:

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.decoding.drafter import Drafter
 from support.pairs import VOCAB, make_draft, make_draft2
 from support.recurrent_head import SIZES, RecurrentHead
 from support.reference import scores_after
@@ -56,8 +56,8 @@ EVERY = {**PLAIN, **SELECTORS, **WITH_STATES}
 def opened(draft, target, features: torch.Tensor) -> Drafter:
     """A drafter that has read the features `[R, S, L * H]` of a prompt without padding."""
     drafter, (rows, columns, _) = Drafter(draft, target), features.shape
-    drafter.context.absorb(features)
-    drafter.context.open([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
+    drafter.context.append(features)
+    drafter.context.prefill([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
     return drafter
 
 

@@ -11,7 +11,6 @@ from transformers import initialization as init
 
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.modeling.heads_dflash import Head
-from dflash_hf.training.heads import LOSSES
 
 
 SIZES = {"memory_width": 8, "memory_rank": 6}
@@ -43,6 +42,10 @@ class RecurrentHead(Head):
         if isinstance(module, Memory):
             init.zeros_(module.tokens.weight)
 
+    def loss(self, rows, progress):
+        share = self.config.memory_share * progress
+        return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
+
     def start(self, anchors):
         return torch.zeros(len(anchors), self.config.memory_width, device=anchors.device, dtype=self.draft.dtype)
 
@@ -55,11 +58,6 @@ class RecurrentHead(Head):
         return logits.float() + self.draft.memory.tokens(query)[..., : logits.shape[-1]].float()
 
 
-def _loss(head, rows, progress):
-    share = head.config.memory_share * progress
-    return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
-
-
 def _read(config):
     return {("memory_width" if key == "memories" else key): value for key, value in config.items()}
 
@@ -69,7 +67,6 @@ def _check(config):
         raise ValueError(f"memory_share={config.memory_share} must lie between 0 and 1.")
 
 
-LOSSES[RecurrentHead] = _loss
 HEAD_SCHEMAS[RecurrentHead] = HeadSchema("Recurrent", None, {r"^memories\.": "memory."}, _read, _check)
 
 

@@ -8,7 +8,7 @@ import math
 import torch
 from transformers import DynamicCache
 
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 def rms_norm(x, weight, eps):

@@ -2,7 +2,7 @@
 
 import heapq
 
-from dflash_hf.decoding.trees import grown
+from dflash_hf.decoding.trees import grow_tree
 
 
 def paths_of(tree, row=0):
@@ -48,4 +48,4 @@ def tree_of(anchors, ids, log_probs, nodes):
         width = 1 if kept is None else kept.shape[1]
         return tuple(one[:, slot, None].expand(-1, width, -1) for one in (ids, log_probs))
 
-    return grown(anchors, extend, ids.shape[1], nodes, nodes)
+    return grow_tree(anchors, extend, ids.shape[1], nodes, nodes)

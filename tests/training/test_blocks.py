@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.modeling.modeling_dflash import additive, raw_embedding
 from dflash_hf.training.blocks import block_groups, block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 
 

@@ -10,7 +10,7 @@ from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.heads import head_loss
+from dflash_hf.modeling.head_dflash import Head
 from dflash_hf.training.losses import Teacher, block_loss, token_losses
 from dflash_hf.training.start import set_draft_vocabulary
 
@@ -85,7 +85,7 @@ def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
         scores = logits + query @ bias
         return (scores.topk(4).indices, scores.topk(4).values) if chooses else (None, scores)
 
-    none, loss = torch.zeros_like(known), partial(head_loss, None, progress=0.0)
+    none, loss = torch.zeros_like(known), partial(Head.loss, None, progress=0.0)
     losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, none, 512, None, queries[:0], score, loss)
     block_loss(losses, none, None).sum().backward()
     assert all(one.grad.abs().max() == 0 for one in (hidden, queries, bias))

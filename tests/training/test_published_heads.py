@@ -8,7 +8,7 @@ from support.reference import gru_step, markov_bias
 from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.training.blocks import build_blocks
 
 
@@ -145,7 +145,7 @@ def test_training_says_what_decoding_drafts(kind, tmp_path, monkeypatch):
                 nll = -scores.log_softmax(-1)[at].sum() if at.any() else torch.tensor(torch.inf).double()
                 torch.testing.assert_close(losses.nll[i, j, k].double(), nll, atol=1e-4, rtol=1e-4)
                 assert losses.correct[i, j, k] == at[scores.argmax()]
-        right = (drafter.walk(anchors, states, [])[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
+        right = (drafter.decode_block(anchors, states, [])[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
         assert right.long().cumprod(0).sum() == losses.correct[i, j, slots].long().cumprod(0).sum()
     assert known > 20
 

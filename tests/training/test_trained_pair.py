@@ -7,7 +7,7 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.training.metrics import Statistics
 
 
@@ -62,14 +62,15 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     """
     target, draft = pair
     size = draft.config.block_size
-    original, drafted = Drafter.block, []
+    original = Drafter.draft_block
+    drafted = []
 
-    def record(self, anchors, lengths, room):
-        draft = original(self, anchors, lengths)
+    def record(self, anchors, draws, size):
+        draft = original(self, anchors, draws)
         drafted.append((self.context.lengths[0], draft.tokens[0].tolist()))
-        return draft._replace(tokens=draft.tokens[:, :room])
+        return draft._replace(tokens=draft.tokens[:, :size])
 
-    monkeypatch.setattr(Drafter, "block", record)
+    monkeypatch.setattr(Drafter, "draft_block", record)
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}

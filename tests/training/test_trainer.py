@@ -13,9 +13,10 @@ from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
 from dflash_hf.data.examples import DFlashCollator, make_example
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.drafter import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
+from dflash_hf.modeling.modeling_dflash import raw_embedding
+from dflash_hf.targets.features import FeatureTap
 from dflash_hf.training.losses import slot_weights
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments

@@ -123,12 +123,12 @@ class NamedPair:
 
     def ready(self) -> tuple:
         """Target and drafter, packed as the options say, and probed, which is not part of an answer's time."""
-        from dflash_hf.decoding.strategy import support
+        from dflash_hf.decoding.probe import capabilities_of
         from dflash_hf.pairs import pack
 
         draft = self.draft()
         target = self.target()
         self.packed = pack(self.arguments.packed, target, draft)
         if draft is not None:
-            support(target)
+            capabilities_of(target)
         return target, draft

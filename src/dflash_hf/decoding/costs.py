@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 
 import torch
 
+from dflash_hf.decoding.adapters import adapters_of
 from dflash_hf.decoding.packing import emulated
 
 
@@ -219,12 +220,6 @@ class Costs:
     def close(self) -> None:
         """Serve later calls."""
         self.table.note([one for rounds in self.timed.values() for one in rounds])
-
-
-def adapters_of(draft) -> tuple:
-    """The adapters (LoRA) active on a drafter: PEFT's, however they were added."""
-    layers = [module for module in draft.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
-    return tuple(sorted({name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}))
 
 
 def table_of(target, draft) -> CostTable:

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
-from dflash_hf.modeling.accept_dflash import Verdict
-from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
-from dflash_hf.modeling.session_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import attach, detach, empty_cache, recurrent_states, try_out
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.session import SlotSession
+from dflash_hf.decoding.slots import SlotCache, SlotLayer, recurrent_states
+from dflash_hf.targets.features import attach, detach, empty_cache, try_out
 
 
 # Layers whose shape is fixed, or whose tokens cannot be moved. Quantised layers had no base class before 8-bit
@@ -30,7 +30,8 @@ _stateful: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDiction
 
 
 def _record(module, args, kwargs=None) -> None:
-    if (record := _recorder.get()) is not None and kwargs is not None:
+    record = _recorder.get()
+    if record is not None and kwargs is not None:
         record(module, args, kwargs)
 
 
@@ -44,7 +45,8 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Upstream's convention: keys and values are passed by position, states by keyword."""
-        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+        kind = SlotLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
 
 
 class RecurrentSlots(SlotCache):
@@ -58,10 +60,10 @@ class RecurrentSlots(SlotCache):
             isinstance(layer, _FIXED) or getattr(layer, "record_past", False) for layer in cache.layers
         )
 
-    def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
-        return (
-            RecurrentSlotLayer(self, layer) if isinstance(layer, LinearAttentionLayer) else super().slot_layer(layer)
-        )
+    def slot_layer(self, layer: CacheLayerMixin, margin: int) -> SlotLayer:
+        if isinstance(layer, LinearAttentionLayer):
+            return RecurrentSlotLayer(self, layer)
+        return super().slot_layer(layer, margin)
 
 
 class ReplaySession(SlotSession):
@@ -73,11 +75,11 @@ class ReplaySession(SlotSession):
     CACHE = RecurrentSlots
     rollback_is_free = False
 
-    def __init__(self, target, cache, *args):
+    def __init__(self, target, cache, *args, **kwargs):
         # First what may fail: the cache stays whole. Then the states before a verification.
         self.hooks = [(module, _record) for module in _stateful_modules(target)]
         self.saved = [state.clone() for state in recurrent_states(cache.layers)]
-        super().__init__(target, cache, *args)
+        super().__init__(target, cache, *args, **kwargs)
         self.calls: list[tuple] = []  # the modules' inputs in it
         self.size = 0  # tokens of a verification that was not kept yet
         attach(self.hooks)
@@ -88,19 +90,20 @@ class ReplaySession(SlotSession):
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         _copy(self.saved, self.states)
-        self.calls, self.size = [], inputs["input_ids"].shape[1]
+        self.calls = []
+        self.size = inputs["input_ids"].shape[1]
         token = _recorder.set(lambda *call: self.calls.append(call))
         try:
             return super()._forward(inputs)
         finally:
             _recorder.reset(token)
 
-    def keep(self, verdict: Verdict) -> None:
-        self._advance(verdict.counts)
-        super().keep(verdict)
+    def keep(self, acceptance: Acceptance) -> None:
+        self._advance(acceptance.counts)
+        super().keep(acceptance)
         self.size = 0  # last: if this is interrupted, `close` restores the states
 
-    def close(self, interrupted: Verdict | None = None) -> Cache:
+    def close(self, interrupted: Acceptance | None = None) -> Cache:
         try:
             if self.size and interrupted is None:  # the end came before the verified tokens were kept
                 self._advance([0] * len(self.lengths))
@@ -112,22 +115,24 @@ class ReplaySession(SlotSession):
         detach(self.hooks)
         super().clear()
 
-    def _advance(self, kept: list[int]) -> None:
+    def _advance(self, counts_of_rows: list[int]) -> None:
         """
-        Set each row's states to those after the first `kept[row]` of the verified tokens.
+        Set each row's states to those after the first `counts_of_rows[row]` of the verified tokens.
 
         Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
         """
         size = self.size
-        counts = sorted({count for count in kept if count < size})
-        final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
+        counts = sorted({count for count in counts_of_rows if count < size})
+        rows_differ = len(set(counts_of_rows)) > 1
+        final = [state.clone() for state in self.states] if rows_differ else None
         for count in counts:
             _copy(self.states, self.saved)
-            for module, args, kwargs in self.calls if count > 0 else ():
-                module(*_tokens(args, size, count), **_tokens(kwargs, size, count))
+            if count > 0:
+                for module, args, kwargs in self.calls:
+                    module(*_tokens(args, size, count), **_tokens(kwargs, size, count))
             if final is not None:
                 for state, result in zip(self.states, final, strict=True):
-                    rows = torch.tensor([row for row, n in enumerate(kept) if n == count], device=state.device)
+                    rows = [row for row, kept in enumerate(counts_of_rows) if kept == count]
                     result[rows] = state[rows]
         if counts and final is not None:
             _copy(self.states, final)
@@ -153,16 +158,18 @@ def _stateful_modules(target) -> list[nn.Module]:
     """The innermost modules of a target that update a recurrent state, found by observing a short forward."""
     with _lock:
         if target not in _stateful:
-            _stateful[target] = _found_stateful(target)
+            _stateful[target] = _find_stateful(target)
         return _stateful[target]
 
 
-def _found_stateful(target) -> list[nn.Module]:
-    cache, running, found = empty_cache(target), [], {}
+def _find_stateful(target) -> list[nn.Module]:
+    cache = empty_cache(target)
+    running: list[nn.Module] = []
+    stateful: dict[nn.Module, None] = {}  # in order
 
     def watched(update):
         def watch(*args, **kwargs):
-            found[running[-1]] = None
+            stateful[running[-1]] = None
             return update(*args, **kwargs)
 
         return watch
@@ -170,14 +177,14 @@ def _found_stateful(target) -> list[nn.Module]:
     cache.update_conv_state = watched(cache.update_conv_state)
     cache.update_recurrent_state = watched(cache.update_recurrent_state)
     # Forwards in other threads, on other caches, do not matter: each thread has a list of its own.
-    mine = threading.get_ident()
+    this_thread = threading.get_ident()
 
     def enter(module, args):
-        if threading.get_ident() == mine:
+        if threading.get_ident() == this_thread:
             running.append(module)
 
     def leave(module, args, output):
-        if threading.get_ident() == mine:
+        if threading.get_ident() == this_thread:
             running.pop()
 
     handles = [module.register_forward_pre_hook(enter) for module in target.modules()]
@@ -187,4 +194,4 @@ def _found_stateful(target) -> list[nn.Module]:
     finally:
         for handle in handles:
             handle.remove()
-    return list(found)
+    return list(stateful)

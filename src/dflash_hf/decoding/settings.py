@@ -1,13 +1,11 @@
-"""What a user may set about decoding with the package."""
+"""What a user may set about decoding."""
 
-from dataclasses import dataclass
-
-from dflash_hf.modeling import configuration_dflash
-from dflash_hf.modeling.configuration_dflash import is_count
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 
 @dataclass
-class DFlashDecodingConfig(configuration_dflash.DFlashDecodingConfig):
+class DFlashDecodingConfig:
     """
     How a drafter decodes; lives on `draft.decoding_config`.
 
@@ -27,13 +25,44 @@ class DFlashDecodingConfig(configuration_dflash.DFlashDecodingConfig):
         compile (`bool` or `str`): Compile the forwards of both models, for drafts of fixed size and each bucket of
             256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of a bucket
             takes a while. Not compiled: targets with recurrent layers.
+        policy (`type[DraftPolicy]`, *optional*): What to draft in each round, if you write that yourself; see
+            [`~dflash_hf.decoding.policies.DraftPolicy`]. Default: the policy for the settings above.
     """
 
+    block_size: int | None = None
+    window: int | str | None = "trained"
     tree_nodes: int | None = None
     compile: bool | str = False
+    policy: Callable | None = None
 
-    def check(self, trained: int) -> None:
-        super().check(trained)
-        self._require("tree_nodes", is_count(self.tree_nodes), "a positive number of tokens, or None for blocks")
-        known = isinstance(self.compile, bool | str)
-        self._require("compile", known, "True, False, or a mode or backend of torch.compile")
+    def __setattr__(self, name, value):
+        names = [field.name for field in fields(self)]
+        if name not in names:
+            raise AttributeError(f"decoding_config has no field {name!r}; its fields are {', '.join(names)}.")
+        super().__setattr__(name, value)
+
+    def check(self, block_tokens: int) -> None:
+        """
+        Args:
+            block_tokens (`int`): Tokens of the drafter's block, anchor included.
+
+        Raises:
+            `ValueError`: a field is invalid for a drafter of that block size.
+        """
+        tokens = f"a number of tokens from 1 to {block_tokens}, the trained block size, or None for that"
+        windows = 'a positive number of tokens, "trained", or None for all'
+        modes = "True, False, or a mode or backend of torch.compile"
+        self._check("block_size", _is_count(self.block_size, block_tokens), tokens)
+        self._check("window", _is_count(self.window) or self.window == "trained", windows)
+        self._check("tree_nodes", _is_count(self.tree_nodes), "a positive number of tokens, or None for blocks")
+        self._check("compile", isinstance(self.compile, bool | str), modes)
+        self._check("policy", callable(self.policy), "a subclass of DraftPolicy, or None for the package's own")
+
+    def _check(self, name: str, is_valid: bool, values: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not is_valid:
+            raise ValueError(f"decoding_config.{name}={value!r} must be {values}.")
+
+
+def _is_count(value, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most

@@ -95,21 +95,21 @@ def gains(tree, alive: list[bool], left: int, reliability: Reliability) -> tuple
     return list(accumulate(each)), chances
 
 
-def judged(tree, chances: list[list[float]], verdict, alive: list[bool]) -> Iterator[tuple[float, bool]]:
+def judged(tree, chances: list[list[float]], acceptance, alive: list[bool]) -> Iterator[tuple[float, bool]]:
     """
     The nodes of a tree whose predecessors were accepted.
 
     Args:
         tree (`Tree`), chances (`list[list[float]]`): The tree, and the drafter's chance of each node of each row.
-        verdict (`Verdict`): What was accepted.
+        acceptance (`Acceptance`): What was accepted.
         alive (`list[bool]`): Rows that go on. The last token of a row that ended says nothing about those after it.
 
     Yields:
         The drafter's chance of a node, and whether it was accepted.
     """
     parents = tree.parents.tolist()
-    paths = [range(len(parents[0]))] * len(parents) if verdict.path is None else verdict.path.tolist()
-    for row, count in enumerate(verdict.counts):
+    paths = [range(len(parents[0]))] * len(parents) if acceptance.path is None else acceptance.path.tolist()
+    for row, count in enumerate(acceptance.counts):
         accepted = paths[row][:count]
         followed = set(accepted if alive[row] else accepted[:-1])
         for node in range(1, len(parents[row])):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from dflash_hf.modeling.accept_dflash import Block
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.decoding.acceptance import Block
+from dflash_hf.decoding.drafter import Drafter
 
 
 MOST_BEAMS = 16  # paths kept at each depth if paths have states
@@ -55,8 +55,8 @@ class Tree(NamedTuple):
         return {key: node for node, key in enumerate(nodes) if node}
 
 
-def tree(
-    drafter: Drafter, anchors: torch.LongTensor, lengths: list[int], nodes: int, top_k: int | None = None
+def draft_tree(
+    drafter: Drafter, anchors: torch.LongTensor, draws: list[int], nodes: int, top_k: int | None = None
 ) -> Tree:
     """
     The tree of the likeliest paths of a block. It is that of a best-first search over the whole vocabulary, or over
@@ -65,28 +65,27 @@ def tree(
     Args:
         drafter (`Drafter`): What drafts the block.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-        lengths (`list[int]`): The number of each row's next sample, for the noise.
+        draws (`list[int]`): The number of each row's next sample, for the noise.
         nodes (`int`): Tokens besides the anchor.
         top_k (`int`, *optional*): Likely tokens of each slot; 1 gives a single path. Default: `nodes`, beyond which
             none can be part of the tree. On SmolLM2 and its drafter, 8 lose 0.3 % of the expected tokens at 31 nodes,
             0.9 % at 63 and 2.6 % at 255, and save nothing.
     """
     top_k = top_k or nodes
-    hidden, head = drafter.hidden_states(anchors), drafter.head
-    width = nodes
+    hidden = drafter.hidden_states(anchors)
+    head = drafter.head
+    beams = nodes
     if head.order == 0:
-        extend = _independent(drafter, hidden, lengths, top_k)
+        extend = _independent(drafter, hidden, draws, top_k)
     elif head.order == 1 and head.top_k is not None:
-        extend = _chained(drafter, drafter.in_vocabulary(anchors), hidden, lengths, top_k)
+        extend = _chained(drafter, drafter.in_vocabulary(anchors), hidden, draws, top_k)
     else:
-        extend, width = (
-            _with_states(drafter, drafter.in_vocabulary(anchors), hidden, lengths, top_k),
-            min(nodes, MOST_BEAMS),
-        )
-    return grown(anchors, extend, hidden.shape[1], nodes, width)
+        extend = _with_states(drafter, drafter.in_vocabulary(anchors), hidden, draws, top_k)
+        beams = min(nodes, MOST_BEAMS)
+    return grow_tree(anchors, extend, hidden.shape[1], nodes, beams)
 
 
-def grown(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, width: int) -> Tree:
+def grow_tree(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, beams: int) -> Tree:
     """
     At each depth the likeliest paths are extended in one batch; the likeliest of all paths found form the tree. A beam
     as wide as the tree has nodes finds the same tree as a best-first search.
@@ -97,70 +96,89 @@ def grown(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, w
             result (`None` at first): next tokens and their log-probabilities, both `[R, w, k]`.
         depth (`int`): Slots.
         nodes (`int`): Paths to choose.
-        width (`int`): Maximum number of paths kept at each depth.
+        beams (`int`): Maximum number of paths kept at each depth.
     """
-    totals, kept, found, count = torch.zeros(len(anchors), 1, device=anchors.device), None, [], 0
+    totals = torch.zeros(len(anchors), 1, device=anchors.device)  # [R, w], log-probabilities of the paths kept
+    kept = None
+    levels = []
+    count = 0
     prefixes = anchors.new_empty(len(anchors), 1, 0)  # [R, w, slot], the numbers of a path's prefixes
     for slot in range(depth):
         ids, log_probs = extend(slot, kept)
         k = ids.shape[-1]
         totals = (totals[..., None] + log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)).flatten(1)  # [R, w * k]
-        totals, kept = totals.topk(min(width, totals.shape[1]), dim=-1)  # [R, w]
+        totals, kept = totals.topk(min(beams, totals.shape[1]), dim=-1)  # [R, w]
         numbers = torch.arange(count, count + kept.shape[1], device=kept.device).expand_as(kept)
         prefixes = prefixes.gather(1, (kept // k)[..., None].expand(-1, -1, slot))
         prefixes = torch.cat([prefixes, numbers[..., None]], dim=-1)
         tokens = ids.expand(-1, len(log_probs[0]), -1).flatten(1).gather(1, kept)
-        found.append((tokens, totals, torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1)))
+        levels.append((tokens, totals, torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1)))
         count += kept.shape[1]
-    return _of_paths(anchors, *(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)), min(nodes, count))
+    tokens, log_probs, prefixes = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    return _tree_of_paths(anchors, tokens, log_probs, prefixes, min(nodes, count))
 
 
-def _independent(drafter: Drafter, hidden: torch.Tensor, lengths: list[int], top_k: int) -> Callable:
+def _independent(drafter: Drafter, hidden: torch.Tensor, draws: list[int], top_k: int) -> Callable:
     """Slots that do not depend on each other."""
-    logits = drafter.logits(hidden, lengths)  # [R, D, V]
+    logits = drafter.logits(hidden, draws)  # [R, D, V]
     best, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-    return _of_tables(*(one.to(drafter.context.offset.device) for one in (drafter.draft.target_ids(ids), log_probs)))
+    device = drafter.context.offset.device
+    return _of_tables(drafter.draft.target_ids(ids).to(device), log_probs.to(device))
 
 
 def _of_tables(ids: torch.LongTensor, log_probs: torch.Tensor) -> Callable:
-    """For [`grown`]: the same next tokens after every path, `[R, D, k]` both."""
+    """For [`grow_tree`]: the same next tokens after every path, `[R, D, k]` both."""
 
     def extend(slot: int, kept):
         width = 1 if kept is None else kept.shape[1]
-        return tuple(one[:, slot, None].expand(-1, width, -1) for one in (ids, log_probs))
+        return ids[:, slot, None].expand(-1, width, -1), log_probs[:, slot, None].expand(-1, width, -1)
 
     return extend
 
 
-def _chained(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, lengths, top_k: int) -> Callable:
+def _chained(
+    drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, draws: list[int], top_k: int
+) -> Callable:
     """Slots whose scores depend on the token before, one of a few candidates: all pairs are scored in one call."""
-    head, (ids, logits) = drafter.head, drafter.candidates(hidden, lengths)  # [R, D, c]
+    head = drafter.head
+    device = drafter.context.offset.device
+    ids, logits = drafter.candidates(hidden, draws)  # [R, D, c]
     query, _ = head.step(None, anchors, hidden[:, 0])
     first = head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
     query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
     later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
     k = min(top_k, ids.shape[-1])
-    tables = [one.log_softmax(dim=-1).to(drafter.context.offset.device).topk(k, dim=-1) for one in (first, later)]
-    ids, order = ids.to(drafter.context.offset.device), None
+    of_first = first.log_softmax(dim=-1).to(device).topk(k, dim=-1)
+    of_later = later.log_softmax(dim=-1).to(device).topk(k, dim=-1)
+    ids = ids.to(device)
+    order = None
 
     def extend(slot: int, kept):
         nonlocal order
-        best, following = (one[:, max(slot - 1, 0)] for one in tables[slot > 0])  # [R, c, k]
+        values, indices = of_first if slot == 0 else of_later
+        best = values[:, max(slot - 1, 0)]  # [R, c, k]
+        following = indices[:, max(slot - 1, 0)]
         if kept is not None:
             places = order.flatten(1).gather(1, kept)[..., None].expand(-1, -1, k)  # the candidates of these paths
-            best, following = best.gather(1, places), following.gather(1, places)  # [R, w, k]
+            best = best.gather(1, places)  # [R, w, k]
+            following = following.gather(1, places)
         order = following
         return ids[:, slot].gather(1, order.flatten(1)).view_as(order), best
 
     return extend
 
 
-def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, lengths, top_k: int) -> Callable:
+def _with_states(
+    drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, draws: list[int], top_k: int
+) -> Callable:
     """Slots whose scores depend on the tokens before: each path carries the state of the drafter's head."""
-    head, rows = drafter.head, len(anchors)
-    ids, logits = drafter.candidates(hidden, lengths)  # [R, D, c]
-    state, before, k = head.start(anchors), anchors[:, None], min(top_k, ids.shape[-1])
+    head = drafter.head
+    rows = len(anchors)
+    ids, logits = drafter.candidates(hidden, draws)  # [R, D, c]
+    state = head.start(anchors)
+    before = anchors[:, None]
+    k = min(top_k, ids.shape[-1])
     device = drafter.context.offset.device
 
     def extend(slot: int, kept):
@@ -172,17 +190,19 @@ def _with_states(drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tens
                 state = state[parents.flatten()]
             before = before.gather(1, kept)
         width = before.shape[1]
-        wide = [one[:, slot].repeat_interleave(width, dim=0) for one in (hidden, ids, logits)]  # [R * w, ...]
-        query, state = head.step(state, drafter.in_vocabulary(before.flatten()), wide[0])
-        best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(k, dim=-1)
-        tokens = wide[1].gather(-1, order).view(rows, width, k)
+        slot_hidden = hidden[:, slot].repeat_interleave(width, dim=0)  # [R * w, H]
+        slot_ids = ids[:, slot].repeat_interleave(width, dim=0)  # [R * w, c]
+        slot_logits = logits[:, slot].repeat_interleave(width, dim=0)
+        query, state = head.step(state, drafter.in_vocabulary(before.flatten()), slot_hidden)
+        best, order = head.scores(query, slot_ids, slot_logits).log_softmax(dim=-1).topk(k, dim=-1)
+        tokens = slot_ids.gather(-1, order).view(rows, width, k)
         before = tokens.flatten(1)
         return tokens.to(device), best.view(rows, width, k).to(device)
 
     return extend
 
 
-def _of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
+def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
     """
     The tree of the `nodes` likeliest paths, from the last token `[R, M]` of each, its log-probability, and the numbers
     of its prefixes, itself included, `[R, M, D]`. If a path is chosen, so are all of its prefixes.
@@ -204,14 +224,14 @@ def _of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
     return Tree(tokens, depths, sees, parents, torch.nn.functional.pad(log_probs, (1, 0)))
 
 
-def trial_tree(block: torch.LongTensor) -> tuple[Tree, torch.LongTensor]:
+def probe_tree(block: torch.LongTensor) -> tuple[Tree, torch.LongTensor]:
     """
-    For a trial of a target: a tree with the first three tokens of a block `[2, n]`, next to others that come before
+    For a probe of a target: a tree with the first three tokens of a block `[2, n]`, next to others that come before
     them, and the path of these.
     """
     anchors, second, third = block[:, :3].T
     ids = torch.stack([second + 1, second, third, anchors], dim=1).view(2, 2, 2)  # [R, slots, candidates]
     log_probs = torch.tensor([[-0.1, -0.2], [-0.5, -9.0]], device=block.device).expand(2, 2, 2)
 
-    tree = grown(anchors, _of_tables(ids, log_probs), depth=2, nodes=4, width=4)
+    tree = grow_tree(anchors, _of_tables(ids, log_probs), depth=2, nodes=4, beams=4)
     return tree, torch.tensor([[0, 2, 4]] * 2, device=block.device)

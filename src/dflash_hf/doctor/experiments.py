@@ -9,7 +9,7 @@ from torch import nn
 
 from dflash_hf.doctor.case import Case
 from dflash_hf.doctor.measuring import Experiment
-from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.modeling.candidates_dflash import text_depth
 from dflash_hf.private import with_own_config
 from dflash_hf.responses import eos_ids
 from dflash_hf.target import spare_token_id

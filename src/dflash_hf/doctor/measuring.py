@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.doctor.case import Text, Texts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.compare import mean_difference
-from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks
 from dflash_hf.training.start import draft_ids
@@ -153,7 +153,7 @@ def draft_blocks(
     drafter.logits = lambda states, lengths: draft.draft_logits(states, head)
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.block_tokens - 1]  # [A, D, H]
-    tokens = drafter.walk(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
+    tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
 
     # 3. What verification accepts: it stops at the first mistake.
     slots = states.shape[1]

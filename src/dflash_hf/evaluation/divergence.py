@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.responses import generate_one
 
 

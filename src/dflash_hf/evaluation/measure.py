@@ -34,7 +34,7 @@ from dflash_hf.evaluation.methods import (
     TREE_NODES,
 )
 from dflash_hf.files import atomic
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.candidates_dflash import decoder_layers
 from dflash_hf.repositories import origin
 from dflash_hf.responses import generate_one
 from dflash_hf.target import digest_of_parameters

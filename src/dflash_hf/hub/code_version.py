@@ -7,7 +7,10 @@ from dflash_hf.modeling.modeling_dflash import code_files
 
 
 # What older code beside the weights does wrong, by the version that mends it.
-MENDED = {"0.1.1": "transformers 5.24 fails with a KeyError"}
+MENDED = {
+    "0.1.1": "transformers 5.24 fails with a KeyError",
+    "0.3.0": "targets with recurrent layers keep the graph of every round",
+}
 FIRST_VERSION = "0.1.0"  # of drafters that name no version
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.modeling.cache_dflash import cached_columns
-from dflash_hf.modeling.drafting_dflash import CONTEXTS
+from dflash_hf.decoding.drafter import CONTEXTS
+from dflash_hf.decoding.slots import cached_columns
 from dflash_hf.responses import context_of, free_memory
 
 
@@ -31,7 +31,7 @@ class Conversation(NamedTuple):
         states += _states_of(self.cache)
         for context in CONTEXTS.get(self.cache, {}).values():
             states += _states_of(context.cache)
-            states += [features for features, _ in context.unread]
+            states += [features for features, _ in context.pending]
         tensors = []
         for state in states:
             parts = state if isinstance(state, list) else [state]

@@ -9,8 +9,8 @@ import torch
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 from transformers import GenerationConfig, LogitsProcessor
 
-from dflash_hf.modeling.target_dflash import cache_argument, empty_cache, input_device
 from dflash_hf.serving.token_bytes import TokenBytes
+from dflash_hf.targets.features import cache_argument, empty_cache, input_device
 
 
 # Upstream seeds torch as soon as a request arrives, in the middle of another's answer, fails on whole biases and empty

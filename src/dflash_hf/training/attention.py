@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
-from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.training.blocks import BlockGroups
 
 

@@ -1,11 +1,8 @@
-"""How heads learn: the queries of blocks whose tokens are known, and the loss of each head's scores."""
-
-from collections.abc import Callable
+"""How heads learn from whole blocks whose tokens are known; each head has its own loss, `Head.loss`."""
 
 import torch
-from torch.nn import functional
 
-from dflash_hf.modeling.heads_dflash import DominoHead, Head, MarkovHead
+from dflash_hf.modeling.heads_dflash import Head, MarkovHead
 
 
 def forced_queries(
@@ -38,38 +35,3 @@ def forced_queries(
 def needs_teacher(config) -> bool:
     """Whether part of the head learns only from the target's distribution."""
     return config.head is MarkovHead and config.enable_confidence_head
-
-
-def _markov_loss(head: MarkovHead, rows, progress: float) -> torch.Tensor:
-    """The run's loss, plus the confidence's cross-entropy with the overlap of `p` and `q`."""
-    loss = rows.divergence(rows.scores)
-    if not head.config.enable_confidence_head or rows.teacher is None:
-        return loss
-    acceptance = 1.0 - rows.distance(rows.scores.detach())  # acceptance probability of rejection sampling
-    confidence = rows.query[..., head.width].to(acceptance)
-    return loss + functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
-
-
-def _domino_loss(head: DominoHead, rows, progress: float) -> torch.Tensor:
-    """From the draft logits alone to the corrected ones, linearly over the run."""
-    return progress * rows.divergence(rows.scores) + (1.0 - progress) * rows.divergence(rows.logits)
-
-
-# The losses of heads that have more than the run's own.
-LOSSES: dict[type[Head], Callable] = {MarkovHead: _markov_loss, DominoHead: _domino_loss}
-
-
-def head_loss(head: Head, rows, progress: float) -> torch.Tensor:
-    """
-    The differentiable loss `[M]` of a head. One with candidates learns to choose among them, and leaves the loss of
-    the independent slots unchanged.
-
-    Args:
-        head (`Head`): The drafter's head.
-        rows (`Rows` of `training.losses`): Scores, logits, labels and teacher of some draftable tokens.
-        progress (`float`): Progress of the run, from 0 to 1.
-    """
-    if rows.ids is not None:
-        return rows.divergence(rows.logits) + rows.selection()
-    loss = LOSSES.get(type(head))
-    return rows.divergence(rows.scores) if loss is None else loss(head, rows, progress)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.target import TargetOutput, target_logits
 from dflash_hf.training.attention import takes_groups
 from dflash_hf.training.blocks import (
@@ -19,7 +19,7 @@ from dflash_hf.training.blocks import (
     flex_mask,
     sample_anchors,
 )
-from dflash_hf.training.heads import forced_queries, head_loss
+from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
@@ -190,7 +190,7 @@ class Objective:
             ids, logits = head.candidates((logits.detach() if chooses else logits).to(query.device))
             return ids if chooses else None, head.scores(query, draft.target_ids(ids), logits)
 
-        return token_losses(*common, queries, score, partial(head_loss, head, progress=progress))
+        return token_losses(*common, queries, score, partial(head.loss, progress=progress))
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:

@@ -10,9 +10,11 @@ import inspect
 import torch
 from transformers import masking_utils
 
-from .accept_dflash import Verdict
-from .cache_dflash import SlotCache, slot_mask
-from .target_dflash import CACHE_NAME, cache_argument, input_device
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.masks import verification_mask
+from dflash_hf.decoding.slots import SlotCache
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.targets.features import cache_argument, input_device
 
 
 class SlotSession:
@@ -21,13 +23,14 @@ class SlotSession:
 
     Args:
         target (`PreTrainedModel`): The target.
-        cache (`Cache`): The prompt's cache.
+        cache (`Cache`): The prompt's cache. The session owns what it holds until `close`.
         padding (`list[int]`): Padding columns at the start of each row.
         offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
         extra (`dict`): Additional arguments of the target's forward.
         tap (`FeatureTap`, *optional*): Collects the features of what is verified.
         last_slot (`int`, *optional*): Last slot that is ever kept: a draft may reach past it, to others' positions.
-        largest (`int`): Tokens of the largest draft.
+        largest_draft (`int`): Tokens of the largest draft.
+        graph (`CompiledForward`, *optional*): Runs the forward; shapes are fixed then.
 
     Attributes:
         lengths (`list[int]`): Tokens of each row that the cache holds.
@@ -36,12 +39,20 @@ class SlotSession:
     CACHE = SlotCache
     rollback_is_free = True
 
-    def __init__(self, target, cache, padding, offset, extra, tap=None, last_slot=None, largest: int = 0):
-        self.target, self.source, self.padding, self.offset, self.tap = target, cache, padding, offset, tap
+    def __init__(
+        self, target, cache, padding, offset, extra, tap=None, last_slot=None, largest_draft: int = 0, graph=None
+    ):
+        self.target = target
+        self.source = cache
+        self.padding = padding
+        self.offset = offset
+        self.tap = tap
         self.last_slot = last_slot
+        self.graph = graph
         windows = mask_windows(target)
         self.windows = windows if any(windows.values()) else {None: None}  # no layer has a mask
-        self.cache = self.CACHE.adopt(cache, padding, largest)  # last: what fails before leaves the cache as it is
+        # Last: what fails before leaves the cache as it is.
+        self.cache = self.CACHE.adopt(cache, padding, largest_draft, fixed_shapes=graph is not None)
         self.lengths = [self.cache.columns - pad for pad in padding]
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
         if "output_router_logits" in inspect.signature(target.forward).parameters:
@@ -69,17 +80,26 @@ class SlotSession:
         slots = start + torch.arange(size, device=start.device)  # [R, n]
         self.cache.place(slots)
         masks = {
-            name: None if rule is None else slot_mask(self.cache, slots, *rule, self.target.dtype, draft)
+            name: None if rule is None else verification_mask(self.cache, slots, *rule, self.target.dtype, draft)
             for name, rule in self.windows.items()
         }
         arguments = self.arguments
-        if (types := arguments.get("token_type_ids")) is not None:  # [R, 1], of the prompt's last token
+        types = arguments.get("token_type_ids")
+        if types is not None:  # [R, 1], of the prompt's last token
             arguments = {**arguments, "token_type_ids": types.expand(-1, size)}
         positions = slots if draft.depths is None else start + draft.depths
         if self.last_slot is not None:
             positions = positions.clamp(max=self.last_slot)
-        inputs = {"attention_mask": masks[None] if None in masks else masks, "position_ids": positions + self.offset}
-        return self._forward({"input_ids": draft.tokens, **inputs, **arguments})
+        inputs = {
+            "input_ids": draft.tokens,
+            "attention_mask": masks[None] if None in masks else masks,
+            "position_ids": positions + self.offset,
+            **arguments,
+        }
+        if self.graph is None:
+            return self._forward(inputs)
+        shape = (draft.tokens.shape, self.cache.view)
+        return self.graph.run(lambda: self._forward(inputs), shape, self.tap, inputs)
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.tap is None:
@@ -88,15 +108,16 @@ class SlotSession:
             logits = self.target(**inputs).logits
         return logits, self.tap.take()
 
-    def keep(self, verdict: Verdict) -> None:
+    def keep(self, acceptance: Acceptance) -> None:
         """Keep the accepted tokens: the path through a tree is made contiguous, the rest is overwritten."""
-        if verdict.path is not None:
-            start = torch.tensor(self.lengths, device=verdict.path.device)[:, None]
-            steps = torch.arange(verdict.path.shape[1], device=start.device)
-            self.cache.move(start + verdict.path, start + steps)
-        self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
+        path = acceptance.path
+        if path is not None:
+            start = torch.tensor(self.lengths, device=path.device)[:, None]
+            steps = torch.arange(path.shape[1], device=path.device)
+            self.cache.move(start + path, start + steps)
+        self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
 
-    def close(self, interrupted: Verdict | None = None):
+    def close(self, interrupted: Acceptance | None = None):
         """
         The cache as `generate` returns it without a drafter, with the columns of the longest row; and with what was
         accepted before a round was interrupted.
@@ -124,8 +145,13 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     config = target.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
-    rules = {"full_attention": (None, None), "sliding_attention": (window, None), "chunked_attention": (None, chunk)}
-    rules |= {"linear_attention": None, "conv": None}
+    rules = {
+        "full_attention": (None, None),
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, chunk),
+        "linear_attention": None,
+        "conv": None,
+    }
     if getattr(config, "layer_types", None) is None:
         return {None: (window, None) if window is not None else (None, chunk)}
     create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
@@ -133,7 +159,8 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     nothing = {"attention_mask": None, CACHE_NAME: None, "position_ids": None}
     masks = create(config=target.config, inputs_embeds=like, **nothing)
     types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
-    if unknown := types - rules.keys():
+    unknown = types - rules.keys()
+    if unknown:
         raise ValueError(f"no mask rule for layer types {sorted(unknown)}")
     if isinstance(masks, dict):
         return {name: rules[name] for name in types}

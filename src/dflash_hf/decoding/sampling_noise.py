@@ -6,6 +6,13 @@ Gumbel-max trick. With the noise of the next draws at hand, each row takes its o
 however far it is ahead of the others: a seed gives the text that it gives without a drafter, in batches too. And a
 drafter that takes the token with the largest `q / e` drafts what the target will draw wherever `q` is near `p`
 (Daliri et al., arXiv 2408.07978).
+
+The life of one drawn number. Draw `i` is `[R, V]`, what `generate` would draw for the token number `i` of every row.
+1. `_draw(i)` makes it from the generator, in order, and keeps the generator's state before it.
+2. The drafter reads it as Gumbel noise (`gumbel`), so that it drafts the token that will be drawn.
+3. The target's choice reads it again, of whole drafts (`race`) or of single tokens (`sample`).
+4. `forget` drops it when all rows are past token `i`; a draw that memory had no room for is made again from its state.
+5. `close` rewinds the generator to the first draw that no row used, where plain decoding would have left it.
 """
 
 import functools
@@ -17,7 +24,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 
-class Noise:
+class SamplingNoise:
     """
     The draws of a generator from distributions over a vocabulary, each for all rows of a batch.
 
@@ -31,14 +38,17 @@ class Noise:
     MOST_BYTES = 2**28
 
     def __init__(self, generator: torch.Generator, rows: int, temperature: float = 1.0):
-        self.generator, self.rows, self.temperature, self.width = generator, rows, temperature, 0
+        self.generator = generator
+        self.rows = rows
+        self.temperature = temperature
+        self.vocab_size = 0
         self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw
-        self.kept: dict[int, torch.Tensor] = {}  # [R, V], the latest draws used
+        self.draws: dict[int, torch.Tensor] = {}  # [R, V], those used last
         self.made = 0
-        self.in_round = 1  # draws that a row needs in a round
+        self.draws_per_round = 1  # that a row needs
 
     @classmethod
-    def of(cls, device: torch.device, rows: int, temperature: float | None) -> "Noise":
+    def of(cls, device: torch.device, rows: int, temperature: float | None) -> "SamplingNoise":
         """
         The noise of the samples that a seed gives on this device without a drafter; where it cannot be foreseen, noise
         of its own: another sample, of the same distribution.
@@ -54,19 +64,23 @@ class Noise:
 
     def sample(self, scores: torch.Tensor, row: int, index: int) -> int:
         """What `torch.multinomial` draws for the token number `index` of a row, from processed scores `[1, V]`."""
-        chances = scores.softmax(dim=-1)
-        best, token = (chances / self._draw(index, scores.shape[-1])[row].to(chances.device)).max(dim=-1)
-        return int(token if best == best else _error_of(chances))
+        probabilities = scores.softmax(dim=-1)
+        draw = self._draw(index, scores.shape[-1])[row].to(probabilities.device)
+        best, token = (probabilities / draw).max(dim=-1)
+        if best != best:  # NaN
+            token = _error_of(probabilities)
+        return int(token)
 
-    def perturbed(self, scores: torch.Tensor, depths: torch.LongTensor, lengths: list[int]) -> torch.Tensor:
+    def race(self, scores: torch.Tensor, depths: torch.LongTensor, lengths: list[int]) -> torch.Tensor:
         """
-        Processed scores `[R, n, V]` after each token of a draft at these `depths` `[R, n]`, as chances over their
-        noise: the largest is the sample. `lengths` are the tokens generated before in each row.
+        Processed scores `[R, n, V]` after each token of a draft at these `depths` `[R, n]`, as probabilities over
+        their noise: the largest is the sample. `lengths` are the tokens generated before in each row.
         """
-        chances, self.width = scores.softmax(dim=-1), scores.shape[-1]
-        noise = self._of_rows(lengths, int(depths.max()) + 1)
+        probabilities = scores.softmax(dim=-1)
+        self.vocab_size = scores.shape[-1]
+        noise = self._of_rows(lengths, int(depths.max()) + 1).to(scores.device)
         rows = torch.arange(len(lengths), device=depths.device)[:, None]
-        return chances / noise.to(scores.device)[rows, depths]
+        return probabilities / noise[rows, depths]
 
     def gumbel(self, lengths: list[int], number: int, ids: torch.LongTensor | slice) -> torch.Tensor:
         """
@@ -77,58 +91,62 @@ class Noise:
 
     def _of_rows(self, lengths: list[int], number: int, ids=slice(None)) -> torch.Tensor:
         """The noise `[R, number, V]` of the next draws of each row; each draw is made once, as few are kept."""
-        self.in_round = max(self.in_round, number)
-        noise: list[list] = [[None] * number for _ in lengths]
-        for index in sorted({n + step for n in lengths for step in range(number)}):
-            draw = self._draw(index, self.width)
-            for row, n in enumerate(lengths):
-                if 0 <= index - n < number:
-                    noise[row][index - n] = draw[row, ids]
-        return torch.stack([torch.stack(one) for one in noise])
+        self.draws_per_round = max(self.draws_per_round, number)
+        indices = {length + step for length in lengths for step in range(number)}
+        noise: dict[tuple[int, int], torch.Tensor] = {}  # (row, step) -> [V]
+        for index in sorted(indices):
+            draw = self._draw(index, self.vocab_size)
+            for row, length in enumerate(lengths):
+                if 0 <= index - length < number:
+                    noise[row, index - length] = draw[row, ids]
+        rows = [torch.stack([noise[row, step] for step in range(number)]) for row in range(len(lengths))]
+        return torch.stack(rows)
 
-    def _draw(self, index: int, width: int) -> torch.Tensor:
-        """Exponential noise `[R, width]` of a draw."""
-        self.width = width
+    def _draw(self, index: int, vocab_size: int) -> torch.Tensor:
+        """Exponential noise `[R, vocab_size]` of a draw."""
+        self.vocab_size = vocab_size
         while self.made <= index:
             self.states[self.made] = self.generator.get_state()
             self._keep(self.made, self._drawn(self.generator))
             self.made += 1
-        if index not in self.kept:
+        if index not in self.draws:
             again = torch.Generator(self.generator.device)
             again.set_state(self.states[index])
             self._keep(index, self._drawn(again))
-        return self.kept[index]
+        return self.draws[index]
 
     def _drawn(self, generator: torch.Generator) -> torch.Tensor:
-        empty = torch.empty(self.rows, self.width, dtype=torch.float32, device=generator.device)
+        empty = torch.empty(self.rows, self.vocab_size, dtype=torch.float32, device=generator.device)
         return empty.exponential_(generator=generator)
 
-    def _keep(self, index: int, noise: torch.Tensor) -> None:
-        self.kept[index] = noise
-        most = max(self.MOST_BYTES // noise.nbytes, 2 * self.in_round)
-        while len(self.kept) > most:
-            del self.kept[next(iter(self.kept))]
+    def _keep(self, index: int, draw: torch.Tensor) -> None:
+        self.draws[index] = draw
+        most = max(self.MOST_BYTES // draw.nbytes, 2 * self.draws_per_round)
+        while len(self.draws) > most:
+            oldest = next(iter(self.draws))
+            del self.draws[oldest]
 
     def forget(self, before: int) -> None:
         """No row needs draws before this one any more."""
-        for held in (self.states, self.kept):
-            for index in [index for index in held if index < before]:
-                del held[index]
+        for table in (self.states, self.draws):
+            for index in [index for index in table if index < before]:
+                del table[index]
 
     def close(self, taken: int) -> None:
         """Undo all draws but the first `taken`, unless other code has used the generator meanwhile."""
-        if taken < self.made:
-            again = torch.Generator(self.generator.device)
-            again.set_state(self.states[taken])
-            for _ in range(taken, self.made):
-                self._drawn(again)
-            if torch.equal(again.get_state(), self.generator.get_state()):
-                self.generator.set_state(self.states[taken])
+        if taken >= self.made:
+            return
+        again = torch.Generator(self.generator.device)
+        again.set_state(self.states[taken])
+        for _ in range(taken, self.made):
+            self._drawn(again)
+        if torch.equal(again.get_state(), self.generator.get_state()):
+            self.generator.set_state(self.states[taken])
 
 
-def _error_of(chances: torch.Tensor) -> torch.Tensor:
+def _error_of(probabilities: torch.Tensor) -> torch.Tensor:
     """The error of `torch.multinomial`, if these are not probabilities."""
-    return torch.multinomial(chances, 1, generator=torch.Generator(chances.device))[:, 0]
+    return torch.multinomial(probabilities, 1, generator=torch.Generator(probabilities.device))[:, 0]
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -143,10 +161,11 @@ def generator_of(device: torch.device) -> torch.Generator:
 def foreseeable(device: torch.device) -> bool:
     """Whether `torch.multinomial` draws on a device as described above, and its generators can be rewound."""
     try:
-        generator, again = torch.Generator(device).manual_seed(0), torch.Generator(device)
+        generator = torch.Generator(device).manual_seed(0)
+        again = torch.Generator(device)
         again.set_state(generator.get_state())
         scores = torch.arange(1.0, 3 * 4096 + 1, device=device).view(3, 4096).log()
-        noise = Noise(again, rows=3)
+        noise = SamplingNoise(again, rows=3)
         for step in range(8):
             drawn = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0].tolist()
             if drawn != [noise.sample(scores[row : row + 1], row, step) for row in range(3)]:

@@ -1,6 +1,11 @@
 """
 The slot cache: every row starts at slot 0, new keys are written to the slots of their tokens, and rolling back just
 keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
+
+The life of a slot. `SlotCache.adopt` moves the prompt's keys and values into slots. Before each forward `reserve`
+makes room and `place` says which slot each new token gets; every layer's `update` writes there. What is rejected stays
+and is overwritten; `move` brings the accepted path of a tree to its places. `release` writes the slots back into the
+cache that they came from, and frees them.
 """
 
 import functools
@@ -18,27 +23,37 @@ from transformers.cache_utils import (
 
 CAPACITY_STEP = 64  # capacities are multiples of this
 VIEW_STEP = 8  # the view handed to attention is the used length rounded up to this
+SMALLEST_BUCKET = 256  # slots of a cache whose shapes are fixed for graphs, at least
+RING_MARGIN = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
 
 
 class Ring(NamedTuple):
-    """Slots that are used again and again: token `i` of a row is in slot `i`, or `sink + (i - sink) % size`."""
+    """
+    Slots that are used again and again: token `i` of a row is in slot `i`, or `sink + (i - sink) % size`.
 
+    Args:
+        window (`int`): The window of the layers that have it.
+        size (`int`): Slots that are shared: the window, and room for a draft.
+        sink (`int`): Tokens at the start of a row that stay.
+    """
+
+    window: int
     size: int
-    sink: int = 0  # tokens at the start of a row that stay
+    sink: int = 0
 
     def slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
         """The slots of tokens; those of tokens to be dropped, which are negative, stay negative."""
         return torch.where(tokens < self.sink, tokens, self.sink + (tokens - self.sink) % self.size)
 
-    def held(self, view: int, last: torch.LongTensor) -> torch.LongTensor:
+    def tokens(self, view: int, last: torch.LongTensor) -> torch.LongTensor:
         """`[R, view]`, the token in each slot once the tokens up to `last` `[R, 1]` are written; negative: none."""
         slots = torch.arange(view, device=last.device)
         tokens = last - (last - slots) % self.size
-        tokens = tokens.masked_fill((tokens < self.sink) | (slots >= self.sink + self.size), -1)
-        return torch.where(slots < self.sink, slots, tokens)
+        unused = (tokens < self.sink) | (slots >= self.sink + self.size)
+        return torch.where(slots < self.sink, slots, tokens.masked_fill(unused, -1))
 
 
-class Places:
+class SlotIndex:
     """
     The slots `[R, n]` of tokens in buffers `[R, heads, capacity, head_dim]`, as one flat index over the first three
     dimensions. The index is built once for all layers, and copying with it is faster than `scatter_`: 30x on a CPU in
@@ -80,46 +95,57 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: "SlotCache", ring: Ring | None = None):
         super().__init__()
-        self.cache, self.ring = cache, ring
+        self.cache = cache
+        self.ring = ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
         self.is_initialized = True
 
     def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Move `columns` left-padded columns of a layer here: first its keys, which are freed, then its values."""
-        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        self.dtype = layer.keys.dtype
+        self.device = layer.keys.device
         first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
         for name in ("keys", "values"):
             states = getattr(layer, name)
             buffer = self._buffer(states)
             for row, pad in enumerate(padding):
                 skip = max(pad - first, 0)
+                start = first + skip - pad
                 if self.ring is None:
-                    buffer[row, :, first + skip - pad : columns - pad] = states[row, :, skip:]
+                    buffer[row, :, start : columns - pad] = states[row, :, skip:]
                 else:
-                    kept = torch.arange(first + skip - pad, columns - pad, device=states.device)[-self.ring.size :]
-                    buffer[row][:, self.ring.slots(kept)] = states[row, :, states.shape[2] - len(kept) :]
+                    tokens = torch.arange(start, columns - pad, device=states.device)[-self.ring.size :]
+                    buffer[row][:, self.ring.slots(tokens)] = states[row, :, states.shape[2] - len(tokens) :]
             setattr(self, name, buffer)
             setattr(layer, name, states[:, :, :0].clone())
         self.is_initialized = True
 
     def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Write the slots back into a layer, as `columns` left-padded columns; they are freed on the way."""
-        first, moved = 0, [name for name in ("keys", "values") if getattr(self, name) is not None]
+        first = 0
+        moved = [name for name in ("keys", "values") if getattr(self, name) is not None]
         if moved and isinstance(layer, DynamicSlidingWindowLayer):
             first = max(columns - layer.sliding_window + 1, 0)
             layer.cumulative_length = columns
         for name in moved:
-            buffer, rows = getattr(self, name), []
+            buffer = getattr(self, name)
+            rows = []
             for row, pad in enumerate(padding):
                 start = max(first - pad, 0)
-                states = buffer[row, :, start : columns - pad]
-                if self.ring is not None:
-                    states = buffer[row][:, self.ring.slots(torch.arange(start, columns - pad, device=buffer.device))]
+                if self.ring is None:
+                    states = buffer[row, :, start : columns - pad]
+                else:
+                    tokens = torch.arange(start, columns - pad, device=buffer.device)
+                    states = buffer[row][:, self.ring.slots(tokens)]
                 missing = columns - first - states.shape[1]
-                rows.append(torch.nn.functional.pad(states, (0, 0, missing, 0)) if missing else states)
+                if missing > 0:
+                    states = torch.nn.functional.pad(states, (0, 0, missing, 0))
+                rows.append(states)
             setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
             setattr(self, name, None)
 
@@ -139,10 +165,10 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start = 0
         # In order: a later group may overwrite slots of an earlier one.
-        for places in self.cache.places(self.ring):
-            stop = start + places.slots.shape[1]
-            places.write(self.keys, key_states[:, :, start:stop])
-            places.write(self.values, value_states[:, :, start:stop])
+        for index in self.cache.indices(self.ring):
+            stop = start + index.slots.shape[1]
+            index.write(self.keys, key_states[:, :, start:stop])
+            index.write(self.values, value_states[:, :, start:stop])
             start = stop
         view = self.cache.view_of(self.ring)
         return self.keys[:, :, :view], self.values[:, :, :view]
@@ -152,18 +178,28 @@ class SlotLayer(CacheLayerMixin):
         for name in ("keys", "values"):
             old = getattr(self, name)
             if old.shape[2] != self.capacity:
-                new, kept = self._buffer(old), min(old.shape[2], self.capacity)
-                new[:, :, :kept] = old[:, :, :kept]
+                new = self._buffer(old)
+                copied = min(old.shape[2], self.capacity)
+                new[:, :, :copied] = old[:, :, :copied]
                 setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.view_of(self.ring), 0
 
     def get_seq_length(self) -> int:
-        return self.cache.reported or self.cache.view
+        if self.cache.probed is not None:
+            return self.cache.probed.reported_length
+        return self.cache.view
 
     def get_max_length(self) -> int:
         return self.cache.capacity
+
+
+class Probed(NamedTuple):
+    """What a probe pretends of a cache, to see whether a target takes positions or windows from it."""
+
+    view: int  # slots that attention gets, at least
+    reported_length: int
 
 
 class SlotCache(Cache):
@@ -178,46 +214,69 @@ class SlotCache(Cache):
         capacity (`int`): Initial slots per row; `reserve` grows them when they run out. The last slot is never
             attended to: tokens to be dropped are written there.
         ring (`Ring`, *optional*): Which slots tokens share, in layers that are not adopted.
+        fixed_shapes (`bool`): For graphs: capacities are powers of two, and attention always gets all slots.
 
     Attributes:
         columns (`int`): Columns of the adopted cache, padding included.
         view (`int`): Slots that attention gets, in layers without a ring.
-        spare (`int`): Slots of an adopted ring beyond its window.
-        least (`int`): Minimum of `view`.
-        reported (`int`, *optional*): The length that a target is told instead, to find out whether it is used.
         tokens (`tuple[torch.LongTensor]`): Groups `[R, n]` of the tokens of the next forward; negative: dropped.
+        probed (`Probed`, *optional*): Set by a probe.
     """
 
-    SPARE = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
-
-    def __init__(self, rows: int, capacity: int, ring: Ring | None = None):
+    def __init__(self, rows: int, capacity: int, ring: Ring | None = None, fixed_shapes: bool = False):
         super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self, ring))  # which copies are rebound
-        self.rows, self.ring, self.columns, self.view, self.spare = rows, ring, 0, 0, self.SPARE
-        self.capacity = _round_up(capacity + 1)
-        self.least, self.reported = 0, None
+        self.rows = rows
+        self.ring = ring
+        self.fixed_shapes = fixed_shapes
+        if fixed_shapes:
+            self.capacity = max(SMALLEST_BUCKET, 1 << capacity.bit_length())
+        else:
+            self.capacity = _round_up(capacity + 1, CAPACITY_STEP)
+        self.columns = 0
+        self.view = 0
+        self.probed: Probed | None = None
         self.tokens: tuple[torch.LongTensor, ...] = ()
-        self._places: dict[Ring | None, tuple[Places, ...]] = {}
+        self._indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
 
     def reserve(self, used: int) -> None:
         """Make room for a forward in which no row sees a token at or past `used`; attention gets as many, rounded."""
-        used = max(used, self.least)
+        if self.fixed_shapes:
+            if used >= self.capacity:
+                self._resize(1 << used.bit_length())
+            self.view = self.capacity
+            return
+        if self.probed is not None:
+            used = max(used, self.probed.view)
         if used >= self.capacity:
-            self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1))
+            self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1, CAPACITY_STEP))
         self.view = min(_round_up(used, VIEW_STEP), self.capacity)
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
+        for layer in self.slot_layers:
+            if layer.is_initialized:
                 layer.resize()
+
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        """The layers with slots; recurrent layers of a hybrid do not grow."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    def ring_of(self, window: int | None) -> Ring | None:
+        """The ring of the layers with a window; `None`: they keep all tokens."""
+        return next((layer.ring for layer in self.slot_layers if layer.ring and layer.ring.window == window), None)
 
     def capacity_of(self, ring: Ring | None) -> int:
         """Slots of a row in a layer."""
-        return self.capacity if ring is None else min(_round_up(ring.sink + ring.size + 1), self.capacity)
+        if ring is None:
+            return self.capacity
+        return min(_round_up(ring.sink + ring.size + 1, CAPACITY_STEP), self.capacity)
 
     def view_of(self, ring: Ring | None) -> int:
         """Slots that attention gets in a layer."""
-        return self.view if ring is None else min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
+        if ring is None:
+            return self.view
+        return min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
 
     def place(self, *tokens: torch.LongTensor) -> None:
         """
@@ -226,26 +285,31 @@ class SlotCache(Cache):
         Args:
             tokens (`torch.LongTensor`): One or more groups `[R, n]`, written in order, in the order of the new tokens.
         """
-        self.tokens, self._places = tokens, {}
-        for ring in {self.ring, *(layer.ring for layer in self.layers if isinstance(layer, SlotLayer))}:
-            self.places(ring)
+        self.tokens = tokens
+        self._indices = {}
+        for ring in {self.ring, *(layer.ring for layer in self.slot_layers)}:
+            self.indices(ring)
 
-    def places(self, ring: Ring | None) -> tuple[Places, ...]:
-        """Where the tokens of the next forward go in a layer."""
-        if ring not in self._places:
-            last = self.capacity_of(ring) - 1
-            slots = self.tokens if ring is None else map(ring.slots, self.tokens)
-            self._places[ring] = tuple(Places(torch.where(one < 0, last, one)) for one in slots)
-        return self._places[ring]
+    def indices(self, ring: Ring | None) -> tuple[SlotIndex, ...]:
+        """Where the tokens of the next forward go in a layer, a [`SlotIndex`] for each group."""
+        if ring not in self._indices:
+            dropped = self.capacity_of(ring) - 1
+            groups = []
+            for tokens in self.tokens:
+                slots = tokens if ring is None else ring.slots(tokens)
+                groups.append(SlotIndex(torch.where(slots < 0, dropped, slots)))
+            self._indices[ring] = tuple(groups)
+        return self._indices[ring]
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
         """Copy tokens `[R, n]` of each row to the places of others."""
-        for ring in {layer.ring for layer in self.layers if isinstance(layer, SlotLayer)}:
-            read, written = (Places(one if ring is None else ring.slots(one)) for one in (source, goal))
-            for layer in self.layers:
-                if isinstance(layer, SlotLayer) and layer.is_initialized and layer.ring == ring:
+        for ring in {layer.ring for layer in self.slot_layers}:
+            reading = SlotIndex(source if ring is None else ring.slots(source))
+            writing = SlotIndex(goal if ring is None else ring.slots(goal))
+            for layer in self.slot_layers:
+                if layer.is_initialized and layer.ring == ring:
                     for buffer in (layer.keys, layer.values):
-                        written.write(buffer, read.read(buffer))
+                        writing.write(buffer, reading.read(buffer))
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
@@ -261,7 +325,9 @@ class SlotCache(Cache):
         return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
 
     @classmethod
-    def adopt(cls, cache: Cache, padding: list[int], largest: int = 0) -> "SlotCache":
+    def adopt(
+        cls, cache: Cache, padding: list[int], largest_draft: int = 0, fixed_shapes: bool = False
+    ) -> "SlotCache":
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0. Layers with a sliding
         window get a ring of slots.
@@ -272,14 +338,16 @@ class SlotCache(Cache):
             cache (`Cache`): Its keys in dynamic and sliding-window layers only. Recurrent states, and layers that hold
                 nothing, are shared with it.
             padding (`list[int]`): Padding columns at the start of each row.
-            largest (`int`): Tokens of the largest draft.
+            largest_draft (`int`): Tokens of the largest draft.
+            fixed_shapes (`bool`): As for the class.
         """
         columns = cached_columns(cache)
-        slots = cls(len(padding), columns + CAPACITY_STEP)
-        slots.columns, slots.spare = columns, max(cls.SPARE, largest)
+        slots = cls(len(padding), columns + CAPACITY_STEP, fixed_shapes=fixed_shapes)
+        slots.columns = columns
+        margin = max(RING_MARGIN, largest_draft)
         try:
             for layer in cache.layers:
-                slots.layers.append(slots.slot_layer(layer) if isinstance(layer, CacheLayerMixin) else layer)
+                slots.layers.append(slots.slot_layer(layer, margin) if isinstance(layer, CacheLayerMixin) else layer)
                 if isinstance(slots.layers[-1], SlotLayer) and layer.is_initialized:  # or it shares another's keys
                     slots.layers[-1].adopt(layer, padding, columns)
         except BaseException:  # out of memory, or interrupted
@@ -287,10 +355,11 @@ class SlotCache(Cache):
             raise
         return slots
 
-    def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
+    def slot_layer(self, layer: CacheLayerMixin, margin: int) -> SlotLayer:
         """The slots that a layer's tokens move into."""
-        sliding = type(layer) is DynamicSlidingWindowLayer
-        return SlotLayer(self, Ring(layer.sliding_window + self.spare) if sliding else None)
+        if type(layer) is DynamicSlidingWindowLayer:
+            return SlotLayer(self, Ring(layer.sliding_window, layer.sliding_window + margin))
+        return SlotLayer(self)
 
     def clear(self) -> None:
         """Free all slots now: layers and cache refer to each other and would wait for the garbage collector."""
@@ -310,74 +379,19 @@ class SlotCache(Cache):
 
 def cached_columns(cache) -> int:
     """Columns that a cache holds before the prompt; 0 if all layers are recurrent, which do not count them."""
-    if cache is None:
+    if cache is None or not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return 0
-    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+    return cache.get_seq_length()
 
 
-def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float mask from a boolean one: eager attention would silently *add* a boolean mask as 0 and 1."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+def recurrent_states(layers) -> list[torch.Tensor]:
+    """Every state of every recurrent layer among `layers`, `[R, ...]` each."""
+    states = []
+    for layer in layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
 
 
-def visible(
-    slots: torch.LongTensor,
-    held: torch.LongTensor,
-    window: int | None = None,
-    chunk: int | None = None,
-    draft=None,
-    last_seen: torch.LongTensor | None = None,
-) -> torch.BoolTensor:
-    """
-    What queries see.
-
-    Args:
-        slots (`torch.LongTensor`): `[R, n]`, the tokens' own numbers, consecutive in each row.
-        held (`torch.LongTensor`): `[view]` or `[R, view]`, the token in each slot; negative: none.
-        window (`int`, *optional*): A key is seen when it is less than so many tokens back.
-        chunk (`int`, *optional*): A key is seen only within the query's own chunk of that many tokens.
-        draft (`Block` or the like, *optional*): With `ancestors`, a query sees these of the draft at `slots`, and
-            windows and chunks count its `depths`.
-        last_seen (`torch.LongTensor`, *optional*): `[R, n]`, the last token that each query sees. Default: itself.
-
-    Returns:
-        `torch.BoolTensor` `[R, n, view]`.
-    """
-    key = held[None, None] if held.dim() == 1 else held[:, None]  # [R, 1, view]
-    query = slots[:, :, None]  # [R, n, 1]
-    if draft is None or draft.ancestors is None:
-        seen = key <= (query if last_seen is None else last_seen[:, :, None])
-    else:
-        start, size = slots[:, :1, None], slots.shape[1]
-        place = (key - start).expand(len(slots), 1, -1)  # in the draft
-        drafted = (place >= 0) & (place < size)
-        place = place.clamp(0, size - 1)
-        seen = (key < start) | drafted & draft.ancestors.gather(2, place.expand(-1, size, -1))
-        depth = draft.depths[:, None].gather(2, place)  # [R, 1, view]
-        key, query = torch.where(drafted, start + depth, key), start + draft.depths[:, :, None]
-    if held.dim() > 1:
-        seen = seen & (held[:, None] >= 0)
-    if window is not None:
-        seen = seen & (query - key < window)
-    if chunk is not None:
-        seen = seen & (query // chunk == key // chunk)
-    return seen
-
-
-def slot_mask(cache: SlotCache, slots, window: int | None, chunk: int | None, dtype, draft) -> torch.Tensor:
-    """
-    The additive mask `[R, 1, n, view]` of a draft at `slots` `[R, n]` of a cache; see [`visible`]. Eager attention
-    adds the mask, so its dtype is floating: a boolean one would be added as 0, 1.
-    """
-    rings = {layer.ring for layer in cache.layers if isinstance(layer, SlotLayer) and layer.ring is not None}
-    ring = next((one for one in rings if one.size == (window or chunk or 0) + cache.spare), None)
-    if ring is None:
-        held = torch.arange(cache.view, device=slots.device)
-    else:
-        held = ring.held(cache.view_of(ring), slots[:, -1:])
-    return additive(visible(slots, held, window, chunk, draft), dtype)[:, None]
-
-
-def _round_up(length: int, step: int = CAPACITY_STEP) -> int:
+def _round_up(length: int, step: int) -> int:
     return -(-length // step) * step

@@ -1,0 +1,67 @@
+"""DFlash 2's head: a path selector among the likeliest tokens of each slot."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .head_dflash import Head
+
+
+class CandidateSelector(nn.Module):
+    """
+    Parameters of the selector: codebooks `A` of predecessors and `C` of successors, and the projection `W`.
+
+    Args:
+        config (`DFlashDraftConfig`): `selector_rank`, `vocab_size` of the target.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # A
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # C
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
+
+
+class PathSelector(Head):
+    """
+    Scores the `top_k` likeliest tokens `b` of a slot, given the token `a` chosen before it:
+    `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
+
+    At initialisation `C` is zero, so that the walk is the argmax of every slot. `selector_rank` is the rank `r` of the
+    codebooks, `selector_top_k` the number of candidates `k`.
+    """
+
+    name = "path selector"
+    architecture = "DFlash2DraftModel"
+    sizes = ("selector_rank", "selector_top_k")
+    fields = dict.fromkeys(sizes)
+    order = 1
+
+    @classmethod
+    def modules(cls, config) -> dict[str, nn.Module]:
+        return {"candidate_selector": CandidateSelector(config)}
+
+    @classmethod
+    def init_weights(cls, module: nn.Module, config) -> None:
+        if isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, mean=0.0, std=config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
+    @property
+    def top_k(self) -> int:
+        return self.config.selector_top_k
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Sorted by id, so that ties go to the lowest id, as in `argmax` over the vocabulary."""
+        ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+        return ids, logits.gather(-1, ids)
+
+    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+        # Not by index: on a GPU its gradient adds up tokens that many slots share one after the other.
+        selector = self.draft.candidate_selector
+        predecessors = nn.functional.embedding(before, selector.predecessor_codebook)  # [..., r]
+        return predecessors * selector.hidden_projection(hidden), None
+
+    def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        successors = nn.functional.embedding(ids, self.draft.candidate_selector.successor_codebook)  # [..., k, r]
+        return logits.float() + (successors @ query.unsqueeze(-1)).squeeze(-1).float()

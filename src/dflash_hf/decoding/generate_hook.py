@@ -1,0 +1,46 @@
+"""The hook into `generate` with the package: the drafter's own, and a note of what the caller asked for."""
+
+import functools
+
+from dflash_hf.modeling import candidates_dflash
+
+
+NAME = "_prepare_generation_config"
+ASKED = "_dflash_num_assistant_tokens"  # noted on the configuration of a call
+_ARGUMENT = "num_assistant_tokens"
+
+
+def install_hook() -> None:
+    """Let `target.generate(assistant_model=draft)` decode with a drafter. Installing twice is a no-op."""
+    from transformers import GenerationMixin
+
+    candidates_dflash.install_hook()
+    prepare = getattr(GenerationMixin, NAME, None)
+    if prepare is not None and not hasattr(prepare, "_dflash_original"):
+        wrapper = _note_asked_tokens(prepare)
+        wrapper._dflash_original = prepare
+        setattr(GenerationMixin, NAME, wrapper)
+
+
+def remove_hook() -> None:
+    """Put upstream's methods back."""
+    from transformers import GenerationMixin
+
+    candidates_dflash.remove_hook()
+    prepare = getattr(GenerationMixin, NAME, None)
+    if hasattr(prepare, "_dflash_original"):
+        setattr(GenerationMixin, NAME, prepare._dflash_original)
+
+
+def _note_asked_tokens(original):
+    """Note the number of drafted tokens that is asked for: later it cannot be told from upstream's default."""
+
+    @functools.wraps(original)
+    def _prepare_generation_config(self, generation_config, *args, **kwargs):
+        prepared = original(self, generation_config, *args, **kwargs)
+        settings = (generation_config, self.generation_config)
+        asked = [kwargs.get(_ARGUMENT), *(getattr(config, _ARGUMENT, None) for config in settings)]
+        setattr(prepared[0], ASKED, next((number for number in asked if number is not None), None))
+        return prepared
+
+    return _prepare_generation_config
