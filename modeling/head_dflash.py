@@ -102,6 +102,11 @@ class Head:
         # A head with candidates learns to choose among them, and leaves the loss of the independent slots unchanged.
         return rows.divergence(rows.logits) + rows.selection()
 
+    @classmethod
+    def needs_teacher(cls, config) -> bool:
+        """Whether part of its loss needs the target's distribution."""
+        return False
+
     @property
     def top_k(self) -> int | None:
         """Number of candidates per slot; `None` for all tokens."""

@@ -91,6 +91,10 @@ class MarkovHead(Head):
         entropy = nn.functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
         return loss + entropy
 
+    @classmethod
+    def needs_teacher(cls, config) -> bool:
+        return bool(config.enable_confidence_head)
+
     def __init__(self, draft, embed):
         super().__init__(draft, embed)
         config = self.config

@@ -2,7 +2,7 @@
 
 import torch
 
-from dflash_hf.modeling.heads_dflash import Head, MarkovHead
+from dflash_hf.modeling.head_dflash import Head
 
 
 def forced_queries(
@@ -30,8 +30,3 @@ def forced_queries(
         query, state = head.step(state, before[:, slot], hidden[:, slot])
         queries.append(query)
     return torch.stack(queries, dim=1).unflatten(0, draftable.shape[:-1])[draftable[..., 1:]]
-
-
-def needs_teacher(config) -> bool:
-    """Whether part of the head learns only from the target's distribution."""
-    return config.head is MarkovHead and config.enable_confidence_head

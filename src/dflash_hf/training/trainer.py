@@ -20,7 +20,6 @@ from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
-from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
@@ -445,7 +444,7 @@ def prepare_draft(draft, args, adapted: bool) -> None:
     if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
         logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
         draft.float()
-    if needs_teacher(config) and not args.has_teacher:
+    if config.head.needs_teacher(config) and not args.has_teacher:
         logger.warning(
             f"Part of the {head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark or kl."
