@@ -19,7 +19,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import CandidateGenerator, EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers.generation import (
+    CandidateGenerator,
+    EosTokenCriteria,
+    GenerationMode,
+    MaxLengthCriteria,
+    logits_process,
+)
 from transformers.utils import logging
 
 
@@ -30,30 +36,31 @@ CACHE_NAME = "past_key_values"
 if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters:
     CACHE_NAME = "cache"
 
-# Upstream's processors without a state, which may be called for tokens that are rejected later.
-_STATELESS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-    "InfNanRemoveLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-}
-_UPSTREAM_DEFAULT = 20  # `num_assistant_tokens` where nobody sets it
+# Upstream's processors without a state that judge each row by its own text: they may be called for tokens that are
+# rejected later.
+STATELESS_PROCESSORS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+)
+UPSTREAM_DEFAULT = 20  # `num_assistant_tokens` where nobody sets it
 # Arguments of a target's forward that upstream's loop advances rightly over several tokens.
 _SUPPORTED_ARGUMENTS = {CACHE_NAME, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -197,7 +204,7 @@ def generate_with_candidates(
         logger.warning_once(f"Decoding without the drafter: {reason}; the package dflash-hf drafts most of this.")
         return target._sample(*arguments, **model_kwargs)
     asked = generation_config.num_assistant_tokens
-    block_tokens = None if asked in (None, _UPSTREAM_DEFAULT) else int(asked) + 1
+    block_tokens = None if asked in (None, UPSTREAM_DEFAULT) else int(asked) + 1
     generator = DFlashCandidateGenerator(draft, target, generation_config.max_length, block_tokens)
     with generator.reading_features():
         return target._assisted_decoding(*arguments, assistant_model=generator, **model_kwargs)
@@ -222,7 +229,7 @@ def _fallback_reasons(draft, target, input_ids, rules, generation_config, synced
             yield f"{key} is passed to the target"
     # Upstream calls processors for tokens that it rejects later, and criteria once for several tokens.
     for rule in rules:
-        if type(rule).__name__ not in _STATELESS and type(rule) not in (MaxLengthCriteria, EosTokenCriteria):
+        if type(rule) not in (*STATELESS_PROCESSORS, MaxLengthCriteria, EosTokenCriteria):
             yield f"{type(rule).__name__} may keep a state, or stop inside of a block"
     # Recurrent states cannot be cropped: up to 5.23 another text, in silence.
     cache = model_kwargs.get(CACHE_NAME)

@@ -11,10 +11,8 @@ from dflash_hf.decoding.generate_hook import ASKED
 from dflash_hf.decoding.probe import TargetCapabilities, capabilities_of
 from dflash_hf.decoding.selection import TokenSelector
 from dflash_hf.decoding.slots import cached_columns
+from dflash_hf.modeling.candidates_dflash import UPSTREAM_DEFAULT
 from dflash_hf.targets.features import cache_argument
-
-
-_UPSTREAM_DEFAULT = 20  # of `num_assistant_tokens`
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class GenerateCall:
         """`num_assistant_tokens`, if the caller or the target's settings name it."""
         asked = self.config.num_assistant_tokens
         # Without the hook nobody knows whether upstream's default was asked for.
-        asked = getattr(self.config, ASKED, None if asked == _UPSTREAM_DEFAULT else asked)
+        asked = getattr(self.config, ASKED, None if asked == UPSTREAM_DEFAULT else asked)
         return None if asked is None else max(int(asked), 0)
 
     @property

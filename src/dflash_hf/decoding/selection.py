@@ -13,6 +13,7 @@ from transformers.generation import (
 
 from dflash_hf.decoding.acceptance import argmax_token
 from dflash_hf.decoding.sampling_noise import SamplingNoise
+from dflash_hf.modeling.candidates_dflash import STATELESS_PROCESSORS
 
 
 # Processors that read the scores of one position only, so that one call serves all rows and positions.
@@ -27,21 +28,6 @@ _POSITIONWISE = (
     logits_process.LogitNormalization,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
-)
-# Stateless processors and criteria that judge each row by its own text only: called with one row that is ahead of the
-# others, they return what they would return for it within the batch.
-_ROWWISE = (
-    *_POSITIONWISE,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
 )
 _COUNTED = (MaxLengthCriteria, EosTokenCriteria)
 
@@ -113,7 +99,8 @@ class TokenSelector:
         # Without an end-of-sequence token, rows ended by a stop string are written on until all have ended.
         criteria_of_rows = _COUNTED if self.eos is None else (*_COUNTED, StopStringCriteria)
         for rule in (*self.processors[0], *self.criteria):
-            if type(rule) not in (*_ROWWISE, *criteria_of_rows):
+            # Called with one row that is ahead of the others, these return what they would return within the batch.
+            if type(rule) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
                 return f"{type(rule).__name__} judges several rows at once"
         return None
 
