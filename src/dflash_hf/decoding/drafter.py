@@ -296,16 +296,13 @@ class Drafter:
         block = self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))
         inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(slots)}
         if self.graph is None:
-            hidden = self._forward(inputs)
+            hidden = self.draft(**inputs).last_hidden_state
         else:
             shapes = (inputs["noise_embeds"].shape, inputs["context_hidden_states"].shape, self.context.cache.view)
-            hidden = self.graph.run(lambda: self._forward(inputs), shapes, inputs)
+            hidden = self.graph.run(shapes, inputs)
         # Slot 0 is the anchor's: it predicts the next token or nothing.
         first = 0 if config.sample_from_anchor else 1
         return hidden[:, first : first + self.block_tokens - 1]
-
-    def _forward(self, inputs: dict) -> torch.Tensor:
-        return self.draft(**inputs).last_hidden_state
 
     def decode_block(self, anchors: torch.LongTensor, hidden: torch.Tensor, draws: list[int]) -> torch.LongTensor:
         """

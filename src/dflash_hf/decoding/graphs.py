@@ -178,18 +178,18 @@ class CompiledForward:
         attention = model.config.get_text_config()._attn_implementation
         self.key = (function.__name__, layer_ids, forwards, attention, adapters_of(model))
 
-    def run(self, eagerly: Callable, shape: tuple, *arguments):
+    def run(self, shape: tuple, *arguments):
         """
         Run the graph for inputs of this shape.
 
         Args:
-            eagerly (`Callable`): Gives the same without a graph.
             shape (`tuple`): What the graph depends on besides the model.
+            arguments: Of the function, after the model.
         """
         key = (*self.key, shape)
         compiled = None if self.eager else self.graphs.function(self.function, self.mode, key)
         if compiled is None:
-            return eagerly()
+            return self.function(self.model, *arguments)
         on_cuda = self.model.device.type == "cuda"
         try:
             if on_cuda:
@@ -198,7 +198,7 @@ class CompiledForward:
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            output = eagerly()  # raises an error that is not the compiler's again
+            output = self.function(self.model, *arguments)  # raises an error that is not the compiler's again
             self.eager = True  # for the rest of this call
             reason = str(error).strip()[:200]
             message = f"Decoding eagerly: {type(self.model).__name__} cannot be compiled ({reason})."

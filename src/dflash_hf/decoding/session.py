@@ -99,7 +99,7 @@ class SlotSession:
         if self.graph is None:
             return self._forward(inputs)
         shape = (draft.tokens.shape, self.cache.view)
-        return self.graph.run(lambda: self._forward(inputs), shape, self.tap, inputs)
+        return self.graph.run(shape, self.tap, inputs)
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.tap is None:
