@@ -24,7 +24,8 @@ from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.drafter import Drafter, padding_of
 from dflash_hf.decoding.fallback import fallback_reason
 from dflash_hf.decoding.graphs import CallGraphs
-from dflash_hf.decoding.policies import DraftPolicy, policy_for
+from dflash_hf.decoding.policies import DraftPolicy
+from dflash_hf.decoding.policy_choice import policy_for
 from dflash_hf.decoding.probe import first_positions
 from dflash_hf.decoding.selection import TokenSelector
 from dflash_hf.decoding.slots import cached_columns

@@ -7,28 +7,12 @@ it returns.
 """
 
 import torch
-from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.drafter import Drafter
-from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.state import GenerationState
 from dflash_hf.decoding.trees import Tree, draft_tree
-
-
-logger = logging.get_logger(__name__)
-
-# Settings of other kinds of assistants, and their values if the user does not set them.
-_OTHER_ASSISTANTS = {
-    "assistant_lookbehind": 10,
-    "assistant_ensemble_weight": None,
-    "assistant_early_exit": None,
-    "assistant_confidence_threshold": 0.4,
-    "num_assistant_tokens_schedule": "constant",
-    "prompt_lookup_num_tokens": None,
-    "use_mtp": None,
-}
 
 
 class DraftPolicy:
@@ -128,32 +112,3 @@ class FixedTree(DraftPolicy):
         if self.room(state) == 1 or not self.supports_trees(state):
             return self.draft_block(state, super().max_draft)
         return self.draft_tree(state, self.nodes)
-
-
-def policy_for(call: GenerateCall, drafter: Drafter) -> DraftPolicy:
-    """The policy of a call: the user's own, the one for the sizes in its settings, or the fastest sizes."""
-    from dflash_hf.decoding.adaptive import AdaptiveLength  # which builds on this file
-
-    warn_if_emulated(call.target)
-    warn_if_emulated(call.draft)
-    _warn_of_ignored(call.config)
-    config = call.draft.decoding_config
-    if config.policy is not None:
-        return config.policy(call, drafter)
-    if config.tree_nodes is not None:
-        return FixedTree(call, drafter)
-    if config.block_size is not None or call.asked_tokens is not None or config.compile:
-        return DraftPolicy(call, drafter)
-    return AdaptiveLength(call, drafter)
-
-
-def _warn_of_ignored(generation_config) -> None:
-    """Warn once about settings that only other kinds of assistants support."""
-    ignored = []
-    for name, default in _OTHER_ASSISTANTS.items():
-        value = getattr(generation_config, name, None)
-        if value is not None and value != default:
-            ignored.append(f"{name}={value!r}")
-    if ignored:
-        settings = ", ".join(ignored)
-        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")

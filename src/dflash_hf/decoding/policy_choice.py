@@ -1,0 +1,50 @@
+"""Which policy a call gets."""
+
+from transformers.utils import logging
+
+from dflash_hf.decoding.adaptive import AdaptiveLength
+from dflash_hf.decoding.call import GenerateCall
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.packing import warn_if_emulated
+from dflash_hf.decoding.policies import DraftPolicy, FixedTree
+
+
+logger = logging.get_logger(__name__)
+
+# Settings of other kinds of assistants, and their values if the user does not set them.
+_OTHER_ASSISTANTS = {
+    "assistant_lookbehind": 10,
+    "assistant_ensemble_weight": None,
+    "assistant_early_exit": None,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
+}
+
+
+def policy_for(call: GenerateCall, drafter: Drafter) -> DraftPolicy:
+    """The policy of a call: the user's own, the one for the sizes in its settings, or the fastest sizes."""
+    warn_if_emulated(call.target)
+    warn_if_emulated(call.draft)
+    _warn_of_ignored(call.config)
+    config = call.draft.decoding_config
+    if config.policy is not None:
+        return config.policy(call, drafter)
+    if config.tree_nodes is not None:
+        return FixedTree(call, drafter)
+    if config.block_size is not None or call.asked_tokens is not None or config.compile:
+        return DraftPolicy(call, drafter)
+    return AdaptiveLength(call, drafter)
+
+
+def _warn_of_ignored(generation_config) -> None:
+    """Warn once about settings that only other kinds of assistants support."""
+    ignored = []
+    for name, default in _OTHER_ASSISTANTS.items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value != default:
+            ignored.append(f"{name}={value!r}")
+    if ignored:
+        settings = ", ".join(ignored)
+        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")
