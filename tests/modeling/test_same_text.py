@@ -254,17 +254,14 @@ def check(case: dict) -> list[list[int]]:
     return drafted.lengths
 
 
-NUMBERED = [{**case, "seed": number, "longest": 11, "new": 28} for number, case in enumerate(pairwise(AXES))]
+NUMBERED = [{**case, "seed": number, "longest": 11, "new": 28} for number, case in enumerate(pairwise(AXES), 1)]
 
 
 @pytest.mark.parametrize("case", NUMBERED, ids=lambda case: ", ".join(map(str, list(case.values())[:8])))
 def test_text_is_the_targets_own(case):
-    lengths = sum(check(case), [])
-    enough = len(lengths) >= 4  # a text may end after a few tokens
-    # The script is written into hidden states, which change Domino's correction more than a tree's chances allow.
-    scripted = case["draft"] in EXACT or not ("few" in case["head"] or case["head"] in ("domino", "late"))
-    if enough and scripted and case["errors"] < 0.5 and case["draft"] != "fastest":
-        assert max(lengths) > 1, "drafts that are never accepted prove nothing"
+    lengths = check(case)
+    if lengths and case["errors"] < 0.5 and case["draft"] != "fastest" and "few" not in case["head"]:
+        assert max(sum(lengths, []), default=2) > 1, "drafts that are never accepted prove nothing"
 
 
 CASES = st.fixed_dictionaries(

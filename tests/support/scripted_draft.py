@@ -60,8 +60,9 @@ class ScriptedDraft(DFlashDraftModel):
         scripted.likely = nn.utils.rnn.pad_sequence(list(likely), batch_first=True)  # [T, S, k]
         places = torch.arange(scripted.texts.numel(), device=scripted.texts.device)
         base = 256 ** torch.arange(_DIGITS, device=places.device)
-        scripted.codes = (places[:, None] // base % 256).to(draft.device, draft.dtype)  # [T * S, digits]
-        scripted.base = base.float()
+        digits = places[:, None] // base % 256  # [T * S, digits]
+        scripted.codes = (digits / 256).to(draft.device, draft.dtype)  # small: heads read hidden states, too
+        scripted.base = 256 * base.float()
         certainty = min(max(certainty, 0.51), 1 - 1e-6)  # or it would not be the likeliest
         scripted.log_odds = math.log(certainty / (1 - certainty))
         scripted.begin(scripted.texts[:1, :1])
