@@ -114,7 +114,8 @@ class World:
     """A drafter, as [`Drafter`], and what the target says."""
 
     OTHERS = 500  # tokens that share what the candidates leave
-    head, offset = SimpleNamespace(order=0), torch.zeros(1, 1)
+    head = SimpleNamespace(order=0)
+    context = SimpleNamespace(offset=torch.zeros(1, 1))
     draft = SimpleNamespace(config=SimpleNamespace(block_tokens=BLOCK), target_ids=lambda ids: ids)
 
     def __init__(self, sure: float, others: float, rows: int):
@@ -205,14 +206,16 @@ class Simulated(AdaptiveLength):
     """The strategy of a call on that machine, without copies."""
 
     def __init__(self, costs: Costs, rows: int, throughput: Throughput):
-        self.call = SimpleNamespace(selector=SimpleNamespace(max_new=NEW), capabilities=SimpleNamespace(trees=True))
+        self.call = SimpleNamespace(
+            draft=World.draft, selector=SimpleNamespace(max_new=NEW), capabilities=SimpleNamespace(trees=True)
+        )
         self.drafter = SimpleNamespace(graph=None, block_tokens=BLOCK)
         self.widest = max(min(64, 512 // rows), 15)
         table = CostTable(costs.drafter / costs.target, BLOCK, torch.device("cuda"))
         known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.widest}
         table.samples[rows, table.bucket(TEXT)] = known
         self.costs, self.throughput = KnownCosts(table, rows, TEXT, torch.device("cpu")), throughput
-        self.copies, self.round, self.seen = [], None, Seen(rows)
+        self.copies, self.round, self.seen = [], None, Seen()
         throughput.begin(self.costs.curve(0, self.widest)[2])
         self.seen.rounds = [(0, 1, 1.0)]
 
