@@ -12,7 +12,7 @@ from support.calls import Collected, EveryOther, StopAfter
 from support.heads import EVERY
 from support.pairs import make_draft, make_target
 from support.sampling import assert_follows, exact_distribution, sample, small_target
-from support.scripted_draft import scripted
+from support.scripted_draft import recognising, scripted
 
 from dflash_hf.modeling.candidates_dflash import DFlashCandidateGenerator, generate_with_candidates
 
@@ -89,6 +89,18 @@ def test_rules_hold_in_upstream_loop(rule, matches):
     assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
     assert sum(matches) > 0
     assert rule != "fewer tokens" or max(matches) <= 2
+
+
+def test_drafter_reads_no_padding(matches):
+    """It recognises the text by the features and positions of its tokens."""
+    target = make_target()
+    text = target.generate(PROMPT, **OPTIONS)
+    draft = beside_the_weights(recognising(target, [text[0]]))
+    padded = torch.nn.functional.pad(PROMPT, (3, 0))
+    mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
+    output = target.generate(padded, attention_mask=mask, **OPTIONS, assistant_model=draft)
+    assert torch.equal(output[:, 3:], text)
+    assert max(matches) > 1
 
 
 def test_streamer_gets_the_same_tokens(matches):
