@@ -1,5 +1,5 @@
 """
-A drafter as a `CandidateGenerator`, and the hook that plugs it into `target.generate(assistant_model=draft)`.
+A drafter as a `CandidateGenerator`, and generation with it.
 
 The loop is upstream's own, `GenerationMixin._assisted_decoding`: it asks for candidates, verifies them with one
 forward of the target and keeps those that the target would have chosen. That is right for one row, plain attention
@@ -10,23 +10,21 @@ line that says why. The package `dflash-hf` replaces this loop by an engine that
 import contextlib
 import functools
 import inspect
-import os
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
-from torch import nn
 from transformers import DynamicCache, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import (
     CandidateGenerator,
     EosTokenCriteria,
-    GenerationMode,
     MaxLengthCriteria,
     logits_process,
 )
 from transformers.utils import logging
+
+from .target_dflash import decoder_layers
 
 
 logger = logging.get_logger(__name__)
@@ -117,12 +115,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
             for handle in handles:
                 handle.remove()
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the target's forwards of this thread are collected."""
+        return _running.get() is self
+
     def _note_input(self, layer_id: int, layer, args, kwargs) -> None:
-        if _running.get() is self:
+        if self.is_reading:
             self.features[layer_id] = args[0] if args else kwargs["hidden_states"]
 
     def _note_output(self, layer_id: int, layer, args, output) -> None:
-        if _running.get() is self:
+        if self.is_reading:
             self.features[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
 
     def get_candidates(self, input_ids, model_kwargs=None, is_first_iteration: bool = False, **kwargs):
@@ -248,215 +251,3 @@ def _fallback_reasons(draft, target, input_ids, rules, generation_config, synced
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             yield f"rotary frequencies of {name} depend on the length of its text"
-
-
-def check_pair(target, config) -> None:
-    """
-    Check that a drafter fits a target, as far as shapes show. An embedding that has grown or shrunk by a few rows is
-    still that of the same target: its drafter drafts the tokens that both know.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        config (`DFlashDraftConfig`): The drafter's configuration.
-
-    Raises:
-        `ValueError`: names every mismatch, both values and the remedy.
-    """
-    name = type(target).__name__
-    table = target.get_input_embeddings()
-    head = target.get_output_embeddings()
-    width = table.weight.shape[1] if hasattr(table, "weight") and hasattr(head, "weight") else None
-    if target.config.is_encoder_decoder or width is None or getattr(head, "in_features", width) != width:
-        raise ValueError(
-            f"{name} cannot have a drafter, which shares the embedding and the head of a decoder-only target, single "
-            f"layers of one width; here they are {table} and {head}. Load the target with `AutoModelForCausalLM`, or "
-            "call `generate` without `assistant_model`."
-        )
-    text = target.config.get_text_config()
-    rows = len(table.weight)
-    depth = text_depth(target.config)
-    vocab_size = config.vocab_size or rows
-    resized = vocab_size == text.vocab_size or abs(vocab_size - rows) <= vocab_size * 0.1
-    mismatches = []
-    if config.target_hidden_size != text.hidden_size:
-        mismatches.append(f"target_hidden_size={config.target_hidden_size}, not {text.hidden_size}")
-    if config.hidden_size != width:
-        mismatches.append(f"hidden_size={config.hidden_size}, not {width} as its embedding")
-    if not resized:
-        mismatches.append(f"vocab_size={vocab_size}, not {rows}")
-    if config.mask_token_id >= rows:
-        mismatches.append(f"mask_token_id={config.mask_token_id} of {rows} embeddings")
-    if max(config.target_layer_ids) >= depth:
-        mismatches.append(f"target_layer_ids={config.target_layer_ids} of {depth} layers")
-    if config.num_target_layers not in (None, depth):
-        mismatches.append(f"num_target_layers={config.num_target_layers}, not {depth}")
-    if mismatches:
-        raise ValueError(
-            f"The drafter does not fit this {name}: {'; '.join(mismatches)}. Load the drafter that was trained for it."
-        )
-
-
-def text_depth(target_config) -> int:
-    """Decoder layers of a target's text stack; LongCat counts the two attentions of a layer as `num_hidden_layers`."""
-    text = target_config.get_text_config()
-    return getattr(text, "num_layers", None) or text.num_hidden_layers
-
-
-def decoder_layers(target) -> nn.ModuleList:
-    """
-    The decoder layers of a target's text stack (of a multimodal wrapper too).
-
-    Raises:
-        `ValueError`: no list with as many layers as the configuration counts is found.
-    """
-    depth = text_depth(target.config)
-    for stack in (target.get_decoder(), target.base_model):  # ModernBERT's decoder is part of its head
-        for module in stack.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == depth:
-                return module
-    raise ValueError(
-        f"{type(target).__name__} has no list of {depth} decoder layers, so its features cannot be read; use a "
-        "decoder-only transformer as the target."
-    )
-
-
-def check_mode(generation_mode, generation_config) -> None:
-    """
-    Raises:
-        `ValueError`: the arguments of `generate` ask for something that a drafter cannot speed up.
-    """
-    if generation_config.dola_layers is not None:
-        raise ValueError(
-            f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
-            "`assistant_model`."
-        )
-    if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
-            f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and the like."
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------- the hook
-# An assistant with `dflash_decode` decodes as it likes; every other assistant, target and generation mode is
-# unaffected. Drafters saved by earlier versions bring a hook of their own, which speaks the same protocol:
-# `dflash_validate(target, mode, config, arguments)`, then `dflash_decode(target, *arguments)`.
-
-
-def install_hook() -> None:
-    """Wrap methods of `GenerationMixin`. Installing twice is a no-op; [`remove_hook`] undoes it."""
-    # Not imported at the top of this file: the package calls this function as soon as that import is done.
-    from transformers import GenerationMixin
-
-    for name, wrap in _WRAPPERS.items():
-        method = getattr(GenerationMixin, name, None)
-        if method is None:  # the drafter can still be loaded, trained and converted
-            warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=2)
-        elif not hasattr(method, "_dflash_original"):
-            wrapper = wrap(method)
-            wrapper._dflash_original = method
-            setattr(GenerationMixin, name, wrapper)
-
-
-def remove_hook() -> None:
-    """Put upstream's methods back."""
-    from transformers import GenerationMixin
-
-    for name in _WRAPPERS:
-        method = getattr(GenerationMixin, name, None)
-        if hasattr(method, "_dflash_original"):
-            setattr(GenerationMixin, name, method._dflash_original)
-
-
-def drafter_of(assistant_model):
-    """
-    The assistant itself if it implements the DFlash protocol, `None` if it is not a drafter. Wrappers of
-    `torch.compile`, PEFT and distributed training are taken off.
-
-    Raises:
-        `ValueError`: a model that other code has built from a drafter's folder.
-        `TypeError`: a name; `generate` takes a model.
-    """
-    if isinstance(assistant_model, str | os.PathLike):
-        raise TypeError(
-            f"assistant_model={str(assistant_model)!r} is a name; `generate` takes a model, so load the drafter: "
-            f"`AutoModel.from_pretrained({str(assistant_model)!r})`."
-        )
-    wrapped = _wrapped_by(assistant_model)
-    while wrapped is not None:
-        assistant_model = wrapped
-        wrapped = _wrapped_by(assistant_model)
-    if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
-        return assistant_model
-    config = getattr(assistant_model, "config", None)
-    if getattr(config, "dflash_config", None) is not None:
-        raise ValueError(
-            f"assistant_model is a {type(assistant_model).__name__} that other code built from a DFlash drafter's "
-            "folder: load it with `AutoModel.from_pretrained(folder)` after `import dflash_hf`."
-        )
-    return None
-
-
-def _wrapped_by(model):
-    """The model inside a wrapper; `None` if it is not a wrapper."""
-    if callable(getattr(type(model), "get_base_model", None)):  # PEFT, whose adapters are inside the model
-        return model.get_base_model()
-    inside = getattr(model, "_modules", {})
-    return inside.get("_orig_mod", inside.get("module"))
-
-
-def _drafter_for(generation_config, assistant_model):
-    """The drafter that decodes; `None` for upstream's own path, which is left alone if requested by name."""
-    if assistant_model is None or isinstance(assistant_model, CandidateGenerator):
-        return None
-    if getattr(generation_config, "speculation_type", None) == "dflash":
-        return None
-    return drafter_of(assistant_model)
-
-
-def _wrap_validation(original):
-    @functools.wraps(original)
-    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        if isinstance(generation_mode_kwargs.get("assistant_model"), CandidateGenerator):
-            return check_mode(generation_mode, generation_config)
-        draft = _drafter_for(generation_config, generation_mode_kwargs.get("assistant_model"))
-        if draft is not None:
-            return draft.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    return _validate_generation_mode
-
-
-def _wrap_decoding(original):
-    @functools.wraps(original)
-    def _assisted_decoding(self, *args, **kwargs):
-        draft = _drafter_for(kwargs.get("generation_config"), kwargs.get("assistant_model"))
-        if draft is not None:
-            kwargs.pop("assistant_model")
-            return draft.dflash_decode(self, *args, **kwargs)
-        generator = kwargs.get("assistant_model")
-        if isinstance(generator, DFlashCandidateGenerator) and _running.get() is not generator:
-            with generator.reading_features():
-                return original(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    return _assisted_decoding
-
-
-def _wrap_candidates(original):
-    """Upstream's loop with a candidate generator that is there already."""
-
-    @functools.wraps(original)
-    def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
-        if isinstance(assistant_model, CandidateGenerator):
-            return assistant_model
-        return original(self, *args, assistant_model=assistant_model, **kwargs)
-
-    return _get_candidate_generator
-
-
-_WRAPPERS = {
-    "_validate_generation_mode": _wrap_validation,
-    "_assisted_decoding": _wrap_decoding,
-    "_get_candidate_generator": _wrap_candidates,
-}

@@ -19,9 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
-from .candidates_dflash import CACHE_NAME, check_mode, check_pair, generate_with_candidates, install_hook
+from .candidates_dflash import CACHE_NAME, generate_with_candidates
 from .configuration_dflash import DFlashDraftConfig
 from .custom_generate_dflash import generate as custom_generate
+from .hook_dflash import check_mode, install_hook
+from .target_dflash import check_pair
 
 
 # A drafter's own mask embedding, next to its weights: engines read this file only.

@@ -26,12 +26,12 @@ from support.guides import ROOT
 from transformers import GenerationConfig, GenerationMixin
 
 from dflash_hf import DFlashDecodingConfig, DFlashDraftConfig, DFlashTrainingArguments
+from dflash_hf._io.terminal import METAVARS
 from dflash_hf.cli import COMMANDS, build_parser
 from dflash_hf.commands.train import translate
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.check import check
-from dflash_hf.terminal import METAVARS
 from dflash_hf.training.arguments import ScriptArguments
 
 

@@ -144,7 +144,7 @@ def smaller(words: list[str]) -> list[str]:
 def run(words: list[str]) -> None:
     if words[0] != "dflash" or words[1] in PARSED_ONLY and "--dry-run" not in words:
         return
-    if words[1] == "prompts":  # the tiny pair writes no requests; tests/data/test_magpie.py has one that does
+    if words[1] == "prompts":  # the tiny pair writes no requests; tests/synthetic/test_magpie.py has one that does
         return write_prompts(words[words.index("--output") + 1])
     code = main(smaller(words[1:]))
     # The stand-in's own drafter is random: what `doctor` says of it is no failure.

@@ -22,11 +22,12 @@ from tqdm import tqdm
 from transformers import GenerationMixin
 from transformers.utils import logging as transformers_logging
 
-from dflash_hf import cli, terminal
+from dflash_hf import cli
+from dflash_hf._io import terminal
+from dflash_hf._io.terminal import note, wants_color
 from dflash_hf.cli import build_parser, main
 from dflash_hf.decoding.probe import Probe
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.terminal import note, wants_color
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,11 +14,11 @@ from support.tiny_chat import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import modeling, smollm2
+from dflash_hf._io.files import default_cache_dir
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import requests
-from dflash_hf.files import default_cache_dir
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
 from dflash_hf.modeling.modeling_dflash import code_files

@@ -31,8 +31,8 @@ from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import data_folder, load_pair
-from dflash_hf.target import freeze
 from dflash_hf.targets.features import FeatureTap
+from dflash_hf.targets.frozen import freeze
 from dflash_hf.training.blocks import block_mask, example_seeds, sample_anchors
 from dflash_hf.training.training_args import DFlashTrainingArguments
 

@@ -32,7 +32,7 @@ from dflash_hf.decoding.packing import emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import drafter_folder, load_pair
-from dflash_hf.target import TargetOutput, target_features
+from dflash_hf.targets.frozen import TargetOutput, target_features
 from dflash_hf.training import losses, train
 from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors

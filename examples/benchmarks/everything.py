@@ -21,14 +21,14 @@ from published import Reference
 from transformers import AutoModel
 from transformers.generation import CompileConfig
 
-from dflash_hf.convert import convert
+from dflash_hf.conversion.convert import convert
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import requests
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.responses import generate_one
 from dflash_hf.smollm2 import load_pair
+from dflash_hf.targets.generation import generate_one
 
 
 WARM_UP = 8  # passes over the requests: a size is compiled after 48 rounds of its own

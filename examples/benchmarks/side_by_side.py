@@ -27,9 +27,11 @@ from published import Reference
 from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_accuracy
 from transformers import AutoModel
 
+from dflash_hf._io.names import DTYPES
+from dflash_hf._io.terminal import note, output_folder, positive
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
-from dflash_hf.convert import convert
+from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import EvalReport, drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
@@ -47,10 +49,8 @@ from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.names import DTYPES
-from dflash_hf.pairs import Loading, device_of, load_draft, load_target
+from dflash_hf.pairs.loading import Loading, device_of, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
-from dflash_hf.terminal import note, output_folder, positive
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))

@@ -30,7 +30,8 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from support.tiny_models import tiny_model
 
-from dflash_hf.modeling.candidates_dflash import CACHE_NAME, DFlashCandidateGenerator, remove_hook
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME, DFlashCandidateGenerator
+from dflash_hf.modeling.hook_dflash import remove_hook
 
 
 NEW_TOKENS = 30

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from request_rules import by_rules, follow_up
 
+from dflash_hf._io.files import atomic
 from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
-from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, smollm2_folder
 
 

@@ -22,9 +22,9 @@ from request_rules import by_rules, follow_up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
-from dflash_hf.data.magpie import PromptSettings, _prompt_ids, user_turn
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
 from dflash_hf.smollm2 import data_folder, smollm2_folder
+from dflash_hf.synthetic.magpie import PromptSettings, _prompt_ids, user_turn
 
 
 RULES = cycle(["rewrite"] * 10 + ["task"] * 9 + ["chat"] * 5 + ["code"] * 3 + ["math"] * 3 + ["json"] * 2)

@@ -23,13 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: every answer is a
 import gradio as gr  # noqa: E402
 import torch  # noqa: E402
 
-from dflash_hf.configs import check_names  # noqa: E402
 from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
-from dflash_hf.pairs import Loading, load_draft, load_target, load_tokenizer, pack  # noqa: E402
-from dflash_hf.responses import generate_one, room_for_answer  # noqa: E402
+from dflash_hf.pairs.configs import check_names  # noqa: E402
+from dflash_hf.pairs.loading import Loading, load_draft, load_target, load_tokenizer, pack  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
+from dflash_hf.targets.generation import generate_one, room_for_answer  # noqa: E402
 
 
 NODES = 7  # of draft trees: on one CPU thread in float32 1.4x, a block of 8 1.2x, a tree of 15 1.35x

@@ -9,7 +9,7 @@ imported, and everything else on use, so that the import itself costs almost not
 import importlib
 from functools import partial as _partial
 
-from dflash_hf.when_imported import when_imported as _when_imported
+from dflash_hf._registration.when_imported import when_imported as _when_imported
 
 
 __version__ = "0.3.0.dev0"
@@ -25,10 +25,10 @@ _LAZY = {
     "remove_hook": ".decoding.generate_hook",
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
-    "generate_responses": ".target",
+    "generate_responses": ".synthetic.responses",
     "packed_weights": ".decoding.packing",
-    "generate_prompts": ".data.magpie",
-    "PromptSettings": ".data.magpie",
+    "generate_prompts": ".synthetic.magpie",
+    "PromptSettings": ".synthetic.magpie",
     "DFlashTrainer": ".training.trainer",
     "StoredFeatures": ".training.features",
     "DFlashTrainingArguments": ".training.training_args",
@@ -51,9 +51,9 @@ def _call(module: str, function: str) -> None:
 
 
 for _awaited, *_action in (
-    ("transformers.models.auto.configuration_auto", ".auto", "register"),
-    ("dflash_hf.drafter", ".auto", "register_classes"),
+    ("transformers.models.auto.configuration_auto", "._registration.auto_classes", "register"),
+    ("dflash_hf.drafter", "._registration.auto_classes", "register_classes"),
     ("transformers.generation.utils", ".decoding.generate_hook", "install_hook"),
-    ("transformers.pipelines.base", ".auto", "register_pipelines"),
+    ("transformers.pipelines.base", "._registration.auto_classes", "register_pipelines"),
 ):
     _when_imported(_awaited, _partial(_call, *_action))

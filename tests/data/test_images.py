@@ -20,8 +20,8 @@ from dflash_hf.data.images import ImageReader
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.sources import load_rows
-from dflash_hf.target import target_forward
 from dflash_hf.targets.features import FeatureTap
+from dflash_hf.targets.frozen import target_forward
 
 
 datasets = pytest.importorskip("datasets")

@@ -14,8 +14,8 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.data.regenerate import question_of
 from dflash_hf.data.row_layouts import ROW_LAYOUTS, conversation_of
+from dflash_hf.synthetic.regenerate import question_of
 
 
 datasets = pytest.importorskip("datasets")

@@ -465,7 +465,7 @@ def test_models_are_packed_where_copies_fit(monkeypatch):
 
     import psutil
 
-    from dflash_hf.pairs import pack
+    from dflash_hf.pairs.loading import pack
 
     def free(memory: int, packed=None) -> bool:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))

@@ -24,7 +24,7 @@ from dflash_hf.doctor import (
     measure,
 )
 from dflash_hf.evaluation.measure import in_blocks
-from dflash_hf.responses import generate_one
+from dflash_hf.targets.generation import generate_one
 
 
 @pytest.fixture

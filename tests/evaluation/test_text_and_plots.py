@@ -7,13 +7,13 @@ import re
 import pytest
 from support.tiny_chat import make_tokenizer
 
+from dflash_hf._io.terminal import marks_around
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import AUTO, DFLASH, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.plots import draw_report, plot_report
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, origins, summary_lines, token_texts
-from dflash_hf.terminal import marks_around
 
 
 def test_where_tokens_come_from():

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from support.pairs import make_draft
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.convert import convert
+from dflash_hf.conversion.convert import convert
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.training.trainer_card import training_facts

@@ -16,8 +16,9 @@ from support.hub_stand_in import stand_in
 from support.pairs import make_draft
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
-from dflash_hf.convert import convert
+from dflash_hf.conversion.convert import convert
 from dflash_hf.hub import engines
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes, render
@@ -25,7 +26,6 @@ from dflash_hf.hub.drafter import Drafter, Finding
 from dflash_hf.hub.engines import READ
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import LIMITS
-from dflash_hf.names import ENGINES
 from dflash_hf.training.start import set_draft_vocabulary
 
 

@@ -12,7 +12,7 @@ from support.pairs import make_draft, make_target
 from transformers import AutoConfig, AutoModel, Qwen3Config, Qwen3Model
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.candidates_dflash import drafter_of
+from dflash_hf.modeling.hook_dflash import drafter_of
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])

@@ -29,7 +29,7 @@ from support.scripted_draft import scripted
 from support.trees import best_first, paths_of
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.convert import convert
+from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.hub.check import check

@@ -22,10 +22,10 @@ from support.serving import chat_ids, make_chat, save_readable_target, scripted
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
+from dflash_hf._io.terminal import Echo, after_the_text
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.terminal import Echo, after_the_text
 
 
 PROMPTS = ["Say 1", "Say 2", "Say 3"]

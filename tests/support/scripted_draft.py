@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.candidates_dflash import decoder_layers
 from dflash_hf.modeling.modeling_dflash import raw_embedding
+from dflash_hf.modeling.target_dflash import decoder_layers
 from support.pairs import make_draft
 
 

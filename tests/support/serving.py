@@ -61,7 +61,7 @@ def serve(folder: Path, prompts: list[str]) -> None:
 
 def chat(folder: Path, prompts: list[str]) -> None:
     """A chat in this terminal, where every piece takes a while; at its end the messages."""
-    from dflash_hf.terminal import Echo
+    from dflash_hf._io.terminal import Echo
 
     class Slow(Echo):
         def write(self, text):

@@ -7,10 +7,10 @@ from support.pairs import make_target
 from support.rows import counting_rows
 from support.runs import history, make_trainer
 
+from dflash_hf._io.weights import check_finite
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.training.features import manifest_of, store_features
 from dflash_hf.training.trainer import NotFiniteError
-from dflash_hf.weights import check_finite
 
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}

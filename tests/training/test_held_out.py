@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.runs import as_options, as_settings
 from support.tiny_chat import THINKING, make_tokenizer
 
+from dflash_hf._io.files import read_json, write_json
 from dflash_hf.cli import main
 from dflash_hf.data.held_out import conversation_key, default_held_out, hold_out
-from dflash_hf.files import read_json, write_json
 from dflash_hf.training.features import StoredFeatures
 from dflash_hf.training.held_out import learned_by_heart
 from dflash_hf.training.recipe import read_recipe

@@ -18,10 +18,10 @@ from support.tiny_chat import CHATML, THINKING, make_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf._io.files import locked
+from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
-from dflash_hf.files import locked
 from dflash_hf.hub.check import check, readers
-from dflash_hf.names import ENGINES
 from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe

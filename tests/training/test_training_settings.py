@@ -10,9 +10,9 @@ from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
-from dflash_hf.modeling.candidates_dflash import decoder_layers
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.target import check_fit, target_features
+from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.targets.frozen import check_fit, target_features
 from dflash_hf.training import objective
 from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.blocks import BlockGroups, block_groups, block_mask

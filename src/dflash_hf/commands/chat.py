@@ -6,9 +6,9 @@
     dflash chat --target T --draft D < questions.txt   # one message a line
 """
 
+from dflash_hf._io.terminal import Outcome, wants_color
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
-from dflash_hf.terminal import Outcome, wants_color
 
 
 AGAIN = "the same command starts a new conversation"

@@ -11,9 +11,9 @@ The exit status is 1 if an engine of --engine cannot read it; without --engine, 
 
 from argparse import ArgumentTypeError
 
+from dflash_hf._io.names import ENGINES, LLAMA_CPP, SERVERS
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.shared import add_revision
-from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
-from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
@@ -38,9 +38,9 @@ def run(arguments, echo) -> Outcome:
     `echo` the table, the versions that it is about and who can read the drafter. The exit status is 1 if an engine
     that was asked for cannot; if none was, only if transformers or all of the servers cannot.
     """
+    from dflash_hf._io.repositories import is_gguf
     from dflash_hf.hub.check import check, readers, render
     from dflash_hf.hub.engines import engine_versions, split_engine
-    from dflash_hf.repositories import is_gguf
 
     is_file = is_gguf(arguments.draft)
     engines = arguments.engine or ([LLAMA_CPP] if is_file else ENGINES)

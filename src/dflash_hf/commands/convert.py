@@ -7,9 +7,9 @@
     dflash convert my-drafter dflash-my-drafter.gguf --target target.gguf --dtype f16
 """
 
+from dflash_hf._io.names import DTYPES, LAYOUTS, Q8
+from dflash_hf._io.terminal import Outcome, dtype, output_path
 from dflash_hf.commands.shared import add_revision
-from dflash_hf.names import DTYPES, LAYOUTS, Q8
-from dflash_hf.terminal import Outcome, dtype, output_path
 
 
 def add_arguments(parser) -> None:
@@ -28,11 +28,11 @@ def run(arguments, echo) -> Outcome:
     import shutil
     from pathlib import Path
 
-    from dflash_hf.configs import check_is_drafter, read_config
-    from dflash_hf.convert import convert
-    from dflash_hf.gguf_format import is_gguf
+    from dflash_hf._io.repositories import check_revision
+    from dflash_hf.conversion.convert import convert
+    from dflash_hf.conversion.gguf_format import is_gguf
     from dflash_hf.hub.card import FACTS_FILE
-    from dflash_hf.repositories import check_revision
+    from dflash_hf.pairs.configs import check_is_drafter, read_config
 
     what = f"DRAFT {arguments.draft}"
     check_revision(arguments.draft, what, arguments.revision)

@@ -5,8 +5,8 @@
     dflash demo --dtype float32 --prompts 30
 """
 
+from dflash_hf._io.terminal import Outcome, output_folder, positive, wants_color
 from dflash_hf.commands import shared
-from dflash_hf.terminal import Outcome, output_folder, positive, wants_color
 
 
 AGAIN = "the same command starts again"
@@ -28,9 +28,9 @@ def run(arguments, echo) -> Outcome:
 
     import torch
 
-    from dflash_hf.configs import read_config
+    from dflash_hf._io.files import default_cache_dir
     from dflash_hf.demo.run import requests, run_demo
-    from dflash_hf.files import default_cache_dir
+    from dflash_hf.pairs.configs import read_config
     from dflash_hf.smollm2 import load_pair
 
     if arguments.draft is not None:

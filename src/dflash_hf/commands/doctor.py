@@ -7,9 +7,9 @@
 The exit status is 1 if a cause was found.
 """
 
+from dflash_hf._io.terminal import Outcome, bar, note, positive
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.terminal import Outcome, bar, note, positive
 
 
 def add_arguments(parser) -> None:
@@ -29,11 +29,11 @@ def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
     from dataclasses import replace
 
-    from dflash_hf.configs import check_names
     from dflash_hf.doctor import Case, Training, diagnose
     from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
-    from dflash_hf.pairs import Loading, load_target
-    from dflash_hf.target import freeze
+    from dflash_hf.pairs.configs import check_names
+    from dflash_hf.pairs.loading import Loading, load_target
+    from dflash_hf.targets.frozen import freeze
 
     pair = NamedPair(arguments, note)
     if arguments.base is not None:

@@ -10,7 +10,7 @@ import platform
 import sys
 from importlib import metadata
 
-from dflash_hf.terminal import Outcome, is_secret
+from dflash_hf._io.terminal import Outcome, is_secret
 
 
 _PACKAGES = (

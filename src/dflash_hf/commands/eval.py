@@ -9,11 +9,11 @@
 import json
 from pathlib import Path
 
+from dflash_hf._io.terminal import Outcome, UsageError, bar, note, output_folder, positive, readable_file
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
-from dflash_hf.terminal import Outcome, UsageError, bar, note, output_folder, positive, readable_file
 
 
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
@@ -79,12 +79,12 @@ def _check_output(output: Path | None, draft: Path) -> None:
 
 def _measure(arguments):
     """The report of the pair and the data that the arguments name."""
+    from dflash_hf._io.files import digest_of
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
-    from dflash_hf.files import digest_of
-    from dflash_hf.pairs import to_pack
+    from dflash_hf.pairs.loading import to_pack
 
     pair = NamedPair(arguments, note)
     encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))

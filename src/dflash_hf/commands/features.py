@@ -5,10 +5,10 @@
     dflash train --target Qwen/Qwen3-8B --output-dir my-drafter --features features
 """
 
+from dflash_hf._io.names import DTYPES
+from dflash_hf._io.terminal import Outcome, layer_id, note, output_folder, positive
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.names import DTYPES
-from dflash_hf.terminal import Outcome, layer_id, note, output_folder, positive
 
 
 AGAIN = "the same command continues after the last complete shard"
@@ -35,8 +35,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.layouts.read import fitting_target_layer_ids
-    from dflash_hf.modeling.candidates_dflash import text_depth
-    from dflash_hf.target import freeze
+    from dflash_hf.modeling.target_dflash import text_depth
+    from dflash_hf.targets.frozen import freeze
     from dflash_hf.training.features import manifest_of, store_features
 
     pair = NamedPair(arguments, note)

@@ -8,9 +8,9 @@
 
 import time
 
+from dflash_hf._io.terminal import Outcome, UsageError, after_the_text, marks_around, stdin_lines, wants_color
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
-from dflash_hf.terminal import Outcome, UsageError, after_the_text, marks_around, stdin_lines, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -40,8 +40,8 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
-    from dflash_hf.responses import cut_at, generate_one, room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
+    from dflash_hf.targets.generation import cut_at, generate_one, room_for_answer
 
     tokenizer = pair.tokenizer
     prompt_ids = _prompt_ids(pair, prompt)

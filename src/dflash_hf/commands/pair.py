@@ -3,7 +3,7 @@
 from argparse import Namespace
 from functools import cached_property
 
-from dflash_hf.terminal import UsageError, note, template_arguments
+from dflash_hf._io.terminal import UsageError, note, template_arguments
 
 
 SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`
@@ -39,12 +39,12 @@ class NamedPair:
         say (`Callable`): Called with a line about the chat template's arguments.
 
     Raises:
-        `ValueError`, `OSError`: as [`~dflash_hf.configs.check_names`]; also for a missing device.
+        `ValueError`, `OSError`: as [`~dflash_hf.pairs.configs.check_names`]; also for a missing device.
     """
 
     def __init__(self, arguments, say):
-        from dflash_hf.configs import check_names
-        from dflash_hf.pairs import Loading, device_of
+        from dflash_hf.pairs.configs import check_names
+        from dflash_hf.pairs.loading import Loading, device_of
 
         absent = {"draft": None, "threads": None, "chat_template": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
@@ -59,7 +59,7 @@ class NamedPair:
 
     @cached_property
     def tokenizer(self):
-        from dflash_hf.pairs import load_tokenizer
+        from dflash_hf.pairs.loading import load_tokenizer
 
         template, loading = self.arguments.chat_template, self.loading
         return load_tokenizer(self.arguments.target, template, loading.revision, loading.trust_remote_code)
@@ -67,7 +67,7 @@ class NamedPair:
     @cached_property
     def draft_config(self):
         """The drafter's configuration, without its weights; `None` if there is no drafter."""
-        from dflash_hf.pairs import draft_config_of
+        from dflash_hf.pairs.loading import draft_config_of
 
         return None if self.arguments.draft is None else draft_config_of(self.arguments.draft, self.loading)
 
@@ -87,8 +87,8 @@ class NamedPair:
 
     def encoder(self, template: dict, mask_token_id: int | None = None):
         """Reads rows as the target does; those with this mask token are left out."""
-        from dflash_hf.configs import positions_of
         from dflash_hf.data.encode import RowEncoder
+        from dflash_hf.targets.config_fields import positions_of
 
         options = {"positions": positions_of(self.config), "mask_token_id": mask_token_id}
         return RowEncoder(self.tokenizer, template, self.image_reader, **options)
@@ -101,7 +101,7 @@ class NamedPair:
             `UsageError`: these options are given without a drafter.
             `ValueError`: it does not support them.
         """
-        from dflash_hf.pairs import load_draft
+        from dflash_hf.pairs.loading import load_draft
 
         settings = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
         if self.arguments.draft is None:
@@ -116,7 +116,7 @@ class NamedPair:
 
     def target(self):
         """The target, in evaluation mode; that it is loaded is said, as it may take minutes."""
-        from dflash_hf.pairs import load_target
+        from dflash_hf.pairs.loading import load_target
 
         note(f"loading {getattr(self.arguments, 'target_name', None) or self.arguments.target}")
         return load_target(self.arguments.target, self.loading, self.device)
@@ -124,7 +124,7 @@ class NamedPair:
     def ready(self) -> tuple:
         """Target and drafter, packed as the options say, and probed, which is not part of an answer's time."""
         from dflash_hf.decoding.probe import capabilities_of
-        from dflash_hf.pairs import pack
+        from dflash_hf.pairs.loading import pack
 
         draft = self.draft()
         target = self.target()

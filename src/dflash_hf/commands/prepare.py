@@ -5,9 +5,9 @@
     dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0
 """
 
+from dflash_hf._io.terminal import Outcome, UsageError, count, note, wants_color
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.terminal import Outcome, UsageError, count, note, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -26,8 +26,8 @@ def run(arguments, echo) -> Outcome:
     import sys
     from dataclasses import asdict
 
+    from dflash_hf._io.files import atomic
     from dflash_hf.data.prepare import colored_example, prepare_dataset
-    from dflash_hf.files import atomic
 
     output = arguments.output
     if output is not None:

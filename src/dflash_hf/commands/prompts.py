@@ -5,9 +5,7 @@
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
 """
 
-from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
-from dflash_hf.terminal import (
+from dflash_hf._io.terminal import (
     Outcome,
     amount,
     count,
@@ -17,6 +15,8 @@ from dflash_hf.terminal import (
     probability,
     template_arguments,
 )
+from dflash_hf.commands.pair import NamedPair
+from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 
 
 AGAIN = "the same command continues with the requests that are missing"
@@ -45,12 +45,13 @@ def run(arguments, echo) -> Outcome:
     from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from dflash_hf.data.magpie import PromptSettings, judged_samples, request_of, user_turn
-    from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.template import digests_of_tokenizer
-    from dflash_hf.pairs import pack
-    from dflash_hf.responses import eos_ids, rows_that_fit
-    from dflash_hf.target import digest_of_target
+    from dflash_hf.pairs.loading import pack
+    from dflash_hf.synthetic.magpie import PromptSettings, judged_samples, request_of, user_turn
+    from dflash_hf.synthetic.response_file import ResponseFile
+    from dflash_hf.synthetic.responses import rows_that_fit
+    from dflash_hf.targets.frozen import digest_of_target
+    from dflash_hf.targets.generation import eos_ids
 
     names = {field.name for field in fields(PromptSettings)}
     options = {name: value for name, value in vars(arguments).items() if name in names}

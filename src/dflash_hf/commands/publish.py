@@ -8,8 +8,8 @@
 
 from functools import partial
 
+from dflash_hf._io.terminal import Outcome, UsageError, one_line
 from dflash_hf.commands.shared import options_given
-from dflash_hf.terminal import Outcome, UsageError, one_line
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
@@ -95,11 +95,11 @@ def run(arguments, echo) -> Outcome:
 
 def _announce(folder, echo, result) -> None:
     """`echo` findings, and what happens to each file."""
+    from dflash_hf._io.names import ENGINES
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.report import REPORT_FILE
     from dflash_hf.hub.check import render
     from dflash_hf.hub.engines import engine_versions
-    from dflash_hf.names import ENGINES
 
     if result.findings:
         echo(render(result.findings))

@@ -8,10 +8,7 @@
 
 from collections import Counter
 
-from dflash_hf.commands import shared
-from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
-from dflash_hf.terminal import (
+from dflash_hf._io.terminal import (
     Outcome,
     UsageError,
     amount,
@@ -22,6 +19,9 @@ from dflash_hf.terminal import (
     template_arguments,
     token_id,
 )
+from dflash_hf.commands import shared
+from dflash_hf.commands.pair import NamedPair
+from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
 
 
 AGAIN = "the same command continues with the rows that are missing"
@@ -62,11 +62,11 @@ def run(arguments, echo) -> Outcome:
     """Write the rows missing in the output; exit status 1 if some were refused."""
     from transformers.utils import logging
 
-    from dflash_hf.configs import check_token_id
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.data.regenerate import question_digest, questions_of, with_thinking
-    from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.template import digests_of_tokenizer
+    from dflash_hf.pairs.configs import check_token_id
+    from dflash_hf.synthetic.regenerate import question_digest, questions_of, with_thinking
+    from dflash_hf.synthetic.response_file import ResponseFile
 
     unread = shared.options_given(arguments, _IN_PROCESS)
     if arguments.server and unread:
@@ -146,8 +146,8 @@ def _from_server(arguments, kwargs: dict):
     """A function that has a server answer questions."""
     from functools import partial
 
-    from dflash_hf.data.chat_client import ChatClient
-    from dflash_hf.data.regenerate import ask_rows
+    from dflash_hf.synthetic.chat_client import ChatClient
+    from dflash_hf.synthetic.regenerate import ask_rows
 
     options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
@@ -186,10 +186,10 @@ def _generation_config(target, arguments):
 
 def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     """The rows as they are answered."""
-    from dflash_hf.data.regenerate import generate_rows
-    from dflash_hf.pairs import pack
-    from dflash_hf.responses import rows_that_fit
-    from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
+    from dflash_hf.pairs.loading import pack
+    from dflash_hf.synthetic.regenerate import generate_rows
+    from dflash_hf.synthetic.responses import rows_that_fit
+    from dflash_hf.targets.frozen import digest_of_target, mask_token_remedy, spare_token_id
 
     arguments = pair.arguments
     tokenizer = pair.tokenizer

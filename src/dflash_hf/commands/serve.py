@@ -7,10 +7,10 @@
     dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp
 """
 
+from dflash_hf._io.names import ENGINES, LLAMA_CPP
+from dflash_hf._io.terminal import Outcome, UsageError, install, port, template_arguments
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.names import ENGINES, LLAMA_CPP
-from dflash_hf.terminal import Outcome, UsageError, install, port, template_arguments
 
 
 AGAIN = "the same command starts the server again"
@@ -102,7 +102,7 @@ def _engine(arguments, echo) -> Outcome:
     from dflash_hf.hub.check import check, render
     from dflash_hf.hub.engines import engine_versions
     from dflash_hf.hub.launch import launch_command
-    from dflash_hf.pairs import Loading
+    from dflash_hf.pairs.loading import Loading
 
     engine = arguments.engine
     if arguments.draft is None:
@@ -166,9 +166,9 @@ def _llama_cpp_pair(arguments) -> tuple[str, str, object, dict | None]:
     """Target, drafter and its configuration, and the target's configuration if its file is on this machine."""
     from pathlib import Path
 
-    from dflash_hf.gguf_format import gguf_config, gguf_in, is_gguf, target_config
+    from dflash_hf.conversion.gguf_format import gguf_config, gguf_in, is_gguf, target_config
     from dflash_hf.layouts.configuration import DFlashDraftConfig
-    from dflash_hf.pairs import Loading, draft_config_of
+    from dflash_hf.pairs.loading import Loading, draft_config_of
 
     unread = shared.options_given(arguments, Loading.__dataclass_fields__)
     if unread:

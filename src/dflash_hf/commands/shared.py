@@ -4,9 +4,9 @@ from argparse import BooleanOptionalAction
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_hf import terminal
-from dflash_hf.names import DTYPES
-from dflash_hf.terminal import UsageError, note, output_path, positive, readable_file
+from dflash_hf._io import terminal
+from dflash_hf._io.names import DTYPES
+from dflash_hf._io.terminal import UsageError, note, output_path, positive, readable_file
 
 
 # ------------------------------------------------------------------------------------------------ models, and how fast
@@ -21,7 +21,7 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
 
 
 def add_loading(parser, draft: bool = True, title: str = "models", trusted: str = "the target's own code"):
-    """How models are loaded: see [`~dflash_hf.pairs.Loading`]; `trusted` is the code that may run."""
+    """How models are loaded: see [`~dflash_hf.pairs.loading.Loading`]; `trusted` is the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
     devices = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
@@ -64,7 +64,7 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") 
 
 
 def add_packed(group) -> None:
-    """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
+    """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.loading.pack`]."""
     help = "faster CPU inference (default: if memory allows)"
     group.add_argument("--packed", action=BooleanOptionalAction, help=help)
 
@@ -173,9 +173,10 @@ def encoder_of(pair):
     Raises:
         `ValueError`: the target has no such mask token.
     """
-    from dflash_hf.configs import check_token_id, vocab_size_of
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.pairs.configs import check_token_id
+    from dflash_hf.targets.config_fields import vocab_size_of
 
     arguments = pair.arguments
     check_token_id(arguments.mask_token_id, pair.config)

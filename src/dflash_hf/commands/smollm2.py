@@ -5,7 +5,7 @@
     dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"
 """
 
-from dflash_hf.terminal import Outcome
+from dflash_hf._io.terminal import Outcome
 
 
 def add_arguments(parser) -> None:

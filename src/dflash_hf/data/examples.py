@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.data.images import ImageReader
-from dflash_hf.terminal import one_line
 
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.data.messages import UnusableRow
-from dflash_hf.pairs import Loading, is_multimodal
-from dflash_hf.terminal import one_line
+from dflash_hf.pairs.loading import Loading, is_multimodal
 
 
 logger = logging.get_logger(__name__)

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dflash_hf._io.files import read_json
 from dflash_hf.data.conversation import Prompt
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow
 from dflash_hf.data.row_layouts import conversation_of
 from dflash_hf.data.sources import SETTINGS
-from dflash_hf.files import read_json
 
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None, **template_kwargs) -> list[int]:

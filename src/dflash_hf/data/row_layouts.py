@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.data.conversation import Conversation, TokenizedText, check_template_kwargs
 from dflash_hf.data.messages import UnusableRow, as_value, image_uri, images_in, looks_like_messages, messages_of
-from dflash_hf.terminal import one_line
 
 
 _ID_COLUMNS = ("input_ids", "loss_mask", "labels", "document_ids")

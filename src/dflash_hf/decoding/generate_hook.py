@@ -2,34 +2,23 @@
 
 import functools
 
-from dflash_hf.modeling import candidates_dflash
+from dflash_hf.modeling import hook_dflash
 
 
-NAME = "_prepare_generation_config"
 ASKED = "_dflash_num_assistant_tokens"  # noted on the configuration of a call
 _ARGUMENT = "num_assistant_tokens"
 
 
 def install_hook() -> None:
     """Let `target.generate(assistant_model=draft)` decode with a drafter. Installing twice is a no-op."""
-    from transformers import GenerationMixin
-
-    candidates_dflash.install_hook()
-    prepare = getattr(GenerationMixin, NAME, None)
-    if prepare is not None and not hasattr(prepare, "_dflash_original"):
-        wrapper = _note_asked_tokens(prepare)
-        wrapper._dflash_original = prepare
-        setattr(GenerationMixin, NAME, wrapper)
+    hook_dflash.install_hook()
+    hook_dflash.wrap_methods(_WRAPPERS)
 
 
 def remove_hook() -> None:
     """Put upstream's methods back."""
-    from transformers import GenerationMixin
-
-    candidates_dflash.remove_hook()
-    prepare = getattr(GenerationMixin, NAME, None)
-    if hasattr(prepare, "_dflash_original"):
-        setattr(GenerationMixin, NAME, prepare._dflash_original)
+    hook_dflash.remove_hook()
+    hook_dflash.unwrap_methods(_WRAPPERS)
 
 
 def _note_asked_tokens(original):
@@ -44,3 +33,6 @@ def _note_asked_tokens(original):
         return prepared
 
     return _prepare_generation_config
+
+
+_WRAPPERS = {"_prepare_generation_config": _note_asked_tokens}

@@ -16,7 +16,7 @@ from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import Probed, recurrent_states
 from dflash_hf.decoding.trees import probe_tree
-from dflash_hf.modeling.candidates_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.targets.features import (
     FeatureTap,
     cache_argument,

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from dflash_hf._io.terminal import bar, marks_around
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.measure import EvalReport, evaluate
@@ -23,7 +24,6 @@ from dflash_hf.evaluation.methods import AUTO, DFLASH, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
 from dflash_hf.smollm2 import Pair, data_folder
-from dflash_hf.terminal import bar, marks_around
 
 
 logger = logging.get_logger(__name__)

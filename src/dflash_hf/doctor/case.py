@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from dflash_hf._io.files import read_json
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.prompts import prompts_of
-from dflash_hf.files import read_json
-from dflash_hf.target import generate_responses
+from dflash_hf.synthetic.responses import generate_responses
 from dflash_hf.training.blocks import sample_anchors
 
 

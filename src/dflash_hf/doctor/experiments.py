@@ -9,10 +9,10 @@ from torch import nn
 
 from dflash_hf.doctor.case import Case
 from dflash_hf.doctor.measuring import Experiment
-from dflash_hf.modeling.candidates_dflash import text_depth
-from dflash_hf.private import with_own_config
-from dflash_hf.responses import eos_ids
-from dflash_hf.target import spare_token_id
+from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.targets.clones import with_own_config
+from dflash_hf.targets.frozen import spare_token_id
+from dflash_hf.targets.generation import eos_ids
 
 
 WINDOWS = (64, 256, 1024, 4096)  # tokens of context

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.responses import generate_one
+from dflash_hf.targets.generation import generate_one
 
 
 EQUAL = "equal"

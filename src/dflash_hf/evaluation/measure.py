@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from dflash_hf._io.files import atomic
+from dflash_hf._io.repositories import origin
+from dflash_hf._io.terminal import json_text, read_text, without_bars
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge, worst_verdict
 from dflash_hf.evaluation.methods import (
@@ -33,12 +36,9 @@ from dflash_hf.evaluation.methods import (
     TREE_METHODS,
     TREE_NODES,
 )
-from dflash_hf.files import atomic
-from dflash_hf.modeling.candidates_dflash import decoder_layers
-from dflash_hf.repositories import origin
-from dflash_hf.responses import generate_one
-from dflash_hf.target import digest_of_parameters
-from dflash_hf.terminal import json_text, read_text, without_bars
+from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.generation import generate_one
 
 
 @dataclass

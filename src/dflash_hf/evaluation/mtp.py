@@ -5,7 +5,7 @@ import time
 import torch
 import transformers
 
-from dflash_hf.terminal import one_line, without_bars
+from dflash_hf._io.terminal import one_line, without_bars
 
 
 def seconds_to_load_heads(target) -> float:

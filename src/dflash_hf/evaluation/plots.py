@@ -3,11 +3,11 @@
 import textwrap
 from pathlib import Path
 
+from dflash_hf._io.files import atomic
+from dflash_hf._io.terminal import needs
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS, rate
-from dflash_hf.files import atomic
-from dflash_hf.terminal import needs
 
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}

@@ -28,7 +28,7 @@ def prompts_of(
     Raises:
         `ValueError`: a row without a prompt; names it.
     """
-    from dflash_hf.responses import generate_one
+    from dflash_hf.targets.generation import generate_one
 
     prompts: list[list[int]] = []
     for index, row in enumerate(progress(rows)):

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+from dflash_hf._io.terminal import read_text
 from dflash_hf.data.sources import load_rows
-from dflash_hf.terminal import read_text
 
 
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."

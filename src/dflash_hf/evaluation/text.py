@@ -212,7 +212,7 @@ def colored_answer(
 ) -> str:
     """
     An answer's text, with accepted draft tokens in green, alternating by verification; without colour between
-    `marks`, for which see [`~dflash_hf.terminal.marks_around`].
+    `marks`, for which see [`~dflash_hf._io.terminal.marks_around`].
     """
     opening, closing = marks
     text = ""

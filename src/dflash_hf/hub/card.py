@@ -14,20 +14,20 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf import hub_cards
+from dflash_hf._io.files import digest_of, read_json, write_json
+from dflash_hf._io.names import LLAMA_CPP
+from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
+from dflash_hf._io.terminal import needs
+from dflash_hf.conversion.gguf_format import gguf_in
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.evaluation.text import LABELS
-from dflash_hf.files import digest_of, read_json, write_json
-from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes, readers
 from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
-from dflash_hf.names import LLAMA_CPP
-from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.terminal import needs
 
 
 FACTS_FILE = "card_facts.json"

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from dflash_hf import gguf_format
-from dflash_hf.configs import incompatibilities, non_default_fields, read_config
-from dflash_hf.convert import NATIVE_NAMES
+from dflash_hf._io.files import read_json
+from dflash_hf._io.names import ENGINES, LLAMA_CPP, SERVERS
+from dflash_hf._io.repositories import check_revision, is_gguf, small_file
+from dflash_hf._io.terminal import one_line, without_bars
+from dflash_hf.conversion import gguf_format
+from dflash_hf.conversion.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.files import read_json
 from dflash_hf.hub.drafter import LAYOUTS, MASK_EMBEDDING, Drafter, Finding
 from dflash_hf.hub.engines import engine_versions, split_engine
 from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
@@ -25,9 +27,7 @@ from dflash_hf.layouts.heads import UnknownHeadError
 from dflash_hf.layouts.read import canonical_config, canonical_name, is_drafter_config, tensor_names
 from dflash_hf.layouts.weights import checkpoint_files, read_header
 from dflash_hf.modeling.heads_dflash import HEADS
-from dflash_hf.names import ENGINES, LLAMA_CPP, SERVERS
-from dflash_hf.repositories import check_revision, is_gguf, small_file
-from dflash_hf.terminal import one_line, without_bars
+from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
 
 
 _ALL_READERS = (*ENGINES, LLAMA_CPP)

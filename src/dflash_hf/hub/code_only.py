@@ -7,6 +7,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from dflash_hf import __version__
+from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
+from dflash_hf._io.terminal import one_line
 from dflash_hf.hub.code_version import version_of
 from dflash_hf.hub.drafter import OUR_MODEL
 from dflash_hf.hub.publish import (
@@ -19,8 +21,6 @@ from dflash_hf.hub.publish import (
 )
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
-from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.terminal import one_line
 
 
 @dataclass

@@ -14,9 +14,9 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.hub.code_version import defects_of, is_current, version_of
 from dflash_hf.hub.drafter import CONVOLUTION, MASK_EMBEDDING, OUR_MODEL, SELECTOR, Drafter
-from dflash_hf.terminal import one_line
 
 
 Condition = Callable[[Drafter], Any]

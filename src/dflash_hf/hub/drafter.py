@@ -45,7 +45,7 @@ class Drafter:
         target (`dict`): The target's configuration; empty if it is unknown.
         shapes (`dict`): Shapes of its tensors.
         non_default (`dict`): What it has beyond a plain drafter, from
-            [`~dflash_hf.configs.non_default_fields`]: its value and a plain drafter's, by field.
+            [`~dflash_hf.pairs.configs.non_default_fields`]: its value and a plain drafter's, by field.
     """
 
     config: dict

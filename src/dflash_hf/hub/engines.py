@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from dflash_hf.names import ENGINES, LLAMA_CPP
+from dflash_hf._io.names import ENGINES, LLAMA_CPP
 
 
 # The versions of each engine whose source was read, oldest first.

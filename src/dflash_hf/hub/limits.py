@@ -9,11 +9,11 @@ that it names: in the newest version of `READ` in `engines`, and, where it begin
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.hub import conditions
 from dflash_hf.hub.conditions import Comparison, Condition, DiffersInTwoPlaces, IsNestedOnly, IsNotDefault
 from dflash_hf.hub.drafter import CONVOLUTION, MASK_EMBEDDING, SELECTOR, Drafter, Finding
 from dflash_hf.hub.engines import READ, holds_for
-from dflash_hf.terminal import one_line
 
 
 # The layouts of drafters that a limit may concern; speculators' own is not among the published ones.

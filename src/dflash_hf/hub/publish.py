@@ -15,10 +15,14 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.dynamic_module_utils import get_relative_imports
 
 from dflash_hf import __version__
+from dflash_hf._io.files import read_json
+from dflash_hf._io.names import LLAMA_CPP
+from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
+from dflash_hf._io.terminal import one_line, without_bars
+from dflash_hf._io.weights import check_finite
+from dflash_hf.conversion.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
-from dflash_hf.files import read_json
-from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_version import is_older, version_of
@@ -27,11 +31,7 @@ from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
-from dflash_hf.names import LLAMA_CPP
-from dflash_hf.repositories import REPOSITORY_ID, SECONDS, is_repository_id
-from dflash_hf.target import digest_of_parameters
-from dflash_hf.terminal import one_line, without_bars
-from dflash_hf.weights import check_finite
+from dflash_hf.targets.frozen import digest_of_parameters
 
 
 _MODULES = "*_dflash.py"

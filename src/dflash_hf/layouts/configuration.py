@@ -17,8 +17,8 @@ from dflash_hf.layouts.check import (
 from dflash_hf.layouts.heads import require
 from dflash_hf.layouts.read import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
-from dflash_hf.modeling.candidates_dflash import text_depth
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
+from dflash_hf.modeling.target_dflash import text_depth
 
 
 logger = logging.get_logger(__name__)

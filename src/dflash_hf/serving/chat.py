@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from dflash_hf._io.failures import explain
+from dflash_hf._io.terminal import Echo, after_the_text, one_line, stdin_lines
 from dflash_hf.evaluation.text import shade
-from dflash_hf.failures import explain
-from dflash_hf.responses import cut_at
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.request import Request
-from dflash_hf.terminal import Echo, after_the_text, one_line, stdin_lines
+from dflash_hf.targets.generation import cut_at
 
 
 HELP = """/draft off  answer without the drafter; /draft on uses it again
@@ -30,7 +30,7 @@ class Chat:
         decoder (`Decoder`): Answers.
         encode (`Callable[[list[dict]], list[int]]`): The ids of a conversation that asks for an answer.
         options (`dict`): Generation settings.
-        echo ([`~dflash_hf.terminal.Echo`]): Prints answers, and separately figures and errors.
+        echo ([`~dflash_hf._io.terminal.Echo`]): Prints answers, and separately figures and errors.
         color (`bool`): Colour accepted tokens.
     """
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from dflash_hf.decoding.drafter import CONTEXTS
 from dflash_hf.decoding.slots import cached_columns
-from dflash_hf.responses import context_of, free_memory
+from dflash_hf.targets.generation import context_of, free_memory
 
 
 _SHARE = 0.1  # of the free memory that all caches together may take

@@ -27,12 +27,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from dflash_hf._io.terminal import one_line
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.private import with_own_config
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.token_bytes import TokenBytes
-from dflash_hf.terminal import one_line
+from dflash_hf.targets.clones import with_own_config
 
 
 logger = logging.get_logger(__name__)

@@ -9,8 +9,8 @@ from concurrent.futures import CancelledError, Future
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from dflash_hf.responses import eos_ids, room_for_answer
 from dflash_hf.serving.stop_strings import CompletesStop
+from dflash_hf.targets.generation import eos_ids, room_for_answer
 
 
 class Request:

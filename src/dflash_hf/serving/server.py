@@ -32,7 +32,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
 
-from dflash_hf.responses import context_of, eos_ids
+from dflash_hf._io.terminal import one_line
 from dflash_hf.serving.choices import merge_answers, merge_streams
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.messages import (
@@ -46,7 +46,7 @@ from dflash_hf.serving.options import Grammars, LogProbs, Options
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.stop_strings import UpToStop, without_stop
 from dflash_hf.serving.token_bytes import TokenBytes
-from dflash_hf.terminal import one_line
+from dflash_hf.targets.generation import context_of, eos_ids
 
 
 _COMPLETED = ('"usage":', 'data: {"error":')  # what is completed of upstream's streams

@@ -1,1 +1,1 @@
-"""Targets: what they can do, the features that drafters read, and whether a pair fits."""
+"""Targets: the features that drafters read, a frozen forward for training, single answers, and hooks of other code."""

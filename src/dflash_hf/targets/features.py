@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from dflash_hf.modeling.candidates_dflash import CACHE_NAME, decoder_layers
+from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import running_device
+from dflash_hf.modeling.target_dflash import decoder_layers
 
 
 def input_device(target) -> torch.device:

@@ -2,8 +2,8 @@
 
 import copy
 
+from dflash_hf._io.terminal import needs
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.terminal import needs
 
 
 # Every matrix of the layers. `fc`, which reads the target's features, can be added if the target itself changed.

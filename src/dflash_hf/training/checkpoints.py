@@ -10,7 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
-from dflash_hf.files import read_json
+from dflash_hf._io.files import read_json
 from dflash_hf.modeling.configuration_dflash import part_keys
 
 

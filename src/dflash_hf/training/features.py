@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
+from dflash_hf._io.files import atomic, differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.held_out import conversation_key
 from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.files import atomic, differences, digest_of, digest_of_file, locked, write_json
-from dflash_hf.modeling.candidates_dflash import decoder_layers, text_depth
-from dflash_hf.target import TargetOutput, check_logits, digest_of_target, target_forward
+from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
+from dflash_hf.targets.frozen import TargetOutput, check_logits, digest_of_target, target_forward
 from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.target import TargetOutput, target_logits
+from dflash_hf.targets.frozen import TargetOutput, target_logits
 from dflash_hf.training.attention import takes_groups
 from dflash_hf.training.blocks import (
     Blocks,
@@ -44,8 +44,8 @@ class Objective:
         draft (`DFlashDraftModel`): The drafter itself.
         target (`PreTrainedModel`): Its target; the embedding and the head are read here.
         args (`DFlashTrainingArguments`): Anchors, loss, and attention over blocks.
-        read (`Callable`): Maps a batch to the [`~dflash_hf.target.TargetOutput`] of its sequences: a forward of the
-            target, or stored features.
+        read (`Callable`): Maps a batch to the [`~dflash_hf.targets.frozen.TargetOutput`] of its sequences: a forward
+            of the target, or stored features.
     """
 
     def __init__(self, draft, target, args, read: Callable[[Batch], TargetOutput]):

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
-from dflash_hf.configs import check_names, check_token_id
-from dflash_hf.convert import with_shared_head
+from dflash_hf._io.files import locked, read_json
+from dflash_hf._io.terminal import check_writable, note, without_bars
+from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import load_image_reader
@@ -23,11 +24,10 @@ from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import locked, read_json
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs import Loading, draft_config_of, load_target, load_tokenizer
-from dflash_hf.terminal import check_writable, note, without_bars
+from dflash_hf.pairs.configs import check_names, check_token_id
+from dflash_hf.pairs.loading import Loading, draft_config_of, load_target, load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.callbacks import (

@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
+from dflash_hf._io.terminal import DetailedError
+from dflash_hf._io.weights import is_finite
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.pairs import loaded
-from dflash_hf.target import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
-from dflash_hf.terminal import DetailedError
+from dflash_hf.pairs.loading import loaded
+from dflash_hf.targets.frozen import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
@@ -26,7 +27,6 @@ from dflash_hf.training.objective import Objective
 from dflash_hf.training.rows import lengths_of, validate_and_count
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
-from dflash_hf.weights import is_finite
 
 
 logger = logging.get_logger(__name__)

@@ -1,0 +1,162 @@
+"""
+The hook into `target.generate(assistant_model=draft)`: three methods of `GenerationMixin` are wrapped.
+
+An assistant with `dflash_decode` decodes as it likes; every other assistant, target and generation mode is unaffected.
+Drafters saved by earlier versions bring a hook of their own, which speaks the same protocol:
+`dflash_validate(target, mode, config, arguments)`, then `dflash_decode(target, *arguments)`.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable
+
+from transformers.generation import CandidateGenerator, GenerationMode
+
+from .candidates_dflash import DFlashCandidateGenerator
+
+
+def check_mode(generation_mode, generation_config) -> None:
+    """
+    Raises:
+        `ValueError`: the arguments of `generate` ask for something that a drafter cannot speed up.
+    """
+    if generation_config.dola_layers is not None:
+        raise ValueError(
+            f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
+            "`assistant_model`."
+        )
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
+            f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and the like."
+        )
+
+
+def install_hook() -> None:
+    """Wrap methods of `GenerationMixin`. Installing twice is a no-op; [`remove_hook`] undoes it."""
+    wrap_methods(_WRAPPERS)
+
+
+def remove_hook() -> None:
+    """Put upstream's methods back."""
+    unwrap_methods(_WRAPPERS)
+
+
+def wrap_methods(wrappers: dict[str, Callable]) -> None:
+    """Replace each named method of `GenerationMixin` by what its wrapper makes of it, unless that was done before."""
+    # Not imported at the top of this file: the package calls this function as soon as that import is done.
+    from transformers import GenerationMixin
+
+    for name, wrap in wrappers.items():
+        method = getattr(GenerationMixin, name, None)
+        if method is None:  # the drafter can still be loaded, trained and converted
+            warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=3)
+        elif not hasattr(method, "_dflash_original"):
+            wrapper = wrap(method)
+            wrapper._dflash_original = method
+            setattr(GenerationMixin, name, wrapper)
+
+
+def unwrap_methods(names: Iterable[str]) -> None:
+    """Undo [`wrap_methods`]."""
+    from transformers import GenerationMixin
+
+    for name in names:
+        method = getattr(GenerationMixin, name, None)
+        if hasattr(method, "_dflash_original"):
+            setattr(GenerationMixin, name, method._dflash_original)
+
+
+def drafter_of(assistant_model):
+    """
+    The assistant itself if it implements the DFlash protocol, `None` if it is not a drafter. Wrappers of
+    `torch.compile`, PEFT and distributed training are taken off.
+
+    Raises:
+        `ValueError`: a model that other code has built from a drafter's folder.
+        `TypeError`: a name; `generate` takes a model.
+    """
+    if isinstance(assistant_model, str | os.PathLike):
+        raise TypeError(
+            f"assistant_model={str(assistant_model)!r} is a name; `generate` takes a model, so load the drafter: "
+            f"`AutoModel.from_pretrained({str(assistant_model)!r})`."
+        )
+    wrapped = _wrapped_by(assistant_model)
+    while wrapped is not None:
+        assistant_model = wrapped
+        wrapped = _wrapped_by(assistant_model)
+    if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
+        return assistant_model
+    config = getattr(assistant_model, "config", None)
+    if getattr(config, "dflash_config", None) is not None:
+        raise ValueError(
+            f"assistant_model is a {type(assistant_model).__name__} that other code built from a DFlash drafter's "
+            "folder: load it with `AutoModel.from_pretrained(folder)` after `import dflash_hf`."
+        )
+    return None
+
+
+def _wrapped_by(model):
+    """The model inside a wrapper; `None` if it is not a wrapper."""
+    if callable(getattr(type(model), "get_base_model", None)):  # PEFT, whose adapters are inside the model
+        return model.get_base_model()
+    inside = getattr(model, "_modules", {})
+    return inside.get("_orig_mod", inside.get("module"))
+
+
+def _drafter_for(generation_config, assistant_model):
+    """The drafter that decodes; `None` for upstream's own path, which is left alone if requested by name."""
+    if assistant_model is None or isinstance(assistant_model, CandidateGenerator):
+        return None
+    if getattr(generation_config, "speculation_type", None) == "dflash":
+        return None
+    return drafter_of(assistant_model)
+
+
+def _wrap_validation(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        if isinstance(generation_mode_kwargs.get("assistant_model"), CandidateGenerator):
+            return check_mode(generation_mode, generation_config)
+        draft = _drafter_for(generation_config, generation_mode_kwargs.get("assistant_model"))
+        if draft is not None:
+            return draft.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_decoding(original):
+    @functools.wraps(original)
+    def _assisted_decoding(self, *args, **kwargs):
+        draft = _drafter_for(kwargs.get("generation_config"), kwargs.get("assistant_model"))
+        if draft is not None:
+            kwargs.pop("assistant_model")
+            return draft.dflash_decode(self, *args, **kwargs)
+        generator = kwargs.get("assistant_model")
+        if isinstance(generator, DFlashCandidateGenerator) and not generator.is_reading:
+            with generator.reading_features():
+                return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _wrap_candidates(original):
+    """Upstream's loop with a candidate generator that is there already."""
+
+    @functools.wraps(original)
+    def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
+        if isinstance(assistant_model, CandidateGenerator):
+            return assistant_model
+        return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    return _get_candidate_generator
+
+
+_WRAPPERS = {
+    "_validate_generation_mode": _wrap_validation,
+    "_assisted_decoding": _wrap_decoding,
+    "_get_candidate_generator": _wrap_candidates,
+}

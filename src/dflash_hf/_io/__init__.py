@@ -1,0 +1,1 @@
+"""Files, repositories, the terminal and its errors."""

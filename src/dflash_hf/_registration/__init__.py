@@ -1,0 +1,1 @@
+"""Registration with transformers, without slowing the import."""

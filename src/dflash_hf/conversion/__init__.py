@@ -1,0 +1,1 @@
+"""Drafters in other layouts, and in llama.cpp's format."""

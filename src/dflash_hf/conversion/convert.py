@@ -1,0 +1,186 @@
+"""
+Converting a drafter between the layout that engines serve (`"z-lab"`), transformers' own (`"native"`) and llama.cpp's
+file (`"gguf"`).
+
+Sources: every layout that `DFlashDraftModel.from_pretrained` reads, and `.gguf` files. Native folders load as
+`MuseGlimmerAssistantModel` without any code next to them.
+"""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import MuseGlimmerAssistantConfig
+
+from dflash_hf._io.names import LAYOUTS
+from dflash_hf._io.terminal import UsageError, without_bars
+from dflash_hf._io.weights import save_folder
+from dflash_hf.conversion.gguf_format import is_gguf, unpack_gguf, write_gguf
+from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.pairs.configs import non_default_fields
+
+
+# Tensors that have another name in the native layout.
+NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+# Without `vocab_size`, engines would use Muse's.
+_NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: str = "z-lab",
+    revision: str | None = None,
+    dtype: str | None = None,
+    share_head: bool = False,
+    target: str | Path | None = None,
+) -> Path:
+    """
+    Write the drafter in `src` to the new folder `dst`, or the new file `dst`, in another layout.
+
+    Args:
+        src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` file.
+        dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
+        to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
+            only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
+            llama.cpp, whose limits [`~dflash_hf.conversion.gguf_format.limits`] lists.
+        revision (`str`, *optional*): Branch, tag or commit of a repository.
+        dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
+            unchanged.
+        share_head (`bool`): Drop the own head of a drafter with a reduced vocabulary and draft all tokens with the
+            target's head, for engines that support no other.
+        target (`str` or `Path`, *optional*): For a GGUF file: the target's GGUF file, folder or repository, whose
+            tokenizer is included.
+
+    Returns:
+        `Path`: `dst`.
+
+    Raises:
+        `ValueError`: the drafter cannot be expressed in that layout, or `src` is not a drafter; says why.
+        `FileExistsError`: `dst` exists and is not an empty folder.
+    """
+    _check_arguments(to, str(dst), dtype, target)
+    dst = Path(dst).resolve()  # "." has no name, and no parent
+    if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
+        raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    # Windows keeps the files of tensors that are in use.
+    place = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
+    with place as scratch:
+        with without_bars():
+            draft = _read(src, Path(scratch, "unpacked"), revision)
+        if share_head:
+            draft = with_shared_head(draft)
+        if target is not None:
+            write_gguf(draft, dst, target, dtype)
+            return dst
+        if dtype is not None:
+            draft = draft.to(getattr(torch, dtype))
+        result = Path(scratch, "result")
+        if to == "native":
+            _save_native(draft, result)
+        else:
+            with without_bars():
+                draft.save_pretrained(result)
+        if dst.is_dir():  # an empty one, which may be somebody's current folder
+            for file in result.iterdir():
+                file.rename(dst / file.name)
+        else:
+            result.rename(dst)
+    return dst
+
+
+def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
+    """
+    Raises:
+        `UsageError`: the arguments of [`convert`] do not fit together.
+    """
+    if to not in LAYOUTS:
+        raise UsageError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
+    if to == "gguf" and not dst.endswith(".gguf"):
+        raise UsageError(f"{dst} must end in .gguf, as --to gguf writes a file; name it {dst}.gguf.")
+    if to != "gguf" and dst.endswith(".gguf"):
+        raise UsageError(f"{dst} would be a folder with --to {to}; leave --to out for a file, or name a folder.")
+    if to == "gguf" and target is None:
+        raise UsageError(f"{dst} needs the target's tokenizer, which a GGUF file contains; add --target.")
+    if to != "gguf" and target is not None:
+        raise UsageError(f"--target {target} is for GGUF files only; name OUTPUT.gguf, or leave it out.")
+    if dtype == "q8_0" and to != "gguf":
+        raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
+
+
+def _read(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
+    """A drafter; the folder that a GGUF file is unpacked into is not named in errors."""
+    if not is_gguf(src):
+        return DFlashDraftModel.from_pretrained(src, revision=revision or "main")
+    try:
+        return DFlashDraftModel.from_pretrained(unpack_gguf(Path(src), unpacked))
+    except ValueError as error:
+        message = str(error).replace(str(unpacked / "model.safetensors"), str(src))
+        raise ValueError(message.replace(str(unpacked), str(src))) from error
+
+
+def native_obstacle(draft: DFlashDraftModel) -> str | None:
+    """Why a drafter cannot be a `MuseGlimmerAssistantModel`, or `None`."""
+    config = draft.config
+    if config.attention_bias:
+        return "attention_bias is true, but native projections have no bias"
+    if "sliding_attention" in config.layer_types:
+        return f"layer_types={config.layer_types} has sliding layers, whose windows native masks count differently"
+    if any(config.layer_is_causal(i) for i in range(config.num_hidden_layers)):
+        return "its attention is causal inside the block, but native attention is bidirectional"
+    for key, value, _ in non_default_fields(config):
+        return f"{key}={value!r}, which the native model does not have"
+    for key, default in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+        if getattr(config, key) not in (None, default):
+            return f"{key}={getattr(config, key)}, which the native model does not have"
+    return None
+
+
+def with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
+    """
+    The same drafter over the target's whole vocabulary, with the target's head.
+
+    Args:
+        draft (`DFlashDraftModel`): A drafter with a reduced vocabulary; it is not changed.
+
+    Raises:
+        `ValueError`: a head of it covers its own tokens only.
+    """
+    config = copy.deepcopy(draft.config)
+    config.draft_vocab_size = None
+    shared = DFlashDraftModel(config).to(draft.dtype)
+    tensors = draft.state_dict()
+    for name in ("lm_head.weight", "d2t"):
+        tensors.pop(name, None)
+    for name, tensor in shared.state_dict().items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"--share-head: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
+                f"is part of its {draft.config.head.name}; train it over the whole vocabulary instead."
+            )
+    shared.load_state_dict(tensors)
+    return shared
+
+
+def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
+    """
+    Raises:
+        `ValueError`: the drafter cannot be expressed in the native layout.
+    """
+    obstacle = native_obstacle(draft)
+    if obstacle is not None:
+        remedy = "keep it in the default layout (--to z-lab), which this package and the engines read"
+        if draft.config.has_own_head and obstacle.startswith("draft_vocab_size"):
+            remedy = f"add --share-head, which drafts all tokens with the target's head, or {remedy}"
+        raise ValueError(f"This drafter cannot be written for transformers alone (--to native): {obstacle}; {remedy}.")
+    config = draft.config.to_dict()
+    native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
+    native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    # If absent, these would become Muse's own ids.
+    native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    native["dtype"] = str(draft.dtype).removeprefix("torch.")
+    native["torch_dtype"] = native["dtype"]
+    tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    save_folder(folder, native, tensors)

@@ -1,0 +1,270 @@
+"""Loading a target and its drafter by their names on the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_hf._io.terminal import one_line, read_text, without_bars
+
+
+TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
+
+
+@dataclass
+class Loading:
+    """
+    How models are loaded: the options of every command that loads any.
+
+    Args:
+        dtype (`str`): `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`; see [`dtype_on`].
+        device (`str`, *optional*): Default: a GPU if there is one.
+        revision, draft_revision (`str`, *optional*): Branch, tag or commit of the target's and the drafter's
+            repository.
+        trust_remote_code (`bool`): Run a target's own code. Drafters never need it.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, arguments) -> "Loading":
+        """From parsed arguments; options that a command lacks keep their defaults."""
+        return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
+
+    def dtype_on(self, device) -> str:
+        """
+        The dtype for `from_pretrained`. `"auto"` is the checkpoint's, but float32 on a processor that has no units for
+        bf16, which is logged once.
+        """
+        import torch
+        from transformers.utils import logging
+
+        from dflash_hf.decoding.packing import emulated
+
+        on_cpu = str(device) == "cpu" or (str(device) == "auto" and not torch.accelerator.is_available())
+        if self.dtype != "auto" or not on_cpu or not emulated(torch.bfloat16):
+            return self.dtype
+        logging.get_logger(__name__).warning_once(
+            "float32: this processor has no units for bf16 (--dtype bfloat16 takes half the memory)"
+        )
+        return "float32"
+
+
+def device_of(name: str | None) -> str:
+    """
+    An available device; by default a GPU if there is one.
+
+    Raises:
+        `ValueError`: the device is not available.
+    """
+    import torch
+
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return "cuda" if cards else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= cards:
+        available = f"cuda:0 to cuda:{cards - 1}"
+        if cards == 1:
+            available = "only cuda:0"
+        elif cards == 0:
+            available = "no CUDA device"
+        raise ValueError(f"--device {name}: this machine has {available}; use --device cpu, or leave it out.")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"--device {name}: this machine has no Metal device; use --device cpu, or leave it out.")
+    return name
+
+
+def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}", **options):
+    """
+    A target, in evaluation mode.
+
+    Args:
+        name (`str`): A folder, or a repository on the Hub.
+        loading (`Loading`): Loading options.
+        device (`str` or `torch.device`, *optional*): Replaces `loading.device`.
+        form (`str`): Format of an argument and its value in messages.
+        options: Additional options of `from_pretrained`.
+
+    Raises:
+        `ValueError`: it needs custom code, or its weights are damaged, incomplete or of another configuration.
+        `ImportError`: it needs a quantisation library that is not installed.
+    """
+    from dflash_hf.decoding.packing import warn_if_emulated
+
+    device = device or device_of(loading.device)
+    options |= {"dtype": loading.dtype_on(device), "device_map": device}
+    options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
+    target = _load_complete(name, form.format("target", name), **options).eval()
+    warn_if_emulated(target)
+    return target
+
+
+def _load_complete(name: str | Path, what: str, **options):
+    """A target all of whose parameters its checkpoint has: others would be random."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
+    try:
+        config_options = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
+        config = AutoConfig.from_pretrained(name, **config_options).to_dict()
+        model_class = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+        with without_bars():
+            target, info = model_class.from_pretrained(name, **options)
+    except StrictDataclassError as error:
+        raise ValueError(damaged_config(what, error)) from error
+    except SafetensorError as error:
+        damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
+        raise ValueError(f"{damage}; download or save them again.") from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(f"{what} has custom code: read it, and if you trust it {TRUST}.") from error
+    except ImportError as error:
+        raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
+    parameters = {key for key, _ in target.named_parameters()}  # buffers are computed
+    wrong = [f"{key} is missing" for key in sorted(parameters & set(info["missing_keys"]))]
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        wrong.append(f"{key} has shape {list(stored)} instead of {list(wanted)}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{what}: its weights do not fit its config.json: {', '.join(wrong[:3])}{more}; download or save it again."
+        )
+    return target
+
+
+def is_multimodal(config: dict) -> bool:
+    """
+    Whether a model with this configuration is loaded with the part that reads images or sound: if it was saved with
+    it, or if transformers has no other class for it.
+    """
+    from transformers.models.auto import modeling_auto
+
+    model_type = config.get("model_type")
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    text_only = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, multimodal)
+    return multimodal is not None and multimodal in (text_only, *(config.get("architectures") or ()))
+
+
+def damaged_config(what: str, error: Exception) -> str:
+    """A readable message for a `StrictDataclassError`."""
+    return f"{what}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
+
+
+def load_tokenizer(
+    name: str,
+    chat_template: str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    empty: bool = False,
+):
+    """
+    Load a tokenizer, optionally with another chat template. An `empty` one is enough for rows of token ids.
+
+    Raises:
+        `OSError`: the folder or repository does not exist.
+        `ValueError`: it has no tokenizer, or a tokenizer with custom code.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    from dflash_hf._io.repositories import small_file
+
+    small_file(str(name), str(name), revision, "tokenizer_config.json")
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
+        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
+        usable = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
+        if not usable:  # made of a folder without files
+            raise ValueError(f"the tokenizer of {name} has no vocabulary")
+    except StrictDataclassError as error:
+        raise ValueError(damaged_config(str(name), error)) from error
+    except (ValueError, OSError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
+        if Path(name).expanduser().is_dir():
+            raise ValueError(
+                f"{name} holds no tokenizer that can be read; save the target's there with "
+                f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."
+            ) from error
+        raise
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(Path(chat_template))
+    return tokenizer
+
+
+def load_draft(name: str, loading: Loading, device: str | None = None):
+    """A drafter in evaluation mode; its own code is not run."""
+    from dflash_hf.drafter import DFlashDraftModel
+
+    device = device or device_of(loading.device)
+    options = {"dtype": loading.dtype_on(device), "device_map": device}
+    with without_bars():
+        return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
+
+
+def draft_config_of(name: str, loading: Loading):
+    """A drafter's configuration, without its weights."""
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
+
+    return DFlashDraftConfig.from_pretrained(name, revision=loading.draft_revision or "main")
+
+
+def loaded(model, target) -> tuple:
+    """
+    Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name.
+
+    Raises:
+        `ValueError`: the model is no drafter.
+    """
+    import torch
+
+    from dflash_hf.drafter import DFlashDraftModel
+
+    if isinstance(model, str | Path):
+        model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
+    if isinstance(target, str | Path):
+        target = _load_complete(target, f"target {target}", dtype="auto")
+    model = getattr(model, "_orig_mod", model)  # of `torch.compile`, whose names would be saved
+    if not hasattr(getattr(model, "config", None), "target_hidden_size"):
+        raise ValueError(f"model is a {type(model).__name__}; pass the drafter (`DFlashDraftModel`), then its target.")
+    return model, target
+
+
+def pack(packed: bool | None, *models) -> bool:
+    """
+    Pack the weights of all models that are not `None` for the CPU, as [`to_pack`] decides.
+
+    Returns:
+        `bool`: Whether they were packed.
+    """
+    from dflash_hf.decoding.packing import packed_weights
+
+    present = [model for model in models if model is not None]
+    packed = to_pack(packed, *present)
+    if packed:
+        packed_weights(*present)
+    return packed
+
+
+def to_pack(packed: bool | None, *models) -> bool:
+    """
+    `--packed`: whether to multiply by packed weights.
+
+    Args:
+        packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
+    """
+    from dflash_hf.decoding.packing import fit_memory, packable
+
+    if packed is not None:
+        return packed
+    layers = []
+    for model in models:
+        layers += [module for module in model.modules() if packable(module)]
+    return bool(layers) and fit_memory(layers)

@@ -1,0 +1,1 @@
+"""Text that a target writes itself: prompts, answers, whole data sets."""

@@ -1,0 +1,142 @@
+"""What is known of a target before it is loaded."""
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.pairs import make_draft, make_target
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+
+from dflash_hf.cli import main
+from dflash_hf.decoding import packing as packing_dflash
+from dflash_hf.pairs.loading import Loading, load_target, load_tokenizer, loaded
+from dflash_hf.targets.config_fields import positions_of
+from dflash_hf.targets.generation import room_for_answer
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 40960, "rope_parameters": YARN}, 131072),  # Qwen3, as its card stretches it
+        ({"max_position_embeddings": 131072, "rope_parameters": LLAMA3}, 131072),  # Llama 3.1: stretched already
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"vision_config": {}, "text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": -1}, None),
+        ({}, None),
+    ],
+)
+def test_positions_of_a_configuration(config, positions):
+    assert positions_of(config) == positions
+
+
+def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
+    target = make_target(max_position_embeddings=64)
+    assert room_for_answer(target, 60, 100) == 4 and room_for_answer(target, 60, None) == 4
+    with pytest.raises(ValueError, match="The prompt has 64 tokens; prompt and answer together may have at most 64"):
+        room_for_answer(target, 64, 1)
+    stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    target = make_target(max_position_embeddings=64, rope_parameters=stretched)
+    assert room_for_answer(target, 64, 100) == 100 and room_for_answer(target, 250, 100) == 6
+
+
+def test_a_target_that_hears_is_loaded_whole(tmp_path):
+    """Only the server loaded it."""
+    text = {"model_type": "qwen2", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    audio |= {"num_mel_bins": 8, "max_source_positions": 8}
+    config = CONFIG_MAPPING["qwen2_audio"](audio_config=audio, text_config=text, audio_token_index=7)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), Loading())
+    assert type(target).__name__ == "Qwen2AudioForConditionalGeneration"
+    options = {"max_new_tokens": 8, "do_sample": False}
+    ids = torch.tensor([[5, 9, 11]], device=target.device)
+    drafted = target.generate(ids, **options, assistant_model=make_draft(target).to(target.device))
+    assert drafted.tolist() == target.generate(ids, **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("keys", "left_out", "message"),
+    [
+        ({"vocab_size": 48}, (), r"model.embed_tokens.weight has shape \[\d+, 32\] instead of \[48, 32\]"),
+        ({"hidden_size": "32"}, (), "its config.json is damaged .*'hidden_size' expected int, got str"),
+        ({}, ("lm_head.weight", "model.norm.weight"), "lm_head.weight is missing, model.norm.weight is missing; down"),
+        (
+            {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9},
+            (),
+            r"config.json: model.layers.\S+ is missing, .* and \d+ more; download",
+        ),
+    ],
+    ids=["shapes", "types", "missing", "layers"],
+)
+def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
+    """Without a part of its weights it decoded with random ones; other damage was an error of somebody else."""
+    make_target(tie_word_embeddings=False).save_pretrained(tmp_path)
+    load_target(str(tmp_path), Loading())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
+        load_target(str(tmp_path), Loading())
+    with pytest.raises(ValueError, match=message):
+        loaded(None, tmp_path)
+    if "hidden_size" in keys:
+        with pytest.raises(ValueError, match=f"^{tmp_path}: {message}"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "units", "dtype"),
+    [
+        ("auto", "cpu", False, "float32"),
+        ("auto", "auto", False, "float32"),
+        ("auto", "cpu", True, "auto"),
+        ("auto", "cuda:0", False, "auto"),
+        ("auto", "mps", False, "auto"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+    ],
+)
+def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkeypatch, caplog):
+    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: not units)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "dflash_hf"):
+        assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
+    assert caplog.text.count("this processor has no units for bf16 (--dtype bfloat16") == (dtype != asked)
+
+
+def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
+    """A drafter in float16 took as long as 47 rounds without drafts, and nothing said why."""
+    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: dtype == torch.float16)
+    target = make_target()
+    draft = make_draft(target).half()
+    target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
+    assert "no units for float16" in caplog.text
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
+def test_avx2_has_no_units_for_bf16():
+    code = "import torch; from dflash_hf.decoding.packing import emulated; "
+    code += "print([emulated(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)])"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, True, True]"
+
+
+def test_a_device_without_memory_is_none(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--target", "target", "--prompt", "hi", "--device", "meta"])
+    assert "'meta' is not a device; use cpu" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Importing the package costs nothing, and yet what it changes is changed when it is needed."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from dflash_hf._registration.when_imported import _waiting, when_imported
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_brings_no_slow_module():
+    code = """
+import sys, transformers
+before = set(sys.modules)
+import dflash_hf
+print(*sorted(name for name in set(sys.modules) - before if not name.startswith("importlib")))
+"""
+    assert set(_python(code).split()) <= {
+        "dflash_hf",
+        "dflash_hf._registration",
+        "dflash_hf._registration.when_imported",
+    }
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import transformers.generation.utils, dflash_hf",
+        "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
+        "from dflash_hf.layouts.read import is_drafter_config",
+    ],
+)
+def test_all_is_ready_whatever_comes_first(first):
+    """The first import of transformers may be that of a module of ours, which all else has waited for."""
+    code = f"""
+{first}
+from transformers import AutoConfig, AutoModel, GenerationMixin
+from dflash_hf import DFlashDraftConfig
+assert hasattr(GenerationMixin._assisted_decoding, "_dflash_original")
+assert hasattr(AutoConfig.from_pretrained, "_dflash_original")
+config = DFlashDraftConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=1, num_key_value_heads=1, head_dim=32, block_size=4, mask_token_id=31,
+    target_layer_ids=[0], num_target_layers=2)
+print(type(AutoModel.from_config(config)).__name__)
+"""
+    assert _python(code) == "DFlashDraftModel"
+
+
+def test_action_runs_once_after_the_module(tmp_path, monkeypatch):
+    (tmp_path / "waited_for.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    when_imported("waited_for", lambda: seen.append(sys.modules["waited_for"].value))
+    assert seen == []
+    import waited_for
+
+    assert seen == [1] and isinstance(waited_for, types.ModuleType)
+    when_imported("waited_for", lambda: seen.append(2))  # is there already
+    assert seen == [1, 2]
+
+
+def test_missing_module_fails_as_ever():
+    when_imported("no_such_module_here", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
+        __import__("no_such_module_here")
+    assert "no_such_module_here" not in _waiting
