@@ -35,7 +35,8 @@ def check_mode(generation_mode, generation_config) -> None:
 
 def install_hook() -> None:
     """Wrap methods of `GenerationMixin`. Installing twice is a no-op; [`remove_hook`] undoes it."""
-    wrap_methods(_WRAPPERS)
+    for name in wrap_methods(_WRAPPERS):  # the drafter can still be loaded, trained and converted
+        warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=2)
 
 
 def remove_hook() -> None:
@@ -43,19 +44,24 @@ def remove_hook() -> None:
     unwrap_methods(_WRAPPERS)
 
 
-def wrap_methods(wrappers: dict[str, Callable]) -> None:
-    """Replace each named method of `GenerationMixin` by what its wrapper makes of it, unless that was done before."""
+def wrap_methods(wrappers: dict[str, Callable]) -> list[str]:
+    """
+    Replace each named method of `GenerationMixin` by what its wrapper makes of it, unless that was done before.
+    Returns the names that this version of transformers does not have.
+    """
     # Not imported at the top of this file: the package calls this function as soon as that import is done.
     from transformers import GenerationMixin
 
+    missing = []
     for name, wrap in wrappers.items():
         method = getattr(GenerationMixin, name, None)
-        if method is None:  # the drafter can still be loaded, trained and converted
-            warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=3)
+        if method is None:
+            missing.append(name)
         elif not hasattr(method, "_dflash_original"):
             wrapper = wrap(method)
             wrapper._dflash_original = method
             setattr(GenerationMixin, name, wrapper)
+    return missing
 
 
 def unwrap_methods(names: Iterable[str]) -> None:

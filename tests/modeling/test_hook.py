@@ -170,6 +170,18 @@ def test_not_a_drafter_passes_through(target):
         install_hook()
 
 
+@pytest.mark.parametrize(("method", "warns"), [("_assisted_decoding", True), ("_prepare_generation_config", False)])
+def test_only_missing_decoding_methods_warn(method, warns, monkeypatch, recwarn):
+    remove_hook()
+    with monkeypatch.context() as patch:
+        patch.delattr(GenerationMixin, method)
+        install_hook()
+    remove_hook()  # what was put back is upstream's own
+    assert any(f"no GenerationMixin.{method}" in str(warning.message) for warning in recwarn) == warns
+    install_hook()
+    assert hasattr(getattr(GenerationMixin, method), "_dflash_original")
+
+
 def test_missing_context_and_wrong_width(draft):
     block = torch.zeros(1, 4, 32)
     with pytest.raises(ValueError, match="context_hidden_states"):

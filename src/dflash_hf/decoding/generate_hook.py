@@ -12,7 +12,7 @@ _ARGUMENT = "num_assistant_tokens"
 def install_hook() -> None:
     """Let `target.generate(assistant_model=draft)` decode with a drafter. Installing twice is a no-op."""
     hook_dflash.install_hook()
-    hook_dflash.wrap_methods(_WRAPPERS)
+    hook_dflash.wrap_methods(_WRAPPERS)  # where it is missing, drafts are as long as by default
 
 
 def remove_hook() -> None:
