@@ -92,7 +92,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # Keys and values of what the drafter has read; its masks know about windows, so that all layers keep all.
         self.cache = DynamicCache()
         self.length = 0  # tokens of the text when the drafter last drafted
-        self.features: dict[int, torch.Tensor] = {}  # layer id -> [1, n, H] of the target's last forward
+        # Layer id -> [1, n, H] of the target's first forward after a draft, which is the verification. Later forwards,
+        # as of a streamer that calls the target itself, are not read.
+        self.features: dict[int, torch.Tensor] = {}
 
     model_kwargs_overrides: dict = {}  # not `output_hidden_states`: its last entry is taken after the final norm
 
@@ -122,11 +124,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _note_input(self, layer_id: int, layer, args, kwargs) -> None:
         if self.is_reading:
-            self.features[layer_id] = args[0] if args else kwargs["hidden_states"]
+            self.features.setdefault(layer_id, args[0] if args else kwargs["hidden_states"])
 
     def _note_output(self, layer_id: int, layer, args, output) -> None:
         if self.is_reading:
-            self.features[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+            self.features.setdefault(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
     def get_candidates(self, input_ids, model_kwargs=None, is_first_iteration: bool = False, **kwargs):
         """
@@ -140,13 +142,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
         Returns:
             `torch.LongTensor` `[1, S + n]`, and `None`: candidates are compared with the target's own choices.
         """
+        if is_first_iteration:  # also of a generator that has drafted another text
+            self.cache = DynamicCache()
+            self.length = 0
+            self.features.clear()
+            return input_ids, None
         room = min(self.block_tokens, self.max_length - input_ids.shape[1]) - 1
-        if is_first_iteration or room < 1:
+        if room < 1:
             return input_ids, None
         # 1. The target's features of all tokens that were committed since the last draft, except the anchor.
         if not self.features:
             raise RuntimeError("No features of the target: run the loop in `with generator.reading_features():`.")
         layers = [self.features[i] for i in self.draft.config.target_layer_ids]
+        self.features.clear()
         if self.length == 0:  # the prompt's, without padding on the left
             mask = (model_kwargs or {}).get("attention_mask")
             first = 0 if mask is None else int(mask.shape[1] - mask.sum())

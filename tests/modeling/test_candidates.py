@@ -112,6 +112,36 @@ def test_streamer_gets_the_same_tokens(matches):
     assert texts[0] == texts[1] and sum(matches) > 0
 
 
+def test_nested_plain_call_is_not_read(matches):
+    """A plain call of the same target, in the middle of a drafted one, leaves its features and drafts alone."""
+    target, _, text = pair()
+    draft = beside_the_weights(recognising(target, [text[0]]))
+    target.generate(PROMPT, **OPTIONS, assistant_model=draft)
+    alone = list(matches)
+    matches.clear()
+
+    class PlainCallInside(Collected):
+        def put(self, value):
+            target.generate(PROMPT[:, :4], max_new_tokens=3, do_sample=False)
+            super().put(value)
+
+    output = target.generate(PROMPT, **OPTIONS, assistant_model=draft, streamer=PlainCallInside())
+    assert torch.equal(output, text)
+    assert matches == alone and max(matches) > 1
+
+
+def test_generator_drafts_two_texts_alike(matches):
+    """What it has read of the first text is gone."""
+    target, _, text = pair()
+    draft = recognising(target, [text[0]])
+    generator = DFlashCandidateGenerator(draft, target, max_length=PROMPT.shape[1] + NEW_TOKENS)
+    target.generate(PROMPT, **OPTIONS, assistant_model=generator)
+    first = list(matches)
+    matches.clear()
+    assert torch.equal(target.generate(PROMPT, **OPTIONS, assistant_model=generator), text)
+    assert matches == first and max(matches) > 1
+
+
 @pytest.mark.parametrize("head", EVERY)
 def test_every_head_drafts_in_upstream_loop(head, matches):
     target = make_target()
