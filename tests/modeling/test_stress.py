@@ -100,7 +100,7 @@ def _summed(counts: Counter, place: int) -> Counter:
 
 
 def pairs_of(*families: str, compiled: dict[str, dict] | None = None, **options) -> list[Pair]:
-    return [Pair.of(family, ways={**EAGER, **(compiled or {}).get(family, {})}, **options) for family in families]
+    return [Pair.of(family, settings={**EAGER, **(compiled or {}).get(family, {})}, **options) for family in families]
 
 
 def drawn(seconds: float, clients: Clients) -> None:
@@ -133,7 +133,7 @@ COMPILED = {
 
 def all_pairs() -> list[Pair]:
     """Of all families, compiled and not; and a pair with layers that can be packed."""
-    large = Pair.of("qwen3", seed=3, ways={**EAGER, "compiled": {"compile": "aot_eager"}}, **LARGE)
+    large = Pair.of("qwen3", seed=3, settings={**EAGER, "compiled": {"compile": "aot_eager"}}, **LARGE)
     large.family = "qwen3, packed"
     return [*pairs_of(*TARGETS, compiled=COMPILED), large]
 

@@ -20,6 +20,7 @@ DONE = """() => {
 
 
 def main(url: str, chromium: str, screenshot: str, *prompts: str) -> None:
+    """Ask each prompt on a page of its own, and print what the pages show in the end."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium or None, args=["--no-sandbox", "--disable-gpu", "--headless=shell"]

@@ -15,7 +15,8 @@ class Collected:
     """A streamer that keeps what it is given, and calls `each` with the number of each token."""
 
     def __init__(self, each: Callable[[int], object] = lambda number: None):
-        self.tokens, self.each = [], each
+        self.tokens = []
+        self.each = each
 
     def put(self, value):
         self.tokens.append(value.flatten())
@@ -30,7 +31,9 @@ class StopAfter(StoppingCriteria):
     """A criterion of somebody's own, which keeps count: a text ends after so many tokens."""
 
     def __init__(self, calls: int, each: Callable[[int], object] = lambda number: None):
-        self.calls, self.left, self.each = 0, calls, each
+        self.calls = 0
+        self.left = calls
+        self.each = each
 
     def __call__(self, input_ids, scores, **kwargs):
         self.calls += 1
@@ -112,60 +115,71 @@ def difference(plain: Outcome, drafted: Outcome, tolerance: float = 1e-3, seeded
         tolerance (`float`): Of scores, keys and values, in units of the largest.
         seeded (`bool`): Whether samples and the generator must be the same; other threads may draw meanwhile.
     """
-    theirs, ours = plain.output, drafted.output
-    if isinstance(theirs, torch.Tensor) != isinstance(ours, torch.Tensor):
-        return f"is a {type(ours).__name__}, not a {type(theirs).__name__}"
+    plain_output = plain.output
+    drafted_output = drafted.output
+    if isinstance(plain_output, torch.Tensor) != isinstance(drafted_output, torch.Tensor):
+        return f"is a {type(drafted_output).__name__}, not a {type(plain_output).__name__}"
     if not torch.equal(plain.sequences, drafted.sequences):
         return f"writes {drafted.sequences.tolist()}, not {plain.sequences.tolist()}"
     if seeded and not torch.equal(plain.after, drafted.after):
         return "leaves the generator in another state"
     streams = plain.own.get("streamer"), drafted.own.get("streamer")
-    if isinstance(streams[0], Collected) and not torch.equal(*(torch.cat(one.tokens) for one in streams)):
+    if isinstance(streams[0], Collected) and not torch.equal(*(torch.cat(stream.tokens) for stream in streams)):
         return "streams something else"
-    if isinstance(theirs, torch.Tensor):
+    if isinstance(plain_output, torch.Tensor):
         return None
     more = {"acceptance_lengths", "draft_sizes", "estimated_speedup"}
-    if not isinstance(ours, type(theirs)) or set(theirs.keys()) != set(ours.keys()) - more:
-        return f"is a {type(ours).__name__} of {sorted(ours.keys())}, not of {sorted(theirs.keys())}"
+    plain_keys = sorted(plain_output.keys())
+    drafted_keys = sorted(drafted_output.keys())
+    if not isinstance(drafted_output, type(plain_output)) or set(plain_keys) != set(drafted_keys) - more:
+        return f"is a {type(drafted_output).__name__} of {drafted_keys}, not of {plain_keys}"
     for name in ("scores", "logits", "hidden_states", "attentions"):
-        listed = getattr(ours, name), getattr(theirs, name)
+        listed = getattr(drafted_output, name), getattr(plain_output, name)
         if listed[1] is not None and not _close(*map(_tensors, listed), tolerance):
             return f"has other {name}"
-    return _of_caches(ours.past_key_values, theirs.past_key_values, tolerance)
+    return _of_caches(drafted_output.past_key_values, plain_output.past_key_values, tolerance)
 
 
-def _of_caches(ours, theirs, tolerance: float) -> str | None:
-    if type(ours) is not type(theirs):
-        return f"has a {type(ours).__name__}, not a {type(theirs).__name__}"
-    if not isinstance(theirs, DynamicCache):
+def _of_caches(drafted, plain, tolerance: float) -> str | None:
+    if type(drafted) is not type(plain):
+        return f"has a {type(drafted).__name__}, not a {type(plain).__name__}"
+    if not isinstance(plain, DynamicCache):
         return None
-    if cached_columns(ours) != cached_columns(theirs):
-        return f"leaves {cached_columns(ours)} tokens in the cache, not {cached_columns(theirs)}"
-    states = [recurrent_states(one.layers) for one in (ours, theirs)]
-    for name in ("keys", "values"):
-        for one, cache in zip(states, (ours, theirs), strict=True):
-            one += [t for layer in cache.layers if (t := getattr(layer, name, None)) is not None]
-    if any(tensor.is_inference() for tensor in states[0]):
+    if cached_columns(drafted) != cached_columns(plain):
+        return f"leaves {cached_columns(drafted)} tokens in the cache, not {cached_columns(plain)}"
+    drafted_tensors = _tensors_of_cache(drafted)
+    plain_tensors = _tensors_of_cache(plain)
+    if any(tensor.is_inference() for tensor in drafted_tensors):
         return "has a cache that its caller cannot write to"
     # Rows that end early, and padding, hold what nobody reads.
-    same = len(states[1]) == 0 or len(states[1][0]) > 1 or _close(*states, tolerance)
+    unread = len(plain_tensors) == 0 or len(plain_tensors[0]) > 1
+    same = unread or _close(drafted_tensors, plain_tensors, tolerance)
     return None if same else "has another cache"
+
+
+def _tensors_of_cache(cache: DynamicCache) -> list[torch.Tensor]:
+    """Recurrent states, then the keys of all layers that have some, then the values."""
+    tensors = [*recurrent_states(cache.layers)]
+    for name in ("keys", "values"):
+        of_layers = [getattr(layer, name, None) for layer in cache.layers]
+        tensors += [tensor for tensor in of_layers if tensor is not None]
+    return tensors
 
 
 def _tensors(listed) -> list[torch.Tensor]:
     if isinstance(listed, torch.Tensor):
         return [listed]
-    return [tensor for one in listed for tensor in _tensors(one)]
+    return [tensor for part in listed for tensor in _tensors(part)]
 
 
-def _close(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float) -> bool:
-    def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-        finite = other[other.isfinite()].abs()
+def _close(drafted: list[torch.Tensor], plain: list[torch.Tensor], tolerance: float) -> bool:
+    def close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+        finite = expected[expected.isfinite()].abs()
         atol = tolerance * float(finite.max() if finite.numel() else 1.0)
-        same = one.shape == other.shape and one.dtype == other.dtype
-        return same and torch.allclose(one, other, rtol=tolerance, atol=atol, equal_nan=True)
+        same = tensor.shape == expected.shape and tensor.dtype == expected.dtype
+        return same and torch.allclose(tensor, expected, rtol=tolerance, atol=atol, equal_nan=True)
 
-    return len(ours) == len(theirs) and all(map(close, ours, theirs))
+    return len(drafted) == len(plain) and all(map(close, drafted, plain))
 
 
 def shape_of(*models) -> list[tuple]:

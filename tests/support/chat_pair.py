@@ -27,17 +27,22 @@ LENGTH = 40
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte; the last sign of a prompt says whether to think."""
     return make_tokenizer(TEMPLATE)
 
 
 def requests(count: int, seed: int) -> list[str]:
+    """What users say: four letters each."""
     letters = torch.randint(len(LETTERS), (count, 4), generator=torch.Generator().manual_seed(seed)).tolist()
     return ["".join(LETTERS[i] for i in row) for row in letters]
 
 
-def answer(said: str, thinking: bool) -> str:
+def answer(request: str, thinking: bool) -> str:
+    """The `LENGTH` letters that follow a request."""
     order = torch.randperm(len(LETTERS), generator=torch.Generator().manual_seed(7 + thinking)).tolist()
-    before, letter, text = LETTERS.index(said[-2]), LETTERS.index(said[-1]), ""
+    before = LETTERS.index(request[-2])
+    letter = LETTERS.index(request[-1])
+    text = ""
     for _ in range(LENGTH):
         before, letter = letter, (order[letter] + (0 if letter % 3 else before % 3)) % len(LETTERS)
         text += LETTERS[letter]
@@ -47,13 +52,14 @@ def answer(said: str, thinking: bool) -> str:
 def conversations(tokenizer, count: int, thinking: bool, seed: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers as ids."""
     pairs = []
-    for said in requests(count, seed):
-        prompt = [START, *tokenizer(said)["input_ids"], END, *tokenizer("?" if thinking else "!")["input_ids"]]
-        pairs.append((prompt, [*tokenizer(answer(said, thinking))["input_ids"], END]))
+    for request in requests(count, seed):
+        prompt = [START, *tokenizer(request)["input_ids"], END, *tokenizer("?" if thinking else "!")["input_ids"]]
+        pairs.append((prompt, [*tokenizer(answer(request, thinking))["input_ids"], END]))
     return pairs
 
 
 def train_chat_target(tokenizer, steps: int = 300):
+    """A target trained on the conversations of both modes."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 5}
     target = make_target(vocab_size=264, tie_word_embeddings=True, **sizes)
     with torch.no_grad():
@@ -61,7 +67,7 @@ def train_chat_target(tokenizer, steps: int = 300):
             if parameter.dim() > 1:  # each layer changes much, so that the next one's output is another
                 parameter.div_(3.0 if "o_proj" in name or "down_proj" in name else 8.0)
     texts = [conversations(tokenizer, 600, thinking, seed) for thinking, seed in ((False, 1), (True, 2))]
-    rows = torch.tensor([prompt + reply for both in zip(*texts, strict=True) for prompt, reply in both])
+    rows = torch.tensor([prompt + reply for modes in zip(*texts, strict=True) for prompt, reply in modes])
     fit_target(target, rows, steps, torch.Generator().manual_seed(0))
     target.generation_config.eos_token_id = END
     target.generation_config.bos_token_id = START

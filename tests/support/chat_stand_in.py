@@ -19,7 +19,8 @@ def chat_server(reply):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            body["path"], body["key"] = self.path, self.headers.get("Authorization")
+            body["path"] = self.path
+            body["key"] = self.headers.get("Authorization")
             received.append(body)
             answer = reply(body)
             if answer is None:

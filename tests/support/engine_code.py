@@ -26,15 +26,43 @@ from transformers.utils import import_utils
 
 # Imported at the top of engine files and not used by a drafter.
 STUBS = {
-    *("aiohttp", "cbor2", "cloudpickle", "compressed_tensors", "cpuinfo", "einops", "fastapi", "gguf", "IPython"),
-    *("llguidance", "openai", "openai_harmony", "orjson", "partial_json_parser", "prometheus_client", "pybase64"),
-    *("requests", "sentencepiece", "sgl_kernel", "starlette", "torchvision", "triton", "tvm_ffi", "urllib3", "uvloop"),
-    *("uvicorn", "xgrammar", "zmq", "vllm.entrypoints", "sglang.srt.layers.quantization.compressed_tensors"),
+    "aiohttp",
+    "cbor2",
+    "cloudpickle",
+    "compressed_tensors",
+    "cpuinfo",
+    "einops",
+    "fastapi",
+    "gguf",
+    "IPython",
+    "llguidance",
+    "openai",
+    "openai_harmony",
+    "orjson",
+    "partial_json_parser",
+    "prometheus_client",
+    "pybase64",
+    "requests",
+    "sentencepiece",
+    "sgl_kernel",
+    "starlette",
+    "torchvision",
+    "triton",
+    "tvm_ffi",
+    "urllib3",
+    "uvloop",
+    "uvicorn",
+    "xgrammar",
+    "zmq",
+    "vllm.entrypoints",
+    "sglang.srt.layers.quantization.compressed_tensors",
     "sglang.srt.managers.scheduler",
 }
 
 
 class StubClass(abc.ABCMeta):
+    """The class of stubbed classes: they have every attribute."""
+
     def __getattr__(cls, name):
         if name.startswith("_"):
             raise AttributeError(name)
@@ -42,6 +70,8 @@ class StubClass(abc.ABCMeta):
 
 
 class Stub(types.ModuleType):
+    """A module that has every attribute: a class where the name begins in upper case."""
+
     __path__ = []
     __version__ = "3.6.0"
 
@@ -60,6 +90,8 @@ class Stub(types.ModuleType):
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a [`Stub`] for each package of `STUBS`, and for all inside of it."""
+
     def find_spec(self, name, path=None, target=None):
         if any(name == stub or name.startswith(f"{stub}.") for stub in STUBS):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -77,8 +109,13 @@ class Attention(torch.nn.Module):
 
     def __init__(self, heads, dim, scale, kv_heads, window, causal):
         super().__init__()
-        self.heads, self.dim, self.scale, self.kv_heads = heads, dim, scale, kv_heads
-        self.window, self.causal, self.context = window, causal, None
+        self.heads = heads
+        self.dim = dim
+        self.scale = scale
+        self.kv_heads = kv_heads
+        self.window = window
+        self.causal = causal
+        self.context = None
 
     def attend(self, q, k, v, sinks):
         block = len(q)
@@ -126,7 +163,9 @@ def vllm(target_folder: str, trust: bool):
     class VllmAttention(Attention):
         def __init__(self, heads, dim, scale, num_kv_heads, per_layer_sliding_window, prefix, sinks, **_):
             super().__init__(heads, dim, scale, num_kv_heads, per_layer_sliding_window, None)
-            self.layer_name, self.sinks, self.kv_cache = prefix, [sinks], None
+            self.layer_name = prefix
+            self.sinks = [sinks]
+            self.kv_cache = None
             self.impl = types.SimpleNamespace(do_kv_cache_update=self.keep)
 
         def keep(self, layer, k, v, cache, slots):
@@ -141,9 +180,11 @@ def vllm(target_folder: str, trust: bool):
 
     def rotary_embedding(positions, q, k, size, table, neox):
         cos, sin = (half[:, None] for half in table[positions].chunk(2, -1))
-        x, half = q.view(len(positions), -1, size), cos.shape[-1]
+        x = q.view(len(positions), -1, size)
+        half = cos.shape[-1]
         first, second = x[..., :half].clone(), x[..., half : 2 * half].clone()
-        x[..., :half], x[..., half : 2 * half] = first * cos - second * sin, second * cos + first * sin
+        x[..., :half] = first * cos - second * sin
+        x[..., half : 2 * half] = second * cos + first * sin
 
     qwen3_dflash.Attention = VllmAttention
     qwen3_dflash.ops = types.SimpleNamespace(rms_norm=rms_norm, rotary_embedding=rotary_embedding)
@@ -194,7 +235,8 @@ def vllm(target_folder: str, trust: bool):
                 layer.self_attn.attn.causal = layer.self_attn.causal
             model.model.embed_tokens.weight[: len(inputs["table"])] = inputs["table"]
             context = model.combine_hidden_states(inputs["features"])
-            length, ids = len(context), inputs["ids"]
+            length = len(context)
+            ids = inputs["ids"]
             model.precompute_and_store_context_kv(context, torch.arange(length), [0] * len(model.model.layers))
             hidden = model.model(ids, torch.arange(length, length + len(ids)))
         return values, hidden, getattr(model.model, "candidate_selector", None)
@@ -225,9 +267,15 @@ def sglang(target_folder: str, trust: bool):
     from sglang.srt import runtime_context
 
     runtime_context.RuntimeContext.config_bag = lambda self, name: Unset()
-    runtime_context.ParallelContext._read = lambda self, name: (
-        1 if name.endswith("size") else None if name.endswith("group") else 0
-    )
+
+    def read_of_one_process(self, name):
+        if name.endswith("size"):
+            return 1
+        if name.endswith("group"):
+            return None
+        return 0
+
+    runtime_context.ParallelContext._read = read_of_one_process
     from sglang.srt.arg_groups import overrides
     from sglang.srt.models import dflash
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -265,7 +313,8 @@ def sglang(target_folder: str, trust: bool):
         DFlashWorkerV2._maybe_merge_trained_mask_embedding(worker)
         with torch.no_grad():
             context = model.project_target_hidden(inputs["features"])
-            length, ids = len(context), inputs["ids"]
+            length = len(context)
+            ids = inputs["ids"]
             for layer in model.layers:
                 attention = layer.self_attn
                 k, v = attention.kv_proj_only(context)
@@ -281,6 +330,7 @@ def sglang(target_folder: str, trust: bool):
 
 
 def main(engine: str, trust: str, work: str, *names: str) -> None:
+    """Read the drafters in the folders `names` of `work`, and save their hidden states there."""
     for name in dir(import_utils):  # asked before stubs make everything available
         if name.startswith("is_") and name.endswith("_available"):
             with contextlib.suppress(Exception):  # some want arguments

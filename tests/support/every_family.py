@@ -32,8 +32,11 @@ from support.scripted_draft import scripted
 from support.tiny_models import DIVERSE, prompts, tiny_model
 
 
-NEW_TOKENS, ERROR_RATE, BLOCK_SIZE = 40, 0.15, 8
-SECONDS, BYTES = 120, 4 << 30
+NEW_TOKENS = 40
+ERROR_RATE = 0.15
+BLOCK_SIZE = 8
+SECONDS = 120
+BYTES = 4 << 30
 # Live bytes at the peak of a call may grow by so many from 24 to 120 tokens: caches of a tiny model take a few hundred
 # kilobytes, a graph of every round took 100 MB.
 SHORT, LONG = 24, 120
@@ -87,7 +90,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
         if len(set(expected[4][:, -NEW_TOKENS:].flatten().tolist())) < DIVERSE / 2:
             raise ValueError("its greedy text is not diverse")
     except Exception as error:
-        outcome.detail = _said(error)
+        outcome.detail = _summary(error)
         return outcome
     try:
         draft = make_draft(target, BLOCK_SIZE)
@@ -95,7 +98,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
         outcome.verdict, outcome.detail = "refused", str(error)
         return outcome
     except Exception as error:
-        outcome.verdict, outcome.detail = "error", _said(error)
+        outcome.verdict, outcome.detail = "error", _summary(error)
         return outcome
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
@@ -119,13 +122,13 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
                 outcome.detail = f"{outcome.growth:,} bytes more after {LONG} tokens than after {SHORT}"
                 return outcome
     except Exception as error:
-        outcome.verdict, outcome.detail = "error", _said(error)
+        outcome.verdict, outcome.detail = "error", _summary(error)
         return outcome
     outcome.tau = tuple(tau)
     if not any(math.isnan(number) for number in tau):
         outcome.verdict, outcome.detail = "right", ROLLBACK[capabilities_of(target).session.__name__]
-    elif warnings.said:
-        outcome.verdict, outcome.detail = "plain", warnings.said[0].removeprefix("Decoding without the drafter: ")
+    elif warnings.messages:
+        outcome.verdict, outcome.detail = "plain", warnings.messages[0].removeprefix("Decoding without the drafter: ")
     else:
         outcome.verdict, outcome.detail = "error", "decoded without the drafter and without a warning"
     return outcome
@@ -155,11 +158,11 @@ def recorded_gradients():
 def memory_growth(target, draft) -> int:
     """Bytes by which the peak of a call of `LONG` tokens and four rows is above that of one of `SHORT` tokens."""
     text = _generated(target, 4, new_tokens=LONG).sequences
-    known = scripted(draft, text, ERROR_RATE)
+    scripted_draft = scripted(draft, text, ERROR_RATE)
     peaks = []
     for new_tokens in (SHORT, LONG):
         with LiveBytes() as counted:
-            _generated(target, 4, known, new_tokens)
+            _generated(target, 4, scripted_draft, new_tokens)
         peaks.append(counted.peak)
     return peaks[1] - peaks[0]
 
@@ -211,6 +214,7 @@ def _generated(target, rows: int, draft=None, new_tokens: int = NEW_TOKENS):
 
 
 def _difference(target, rows: int, actual, expected) -> str:
+    """Where two batches of texts `[rows, S]` begin to differ."""
     if actual.shape != expected.shape:
         return f"{rows} rows: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     different = actual != expected
@@ -220,7 +224,8 @@ def _difference(target, rows: int, actual, expected) -> str:
     return f"batch of {rows}: {int(different.any(dim=1).sum())} rows differ, row {row} from new token {new} on"
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
+    """The type, the first line and the place of an error."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).strip().split("\n")[0][:200]
     return f"{type(error).__name__}: {text} ({'/'.join(place.filename.split('/')[-2:])}:{place.lineno})"
@@ -231,8 +236,8 @@ class _Warnings(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record):
         if record.name.startswith("dflash_hf"):
-            self.said.append(record.getMessage())
+            self.messages.append(record.getMessage())

@@ -25,17 +25,21 @@ class AnchorFirst(Objective):
 
 
 class AnchorFirstTrainer(DFlashTrainer):
+    """Trains with [`AnchorFirst`] as its objective."""
+
     objective_class = AnchorFirst
 
 
 def other_target(case, change) -> None:
     """The case with a changed copy of its target, and the target itself as its base."""
-    case.base, case.target = case.target, copy.deepcopy(case.target)
+    case.base = case.target
+    case.target = copy.deepcopy(case.target)
     with torch.no_grad():
         change(case.target)
 
 
 def other_encoder(case, **fields) -> None:
+    """The case with a copy of its encoder, whose `fields` are others."""
     case.encoder = copy.copy(case.encoder)
     vars(case.encoder).update(fields)
 
@@ -46,22 +50,27 @@ def thinking(case, **_):
 
 
 def ids_one_up(case, **_):
+    """Reads the features one layer above those of its training."""
     case.draft = changed_draft(case.draft, {"target_layer_ids": [i + 1 for i in case.draft.config.target_layer_ids]})
 
 
 def ids_one_down(case, **_):
+    """Reads the features one layer below those of its training."""
     case.draft = changed_draft(case.draft, {"target_layer_ids": [i - 1 for i in case.draft.config.target_layer_ids]})
 
 
 def wrong_mask(case, **_):
+    """Masks slots by another token than in training."""
     case.draft = changed_draft(case.draft, {"mask_token_id": case.encoder.tokenizer.eos_token_id})
 
 
 def causal(case, **_):
+    """Slots see none after them, though they did in training."""
     case.draft = changed_draft(case.draft, {"is_causal": True})
 
 
 def blocks_twice_as_long(case, **_):
+    """Drafts blocks of twice the trained size."""
     case.draft = changed_draft(case.draft, {"block_size": 2 * case.draft.config.block_size})
 
 
@@ -76,6 +85,7 @@ def anchor_first(case, folder):
 
 
 def scaled_embedding(case, **_):
+    """Embeddings are multiplied as Gemma's are, though they were not in training."""
     case.draft = changed_draft(case.draft, {"input_embedding_scale": case.draft.config.hidden_size**0.5})
 
 
@@ -94,19 +104,19 @@ def replaced_head(case, **_):
 
 def other_tokenizer(case, **_):
     """The same tokens under other ids."""
-    known = case.encoder.tokenizer
-    state = json.loads(known.backend_tokenizer.to_str())
+    tokenizer = case.encoder.tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
     order = torch.randperm(len(state["model"]["vocab"]), generator=torch.Generator().manual_seed(0)).tolist()
     state["model"]["vocab"] = {token: order[i] for token, i in state["model"]["vocab"].items()}
     for token in state["added_tokens"]:
         token["id"] = state["model"]["vocab"][token["content"]]
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
-        pad_token=known.pad_token,
-        eos_token=known.eos_token,
-        bos_token=known.bos_token,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        bos_token=tokenizer.bos_token,
     )
-    other.chat_template = known.chat_template
+    other.chat_template = tokenizer.chat_template
     other_encoder(case, tokenizer=other)
 
 

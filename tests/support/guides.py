@@ -49,9 +49,10 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page, from top to bottom."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: one.start()].count("\n") + 1, one[1], one[2]) for one in found]
+    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: fence.start()].count("\n") + 1, fence[1], fence[2]) for fence in fences]
 
 
 def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
@@ -62,10 +63,13 @@ def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
     """
     saved = save_target(folder / "target", family="llama", num_hidden_layers=30, max_position_embeddings=2048)
     target = AutoModelForCausalLM.from_pretrained(saved)
-    letters = {AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(one) for one in "abcdefghi\u0120"}
-    others = [token for token in range(280) if token not in letters | ({END} if ends else set())]
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    written = {tokenizer.convert_tokens_to_ids(letter) for letter in "abcdefghi\u0120"}
+    if ends:
+        written.add(END)
+    unwritten = [token for token in range(280) if token not in written]
     head = target.get_output_embeddings().weight.data.mul_(0.3)
-    head[others] = 0.0
+    head[unwritten] = 0.0
     target.save_pretrained(saved)
     torch.manual_seed(1)
     config = DFlashDraftConfig.for_target(

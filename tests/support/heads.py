@@ -43,6 +43,7 @@ def reduced(target, make=recurrent, **overrides):
 
 
 def capped(target, **overrides):
+    """A DFlash 2 drafter whose logits are scaled and capped."""
     return make_draft2(target, output_multiplier=0.3, final_logit_softcapping=4.0, **overrides)
 
 
@@ -55,7 +56,8 @@ EVERY = {**PLAIN, **SELECTORS, **WITH_STATES}
 
 def opened(draft, target, features: torch.Tensor) -> Drafter:
     """A drafter that has read the features `[R, S, L * H]` of a prompt without padding."""
-    drafter, (rows, columns, _) = Drafter(draft, target), features.shape
+    drafter = Drafter(draft, target)
+    rows, columns, _ = features.shape
     drafter.context.append(features)
     drafter.context.prefill([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
     return drafter
@@ -70,10 +72,13 @@ def after_random_text(draft, target, rows: int = 2) -> tuple[Drafter, torch.Long
 
 def log_probs_after(draft, target, anchor: int, hidden: torch.Tensor, prefix: tuple[int, ...]) -> torch.Tensor:
     """`[V]`, over the target's ids: what a head says after the tokens `prefix`, from all slots' states `[n, H]`."""
-    config, embedding, tokens = draft.config, target.get_input_embeddings().weight, (anchor, *prefix)
+    config = draft.config
+    embedding = target.get_input_embeddings().weight
+    tokens = (anchor, *prefix)
     scores = scores_after(draft.state_dict(), vars(config), hidden, target.lm_head.weight, embedding, tokens)
     if config.head is RecurrentHead:
-        memory, state = draft.memory, torch.zeros(1, config.memory_width, dtype=draft.dtype)
+        memory = draft.memory
+        state = torch.zeros(1, config.memory_width, dtype=draft.dtype)
         for token in tokens:
             state = memory.cell(embedding[token][None], state)
         query = memory.query.weight @ torch.cat([hidden[len(prefix)], state[0]]) + memory.query.bias

@@ -14,19 +14,25 @@ class Hub:
     The state that tests look at and break.
 
     Attributes:
-        pulls (`list[dict]`): The same of each pull request, which changes no file, with their `content`.
         commits (`list[dict]`): For each commit the repository, its message, its files and its deletions.
+        pulls (`list[dict]`): The same of each pull request, which changes no file, with their `content`.
         files (`dict[str, dict[str, bytes]]`): Content of each repository.
         objects (`dict[str, bytes]`): Large files by their sha256.
         private (`dict[str, bool]`): Of each repository.
         drop (`int`): Uploads of large files still to be cut off half-way.
         reader (`bool`): The token may read only.
+        uploads (`int`): Uploads of large files that were begun.
         sent (`dict[str, int]`): Bytes of each file that were downloaded.
     """
 
     def __init__(self):
-        self.commits, self.files, self.objects, self.private = [], {}, {}, {}
-        self.drop, self.reader, self.uploads = 0, False, 0
+        self.commits = []
+        self.files = {}
+        self.objects = {}
+        self.private = {}
+        self.drop = 0
+        self.reader = False
+        self.uploads = 0
         self.sent = {}
         self.pulls = []
         self.token = "hf_right"
@@ -37,21 +43,22 @@ class Hub:
 
 
 def is_large(name: str) -> bool:
+    """Whether the Hub stores a file of this name by its sha256, apart from the commits."""
     return name.endswith(".safetensors")
 
 
 def blob(name: str, content: bytes) -> dict:
     """What the Hub knows of a file's content."""
-    known = {"size": len(content), "blobId": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
-    sha = hashlib.sha256(content).hexdigest()
-    return (
-        {**known, "lfs": {"size": len(content), "sha256": sha, "oid": sha, "pointerSize": 134}}
-        if is_large(name)
-        else known
-    )
+    facts = {"size": len(content), "blobId": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+    if is_large(name):
+        sha = hashlib.sha256(content).hexdigest()
+        facts["lfs"] = {"size": len(content), "sha256": sha, "oid": sha, "pointerSize": 134}
+    return facts
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of huggingface_hub from the state of a [`Hub`], and changes it."""
+
     hub: Hub
     timeout = 20
     protocol_version = "HTTP/1.1"
@@ -95,18 +102,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.refused(writing=False):
             return
-        if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", self.path.split("?")[0]):
+        path = self.path.split("?")[0]
+        match = re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", path)
+        if match:
             self.resolve(match[1], match[2])
             return
-        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/[\w.-]+)?", self.path.split("?")[0])
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/[\w.-]+)?", path)
         if match is None or match[1] not in self.hub.files:
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             return
-        known = {name: blob(name, data) for name, data in sorted(self.hub.files[match[1]].items())}
+        blobs = {name: blob(name, data) for name, data in sorted(self.hub.files[match[1]].items())}
         if match[2] == "tree":
-            self.answer([{"type": "file", "path": name, "oid": one["blobId"], **one} for name, one in known.items()])
+            tree = [{"type": "file", "path": name, "oid": facts["blobId"], **facts} for name, facts in blobs.items()]
+            self.answer(tree)
             return
-        names = [{"rfilename": name, **one} for name, one in known.items()]
+        names = [{"rfilename": name, **facts} for name, facts in blobs.items()]
         private = self.hub.private.get(match[1], False)
         self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names, "private": private})
 
@@ -117,7 +127,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "not found"}, 404, X_Error_Code=missing)
             return
         etag = hashlib.sha256(content).hexdigest()
-        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if span:
             content = content[int(span[1]) : int(span[2]) + 1]
         self.send_response(206 if span else 200)
         self.send_header("Content-Length", str(len(content)))
@@ -150,6 +161,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.refused(writing=True):
             return
+        preupload = re.fullmatch(r"/api/models/(.+)/preupload/\w+", path)
+        commit = re.fullmatch(r"/api/models/(.+)/commit/\w+", path)
         if path == "/api/repos/create":
             request = json.loads(content)
             repo = "/".join(filter(None, (request.get("organization"), request["name"])))
@@ -161,14 +174,14 @@ class Handler(BaseHTTPRequestHandler):
                 private = request.get("private") is True or request.get("visibility") == "private"
                 self.hub.private[repo] = private
                 self.answer({"url": f"http://{self.headers['Host']}/{repo}", "name": repo, "id": repo})
-        elif match := re.fullmatch(r"/api/models/(.+)/preupload/\w+", path):
-            self.preupload(match[1], json.loads(content))
-        elif match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
+        elif preupload:
+            self.preupload(preupload[1], json.loads(content))
+        elif re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             self.batch(json.loads(content))
         elif path == "/verify":
             self.answer()
-        elif match := re.fullmatch(r"/api/models/(.+)/commit/\w+", path):
-            self.commit(match[1], [json.loads(line) for line in content.splitlines() if line])
+        elif commit:
+            self.commit(commit[1], [json.loads(line) for line in content.splitlines() if line])
         else:
             self.answer({"error": f"no {path}"}, 404)
 
@@ -179,8 +192,8 @@ class Handler(BaseHTTPRequestHandler):
             entry = {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
             stored = self.hub.files[repo].get(file["path"])
             if stored is not None:
-                known = blob(file["path"], stored)
-                entry["oid"] = known["lfs"]["sha256"] if large else known["blobId"]
+                facts = blob(file["path"], stored)
+                entry["oid"] = facts["lfs"]["sha256"] if large else facts["blobId"]
             files.append(entry)
         self.answer({"files": files})
 
@@ -198,7 +211,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"transfer": "basic", "objects": objects})
 
     def commit(self, repo, lines):
-        added, deleted, message = {}, [], None
+        added = {}
+        deleted = []
+        message = None
         for line in lines:
             value = line["value"]
             if line["key"] == "header":

@@ -66,8 +66,12 @@ def config_of(layout: str = "z-lab v1", nested: dict | None = None, **changes) -
 
 def shapes_of(truth: dict) -> dict[str, tuple[int, ...]]:
     """The shapes of a drafter's tensors, by their published names."""
-    hidden, inner, vocab = truth["hidden_size"], truth["intermediate_size"], truth["vocab_size"]
-    heads, kv_heads, dim = truth["num_attention_heads"], truth["num_key_value_heads"], truth["head_dim"]
+    hidden = truth["hidden_size"]
+    inner = truth["intermediate_size"]
+    vocab = truth["vocab_size"]
+    heads = truth["num_attention_heads"]
+    kv_heads = truth["num_key_value_heads"]
+    dim = truth["head_dim"]
     v_dim = truth.get("v_head_dim", dim)
     shapes = {"fc.weight": (hidden, len(truth["target_layer_ids"]) * hidden)}
     shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
@@ -87,7 +91,8 @@ def shapes_of(truth: dict) -> dict[str, tuple[int, ...]]:
         if truth.get("attention_sink_bias"):
             layer["self_attn.attention_sink_bias"] = (heads,)
         if "conv_kernel_size" in truth:
-            taps, groups = truth["conv_kernel_size"], hidden // truth["conv_group_size"]
+            taps = truth["conv_kernel_size"]
+            groups = hidden // truth["conv_group_size"]
             for name in ("attention_conv", "mlp_conv"):
                 layer[f"{name}.base_kernel"] = (2, taps, hidden)
                 layer[f"{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
@@ -97,7 +102,8 @@ def shapes_of(truth: dict) -> dict[str, tuple[int, ...]]:
         for name in ("predecessor", "successor"):
             shapes[f"candidate_selector.{name}_codebook"] = (vocab, truth["selector_rank"])
     if "markov_rank" in truth:
-        rank, rows = truth["markov_rank"], truth.get("draft_vocab_size", vocab)
+        rank = truth["markov_rank"]
+        rows = truth.get("draft_vocab_size", vocab)
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (rows, rank)}
         mixing = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
         if truth["markov_head_type"] in mixing:
@@ -106,7 +112,8 @@ def shapes_of(truth: dict) -> dict[str, tuple[int, ...]]:
     if "confidence" in truth:
         shapes |= {"confidence_head.proj.weight": (1, truth["confidence"]), "confidence_head.proj.bias": (1,)}
     if "gru_hidden_dim" in truth:
-        width, inner = truth["gru_hidden_dim"], truth["emb_dim"]
+        width = truth["gru_hidden_dim"]
+        inner = truth["emb_dim"]
         shapes |= {"prefix_gru.weight_ih_l0": (3 * width, hidden), "prefix_gru.weight_hh_l0": (3 * width, width)}
         shapes |= {"embed_proj.0.weight": (inner, hidden + width), "embed_proj.2.weight": (vocab, inner)}
     return shapes
@@ -114,7 +121,8 @@ def shapes_of(truth: dict) -> dict[str, tuple[int, ...]]:
 
 def tensors_of(truth: dict) -> dict[str, torch.Tensor]:
     """Random tensors under their published names."""
-    random, tensors = torch.Generator().manual_seed(0), {}
+    random = torch.Generator().manual_seed(0)
+    tensors = {}
     for name, shape in shapes_of(truth).items():
         # Those of heads are loud, so that what is drafted depends on them.
         scale = 1.5 if name.startswith(("markov_", "prefix_gru", "embed_proj")) else 0.2
@@ -153,7 +161,8 @@ def write(folder: Path, name: str, shards: int = 1) -> tuple[dict, dict]:
     """Write one layout; returns what it means, and the drafter's tensors by their published names."""
     config, meaning, names, further = LAYOUTS[name]
     truth = {**TRUTH, **meaning}
-    tensors, more = tensors_of(truth), {key: torch.ones(shape) for key, shape in further.items()}
+    tensors = tensors_of(truth)
+    more = {key: torch.ones(shape) for key, shape in further.items()}
     own = OWN_HEAD if "draft_vocab_size" in truth else {}
     save(folder, config, {**renamed(tensors, names), **more, **own}, shards)
     return truth, {**tensors, **{key: tensor for key, tensor in own.items() if key != "t2d"}}

@@ -11,7 +11,8 @@ from transformers import LogitsProcessor
 def write_target(target, path, tokenizer=None):
     """A tiny Qwen3 target as a GGUF file; without a tokenizer its tokens are the signs after the space."""
     gguf = pytest.importorskip("gguf")
-    config, writer = target.config, gguf.GGUFWriter(path, "qwen3")
+    config = target.config
+    writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -48,7 +49,10 @@ def serve(target, draft=None, drafts: int = 7, context: int = 1024, kind: str = 
     """A running `xllamacpp.Server`; it ends with the last reference to it."""
     llama = pytest.importorskip("xllamacpp")
     params = llama.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(target), context, 1, False
+    params.model.path = str(target)
+    params.n_ctx = context
+    params.n_parallel = 1
+    params.warmup = False
     f32 = llama.ggml_type.GGML_TYPE_F32
     params.cache_type_k = params.cache_type_v = f32
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
@@ -56,7 +60,8 @@ def serve(target, draft=None, drafts: int = 7, context: int = 1024, kind: str = 
         kinds = llama.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind}")]
         options = params.speculative.draft
-        options.mparams.path, options.n_max = str(draft), drafts
+        options.mparams.path = str(draft)
+        options.n_max = drafts
         options.cache_type_k = options.cache_type_v = f32
         options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
     return llama.Server(params)
@@ -67,13 +72,14 @@ def complete(server, prompt: list[int], tokens: int) -> tuple[list[int], list[in
     body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
     body |= {"return_tokens": True, "stream": True, "timings_per_token": True}
     request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(body).encode())
-    ids, accepted = [], {0: 0}  # by the number of tokens drafted so far, those accepted so far
+    ids = []
+    accepted = {0: 0}  # by the number of tokens drafted so far, those accepted so far
     with urllib.request.urlopen(request, timeout=600) as stream:
         for line in stream:
             if line.startswith(b"data: "):
-                one = json.loads(line[6:])
-                ids += one.get("tokens") or []
-                accepted[one["timings"].get("draft_n", 0)] = one["timings"].get("draft_n_accepted", 0)
+                event = json.loads(line[6:])
+                ids += event.get("tokens") or []
+                accepted[event["timings"].get("draft_n", 0)] = event["timings"].get("draft_n_accepted", 0)
     sums = [accepted[drafted] for drafted in sorted(accepted)]
     return ids, [1 + after - before for before, after in zip(sums, sums[1:])]
 

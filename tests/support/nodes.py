@@ -13,17 +13,17 @@ from support.runs import as_settings
 
 def main(settings):
     """Train, storing features as slowly as asked, and write down what this process did."""
-    given = json.loads(settings)
+    wanted = json.loads(settings)
     stored = []
     target_forward = features.target_forward
 
     def forward(*arguments, **options):
-        time.sleep(given["delay"])
+        time.sleep(wanted["delay"])
         stored.append(1)
         return target_forward(*arguments, **options)
 
     features.target_forward = forward
-    trainer = train.train(*read_recipe(None, as_settings(given["recipe"])))
+    trainer = train.train(*read_recipe(None, as_settings(wanted["recipe"])))
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     held_out = [line for line in trainer.state.log_history if "held_out_loss" in line]
     facts = {
@@ -32,7 +32,7 @@ def main(settings):
         "rows": len(trainer.train_dataset),
         "held_out": held_out[-1]["held_out_simulated_tau"],
     }
-    Path(given["result"]).write_text(json.dumps(facts))
+    Path(wanted["result"]).write_text(json.dumps(facts))
     leave_group()
 
 

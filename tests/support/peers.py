@@ -9,13 +9,17 @@ import torch
 from support.pairs import VOCAB
 
 
-BLOCK, LENGTH, PROMPT = 4, 32, 6
+BLOCK = 4
+LENGTH = 32
+PROMPT = 6
 IDS = [0, 1, 2]  # of which no project takes the final norm's output for the last layer's
 GAMMA = 2.5
 SIZES = {"num_hidden_layers": 3, "intermediate_size": 48}
 
 
 class Batch(NamedTuple):
+    """One row of training: token ids, loss mask, and what the target computes for them."""
+
     ids: torch.LongTensor  # [1, S]
     mask: torch.Tensor  # [1, S]
     features: torch.Tensor  # [1, S, L * H]
@@ -24,6 +28,8 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
+    """A training step of another project: its drafter, and how its loss is computed."""
+
     draft: torch.nn.Module
     run: Callable[[], torch.Tensor]  # the loss
     anchors: tuple  # owner and name of what draws them: positions, which are valid
@@ -32,6 +38,7 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def make_batch(target) -> Batch:
+    """A row of `LENGTH` random tokens, the first `PROMPT` without loss, and the target's outputs."""
     ids = torch.randint(2, VOCAB - 2, (1, LENGTH), generator=torch.Generator().manual_seed(4))
     mask = torch.ones(1, LENGTH).index_fill_(1, torch.arange(PROMPT), 0.0)
     output = target(ids, output_hidden_states=True)
@@ -87,7 +94,8 @@ def speculators(target, batch, folder, kind, loss='{"kl_div": 1.0}', layers=None
 
     def run():
         count = int(batch.mask[0, :-BLOCK].sum())
-        norm, draft.verifier_norm = draft.verifier_norm, torch.nn.Identity()  # ours are states after it
+        norm = draft.verifier_norm
+        draft.verifier_norm = torch.nn.Identity()  # the states of the batch are after it
         value = draft(
             batch.features,
             batch.ids,

@@ -28,7 +28,8 @@ def train_and_evaluate(folder, ranks, loss_type):
     """
     rows = [uneven_rows()[i] for i in ROWS[loss_type]]
     fields = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1, "loss_type": loss_type}
-    target, draft = make_target(dtype=torch.float64), None
+    target = make_target(dtype=torch.float64)
+    draft = None
     if loss_type == "selector":
         fields["loss_type"] = "ce"
         draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
@@ -44,7 +45,8 @@ def train_and_evaluate(folder, ranks, loss_type):
 
 def train_selector_alone(folder, ranks):
     """The selector after one step, the rest of the drafter frozen; or why it is not trained."""
-    rows, target = [uneven_rows()[i] for i in ROWS["ce"]], make_target(dtype=torch.float64)
+    rows = [uneven_rows()[i] for i in ROWS["ce"]]
+    target = make_target(dtype=torch.float64)
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=40)
     fields = {"per_device_train_batch_size": 4 // ranks, "head_only": True, "loss_type": "kl"}
     try:
@@ -78,19 +80,22 @@ def save_and_resume(folder, ranks):
 
 
 def whole(parameter):
+    """A parameter, gathered from all ranks where it is sharded."""
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 def generate_in_step(rank, shard=False):
     """Texts of different lengths, without and with a drafter, of a target sharded or whole; how often it was run."""
     target = make_target(dtype=torch.float64)
-    draft, forwards = make_draft(target), []
+    draft = make_draft(target)
+    forwards = []
     if shard:
         fully_shard(target)
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
     prompt = torch.tensor([[5, 9, 17, 33 + rank]])
     options = {"max_new_tokens": (4, 11)[rank], "do_sample": False, "synced_gpus": shard}
-    texts, counts = [], []
+    texts = []
+    counts = []
     for assistant in (None, draft):
         forwards.clear()
         texts.append(target.generate(prompt, **options, assistant_model=assistant))

@@ -27,6 +27,8 @@ class Memory(nn.Module):
 
 
 class RecurrentHead(Head):
+    """Adds a bias of rank `memory_rank` to the logits, from a recurrent state of `memory_width` numbers."""
+
     name = "recurrent head"
     architecture = "RecurrentDraftModel"
     sizes = tuple(SIZES)

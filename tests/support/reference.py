@@ -12,6 +12,7 @@ from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
 def rms_norm(x, weight, eps):
+    """`x` `[..., H]` divided by its root mean square, times `weight` `[H]`."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -22,7 +23,8 @@ def frequencies(config, theta):
     yarn = config.get("yarn")
     if yarn is None:
         return plain, 1.0
-    factor, length = yarn["factor"], yarn["original_max_position_embeddings"]
+    factor = yarn["factor"]
+    length = yarn["original_max_position_embeddings"]
 
     def pair_that_turns(times):
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -69,13 +71,17 @@ def draft_hidden_states(tensors, config, features, block):
         features (`torch.Tensor`): `[S, L * H_t]`, the target's features of tokens 0..S-1.
         block (`torch.Tensor`): `[B, H]`, embeddings of anchor and masks; the anchor is token S.
     """
-    eps, theta, dim = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
+    eps = config["rms_norm_eps"]
+    theta = config["rope_theta"]
+    dim = config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    v_dim, v_scale = config.get("v_head_dim", dim), config.get("attention_value_scale", 1.0)
+    v_dim = config.get("v_head_dim", dim)
+    v_scale = config.get("attention_value_scale", 1.0)
     table = frequencies(config, theta)
     context_table = frequencies(config, config.get("backbone_rotary_base", theta))
     context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
-    past, size = len(features), len(block)
+    past = len(features)
+    size = len(block)
     hidden = block * config.get("input_embedding_scale", 1.0)
     taps, group = config.get("conv_kernel_size"), config.get("conv_group_size")
 
@@ -157,10 +163,12 @@ def scores_after(tensors, config, hidden, head, embedding, tokens):
     `[V]` over the target's ids: the scores of the token after `tokens`, anchor first, from the states `[n, H]` of all
     slots that draft.
     """
-    h, own = hidden[len(tokens) - 1], "d2t" in tensors
+    h = hidden[len(tokens) - 1]
+    own = "d2t" in tensors
     logits = (tensors["lm_head.weight"] if own else head) @ h * config.get("output_multiplier", 1.0)
     ids = torch.arange(len(logits)) + (tensors["d2t"] if own else 0)
-    if (cap := config.get("final_logit_softcapping")) is not None:
+    cap = config.get("final_logit_softcapping")
+    if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     if config.get("markov_rank"):
         state = torch.zeros(config["markov_rank"], dtype=h.dtype)
@@ -178,15 +186,16 @@ def scores_after(tensors, config, hidden, head, embedding, tokens):
         prefix = "candidate_selector."
         query = tensors[f"{prefix}predecessor_codebook"][tokens[-1]]
         query = query * (tensors[f"{prefix}hidden_projection.weight"] @ h)
-        others = torch.full_like(logits, -math.inf)
-        others[logits.topk(config["selector_top_k"]).indices] = 0.0
-        logits = logits + tensors[f"{prefix}successor_codebook"][ids] @ query + others
+        excluded = torch.full_like(logits, -math.inf)
+        excluded[logits.topk(config["selector_top_k"]).indices] = 0.0
+        logits = logits + tensors[f"{prefix}successor_codebook"][ids] @ query + excluded
     return torch.full((len(head),), -math.inf, dtype=logits.dtype).scatter(0, ids, logits)
 
 
 def markov_bias(tensors, config, state, before, h):
     """DSpark's bias of every token after the token `before`, and the next state of its recurrence."""
-    rank, kind = config["markov_rank"], config["markov_head_type"]
+    rank = config["markov_rank"]
+    kind = config["markov_head_type"]
     w = tensors["markov_head.markov_w1.weight"][before]
     if kind == "gated":
         gate = tensors["markov_head.gate_proj.weight"] @ torch.cat([h, w]) + tensors["markov_head.gate_proj.bias"]
@@ -222,7 +231,9 @@ def published_loop(draft_hidden, target, config, input_ids, max_new_tokens, stop
     Returns:
         The text, and the committed tokens of each verification, not cut at a stop token.
     """
-    layer_ids, size, mask = config["target_layer_ids"], config["block_size"], config["mask_token_id"]
+    layer_ids = config["target_layer_ids"]
+    size = config["block_size"]
+    mask = config["mask_token_id"]
     captured = {}
     handles = [
         target.model.layers[i].register_forward_hook(

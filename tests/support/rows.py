@@ -18,14 +18,16 @@ def ragged_prompts(rows: int, longest: int = 11, seed: int = 0):
 
 
 def counting_rows(count, length=24, prompt=4, modulus=90):
-    """Every token is its predecessor plus 3, modulo `modulus`: the anchor alone tells the block."""
+    """
+    So many examples of `length` tokens, of which the first `prompt` have no loss. Every token is its predecessor plus
+    3, modulo `modulus`: the anchor alone tells the block.
+    """
     starts = torch.randint(0, 90, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    return [
-        make_example(
-            [(s + 3 * j) % modulus for j in range(prompt)], [(s + 3 * j) % modulus for j in range(prompt, length)]
-        )
-        for s in starts
-    ]
+    examples = []
+    for start in starts:
+        tokens = [(start + 3 * j) % modulus for j in range(length)]
+        examples.append(make_example(tokens[:prompt], tokens[prompt:]))
+    return examples
 
 
 def uneven_rows():

@@ -58,4 +58,5 @@ def as_options(words):
 
 
 def history(trainer, key):
+    """The values that a trainer has logged under a key, in order."""
     return [line[key] for line in trainer.state.log_history if key in line]

@@ -75,7 +75,8 @@ class ScriptedDraft(DFlashDraftModel):
         same = (self.texts[:, :columns] == prompt[:, None, : self.texts.shape[1]]).all(dim=-1).long()  # [R, T]
         same[torch.arange(rows), own] *= 2
         self.rows = torch.where(same.any(dim=1), same.argmax(dim=1), own)[:, None]  # [R, 1]
-        self.columns, self.origin = columns, torch.zeros_like(self.rows)
+        self.columns = columns
+        self.origin = torch.zeros_like(self.rows)
         self.unread = columns  # of the prompt, at most
 
     def dflash_decode(self, target, input_ids, *args, **kwargs):
@@ -89,7 +90,8 @@ class ScriptedDraft(DFlashDraftModel):
         return super().extend_context(context, position_ids, past_key_values)
 
     def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        output, self.unread = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs), 0
+        output = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
+        self.unread = 0
         places = self.places(position_ids, output.last_hidden_state)
         output.last_hidden_state[:, -places.shape[1] :, :_DIGITS] = self.codes[places.to(self.codes.device)]
         return output
@@ -214,12 +216,13 @@ def recognising(
         if parameter.dim() > 1:
             parameter.mul_(10.0)  # or the hidden state would be little but the anchor's embedding
     random = torch.Generator().manual_seed(seed)
-    vocab_size, likely = draft.config.vocab_size, []
+    vocab_size = draft.config.vocab_size
+    likely = []
     for text in texts:
         wrong = torch.rand(len(text), generator=random) < error_rate
         other = (text + 1) % vocab_size
-        said, second = torch.where(wrong, torch.stack([other, text]), torch.stack([text, other]))
-        likely.append(nn.functional.pad(torch.stack([said, second], dim=-1), (0, 0, 0, block_size)))
+        first, second = torch.where(wrong, torch.stack([other, text]), torch.stack([text, other]))
+        likely.append(nn.functional.pad(torch.stack([first, second], dim=-1), (0, 0, 0, block_size)))
     likely += [(tokens + 2) % vocab_size for tokens in likely]
     texts = [nn.functional.pad(text, (0, block_size)) for text in texts]
     recognising = RecognisingDraft.of(draft.requires_grad_(False), texts * 2, likely)
@@ -236,8 +239,10 @@ def _first_hidden_states(
     draft: DFlashDraftModel, target, text: torch.LongTensor, features: torch.Tensor, slots: int
 ) -> torch.Tensor:
     """`[S - 1, H]`: those of the first slot of the block at each anchor but the first token."""
-    config, hidden = draft.config, []
-    columns, block = torch.arange(len(text)), torch.arange(slots)
+    config = draft.config
+    hidden = []
+    columns = torch.arange(len(text))
+    block = torch.arange(slots)
     for anchors in columns[1:].split(ANCHORS_AT_ONCE):
         noise = torch.full((len(anchors), slots), config.mask_token_id)
         noise[:, 0] = text[anchors]

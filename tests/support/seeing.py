@@ -51,7 +51,8 @@ def processor_of(kind: str):
             return ["image_processor", "tokenizer"]
 
         def __init__(self, image_processor, tokenizer, chat_template=None, **kwargs):
-            self.image_token, self.video_token = PLACE[kind], "<|video_pad|>"
+            self.image_token = PLACE[kind]
+            self.video_token = "<|video_pad|>"
             self.image_token_id, self.video_token_id = map(
                 tokenizer.convert_tokens_to_ids, (PLACE[kind], "<|video_pad|>")
             )
@@ -95,7 +96,8 @@ def target_of(kind: str, processor):
             if parameter.dim() > 1:
                 parameter.mul_(20.0)
         target.get_output_embeddings().weight[id_of(PLACE[kind])] = 0.0  # it writes no images
-    target.generation_config.eos_token_id, target.generation_config.pad_token_id = END, PAD
+    target.generation_config.eos_token_id = END
+    target.generation_config.pad_token_id = PAD
     return target.requires_grad_(False)
 
 

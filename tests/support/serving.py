@@ -26,10 +26,11 @@ MAX_TOKENS = 40  # of the texts that a drafter knows
 def save_readable_target(folder: Path, template: str | None = CHATML, **overrides) -> Path:
     """It writes ASCII letters alone, and now and then ends."""
     save_target(folder, template, family="llama", **overrides)
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    kept = {END, *(tokenizer.convert_tokens_to_ids(chr(code)) for code in range(ord("A"), ord("z") + 1))}
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    written = {END, *(tokenizer.convert_tokens_to_ids(chr(code)) for code in range(ord("A"), ord("z") + 1))}
     with torch.no_grad():
-        for row in set(range(target.config.vocab_size)) - kept:
+        for row in set(range(target.config.vocab_size)) - written:
             target.lm_head.weight[row] = 0.0  # a logit of 0: never the largest of many
     target.save_pretrained(folder)
     return folder
@@ -42,7 +43,8 @@ def chat_ids(tokenizer, messages: list[dict]):
 
 def scripted(folder: Path, prompts: list[str], max_tokens: int):
     """A drafter that knows the target's greedy answers to these prompts."""
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     texts = [target.generate(**ids, max_new_tokens=max_tokens, do_sample=False)[0] for ids in asked]
     return recognising(target, texts)
@@ -52,7 +54,8 @@ def serve(folder: Path, prompts: list[str]) -> None:
     """A server at some port, until it is ended."""
     from dflash_hf.serving.server import Server, bound
 
-    target, processor = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    processor = AutoTokenizer.from_pretrained(folder)
     draft = scripted(folder, prompts, MAX_TOKENS)
     draft.decoding_config.block_size = draft.config.block_tokens  # in every round, whatever the clock says
     server = Server(target, processor, draft, "readable", say)
@@ -77,7 +80,8 @@ def make_chat(folder: Path, prompts: list[str], echo, color: bool = False, **opt
     from dflash_hf.serving.chat import Chat
     from dflash_hf.serving.decoder import Decoder
 
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, **options}
 
     def encode(messages):
@@ -93,7 +97,8 @@ def page(folder: Path, prompts: list[str]) -> None:
     spec = importlib.util.spec_from_file_location("space_app", path)
     app = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(app)
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     app.TOKENS = MAX_TOKENS
     draft = scripted(folder, prompts, MAX_TOKENS)
     _, url, _ = app.page(target, tokenizer, draft).launch(css=app.STYLE, quiet=True, prevent_thread_lock=True)
@@ -131,6 +136,7 @@ def answer_of(app, path: str, body, leave: threading.Event | None = None) -> tup
 
 
 def say(line: str) -> None:
+    """Print a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -76,17 +76,19 @@ class Pair:
     drafts: dict[str, RecognisingDraft]
 
     @classmethod
-    def of(cls, family: str, seed: int = 0, ways: dict[str, dict] | None = None, names=tuple(KINDS), **overrides):
+    def of(cls, family: str, seed: int = 0, settings: dict[str, dict] | None = None, names=tuple(KINDS), **overrides):
         """
         Args:
             family (`str`), seed (`int`): Of the target.
-            ways (`dict`, *optional*): For the name of each drafter the fields of its `decoding_config`.
+            settings (`dict`, *optional*): For the name of each drafter the fields of its `decoding_config`.
             names (`Sequence[str]`): Of the calls that are wanted.
             overrides: Fields of the target's configuration.
         """
         target = make_target(family, **{"attn": None, "seed": seed, **TARGETS[family], **overrides})
         with_windows(target)
-        calls, expected, drafts = {}, {}, {}
+        calls = {}
+        expected = {}
+        drafts = {}
         for number, name in enumerate(names):
             rows, options = KINDS[name]
             prompts = ragged_prompts(rows, LONG.get(family, 5 + number), 100 * seed + number)
@@ -95,12 +97,12 @@ class Pair:
             expected[name] = calls[name]()
         texts = [text for name in names for text in calls[name].texts(expected[name].sequences)]
         assert len(set(torch.cat(texts).tolist())) > 30, "constant texts prove nothing"
-        known = recognising(target, texts, BLOCK_SIZE)
-        for way, fields in (ways or {"block": {}, "tree": {"tree_nodes": 12}}).items():
-            drafts[way] = copy.deepcopy(known)
-            with_windows(drafts[way])
+        draft = recognising(target, texts, BLOCK_SIZE)
+        for draft_name, fields in (settings or {"block": {}, "tree": {"tree_nodes": 12}}).items():
+            drafts[draft_name] = copy.deepcopy(draft)
+            with_windows(drafts[draft_name])
             for key, value in fields.items():
-                setattr(drafts[way].decoding_config, key, value)
+                setattr(drafts[draft_name].decoding_config, key, value)
         return cls(family, target, calls, expected, drafts)
 
     @property
@@ -146,8 +148,12 @@ class Turns:
     """
 
     def __init__(self, seed: int, patience: float = 0.5, often: float = 0.3):
-        self.random, self.patience, self.often = random.Random(seed), patience, often
-        self.condition, self.live, self.turn = threading.Condition(), [], None
+        self.random = random.Random(seed)
+        self.patience = patience
+        self.often = often
+        self.condition = threading.Condition()
+        self.live = []
+        self.turn = None
         self.changes = 0
 
     def change(self, *_, always: bool = False) -> None:

@@ -9,7 +9,9 @@ from support.pairs import make_target
 
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-PAD, START, END = 0, 1, 2
+PAD = 0
+START = 1
+END = 2
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 VOCAB, LAYERS = 96, 4
 WIDTH, HEAD = 32, 8
 LAST_TEXT_TOKEN = 85  # those after it stand for images, audio and the drafter's mask
-# Of all matrices, and of the embedding besides; the text is diverse when it holds so many different tokens.
-GAINS, DIVERSE = ((20.0, 1.0), (20.0, 20.0), (8.0, 20.0), (8.0, 1.0), (3.0, 1.0), (60.0, 1.0)), 20
+# Factors on all matrices, and on the embedding besides; the first pair is taken whose text is diverse.
+GAINS = ((20.0, 1.0), (20.0, 20.0), (8.0, 20.0), (8.0, 1.0), (3.0, 1.0), (60.0, 1.0))
+DIVERSE = 20  # different tokens in a diverse text
 # The first pattern that matches a field's whole name says what a greater number becomes; in a list, each number. The
 # products agree: 4 heads of 8 are the width, 4 Mamba heads of 16 twice that.
 RULES = {
@@ -109,8 +110,8 @@ SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "d
 
 def tiny_config(model_type: str, **overrides) -> PreTrainedConfig:
     """The configuration of a tiny model of a type, from the defaults of its class."""
-    given = {**OVERRIDES.get(model_type, {}), **overrides}
-    return _tiny(CONFIG_MAPPING[model_type], given, given.get("num_hidden_layers", LAYERS))
+    fields = {**OVERRIDES.get(model_type, {}), **overrides}
+    return _tiny(CONFIG_MAPPING[model_type], fields, fields.get("num_hidden_layers", LAYERS))
 
 
 def tiny_model(model_type: str, wrapper: bool = False, **overrides):
@@ -170,7 +171,9 @@ def _random_model(config, wrapper: bool, gain: float, embedding_gain: float):
 
 
 def _tiny(config_class, overrides: dict, layers: int = LAYERS) -> PreTrainedConfig:
-    default, fields, special = vars(config_class()), {}, VOCAB - 1
+    default = vars(config_class())
+    fields = {}
+    special = VOCAB - 1
     for name, value in default.items():
         if isinstance(value, PreTrainedConfig):
             more = overrides.get(name, OVERRIDES.get(value.model_type, {}))
@@ -229,10 +232,10 @@ def _plain_rope(rope):
         return rope
     if any(isinstance(value, dict) for value in rope.values()):
         return {name: _plain_rope(value) for name, value in rope.items()}
-    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
-    kept.setdefault("rope_theta", 10000.0)
-    kept["rope_type"] = rope.get("rope_type") if rope.get("rope_type") == "proportional" else "default"
+    plain = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
+    plain.setdefault("rope_theta", 10000.0)
+    plain["rope_type"] = rope.get("rope_type") if rope.get("rope_type") == "proportional" else "default"
     if "mrope_section" in rope:
-        kept |= {"mrope_section": [2, 1, 1], "mrope_interleaved": rope.get("mrope_interleaved", False)}
-        kept["partial_rotary_factor"] = 1.0
-    return kept
+        plain |= {"mrope_section": [2, 1, 1], "mrope_interleaved": rope.get("mrope_interleaved", False)}
+        plain["partial_rotary_factor"] = 1.0
+    return plain

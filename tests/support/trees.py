@@ -25,10 +25,11 @@ def best_first(likely, nodes, depth):
     """
 
     def following(path):
-        return [(token, min(max(one, -20.0), -1e-3)) for token, one in likely(path)]
+        return [(token, min(max(log_prob, -20.0), -1e-3)) for token, log_prob in likely(path)]
 
     first = following(())
-    heap, chosen = [(-first[0][1], (), 0)], set()
+    heap = [(-first[0][1], (), 0)]
+    chosen = set()
     while heap and len(chosen) < nodes:
         cost, prefix, rank = heapq.heappop(heap)
         siblings = following(prefix)
@@ -44,8 +45,8 @@ def best_first(likely, nodes, depth):
 def tree_of(anchors, ids, log_probs, nodes):
     """A tree whose slots do not depend on each other, from the likely tokens `[R, D, k]` of each."""
 
-    def extend(slot, kept):
-        width = 1 if kept is None else kept.shape[1]
-        return tuple(one[:, slot, None].expand(-1, width, -1) for one in (ids, log_probs))
+    def extend(slot, parents):
+        width = 1 if parents is None else parents.shape[1]
+        return tuple(tensor[:, slot, None].expand(-1, width, -1) for tensor in (ids, log_probs))
 
     return grow_tree(anchors, extend, ids.shape[1], nodes, nodes)
