@@ -89,7 +89,8 @@ def packs_of_any_size(monkeypatch):
 @pytest.fixture
 def products(monkeypatch):
     """Collects the shapes of what is multiplied by packed weights."""
-    seen, linear = [], packing_dflash._linear
+    seen = []
+    linear = packing_dflash._linear
     monkeypatch.setattr(packing_dflash, "_linear", lambda x, *args: seen.append(tuple(x.shape)) or linear(x, *args))
     return seen
 
@@ -97,6 +98,7 @@ def products(monkeypatch):
 @pytest.fixture
 def packings(monkeypatch):
     """Counts how often a weight is packed."""
-    seen, reorder = [], packing_dflash._reorder
+    seen = []
+    reorder = packing_dflash._reorder
     monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
     return seen

@@ -110,7 +110,8 @@ SENTENCE = re.compile(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |\|))|(?<=[.:;]) +(?=[A-Z`])
 @cache
 def spans_of(document: Document) -> tuple[Span, ...]:
     """Inline code in sentences, and the lines of shell blocks and of indented commands."""
-    text, name = document.text, document.name
+    text = document.text
+    name = document.name
     spans = []
     for fence in FENCE.finditer(text):
         if fence[2] != "bash":
@@ -236,7 +237,8 @@ def faults_of_command(words: list[str], is_whole: bool) -> list[str]:
     if program == "accelerate" and "dflash_hf.cli" in rest:
         return faults_of_dflash(rest[rest.index("dflash_hf.cli") + 1 :], is_whole)
     if program.endswith(".py"):
-        program, rest = "python", words
+        program = "python"
+        rest = words
     if program in ("python", "python3", ".venv/bin/python") and rest and rest[0].endswith(".py"):
         script = find_script(rest[0])
         if script is None:
@@ -250,9 +252,9 @@ def faults_of_command(words: list[str], is_whole: bool) -> list[str]:
 
 
 def faults_of_options(parser: argparse.ArgumentParser | None, words: list[str], name: str) -> list[str]:
-    known = set() if parser is None else options_of(parser)
+    options = set() if parser is None else options_of(parser)
     named = {word.strip("[]").partition("=")[0] for word in words if re.match(r"\[?--[a-z]", word)}
-    return [f"{name} has no option {option}" for option in sorted(named - known)]
+    return [f"{name} has no option {option}" for option in sorted(named - options)]
 
 
 def faults_of_dflash(words: list[str], is_whole: bool) -> list[str]:
@@ -303,27 +305,30 @@ def faults_of_loose_options(span: Span, document: Document) -> list[str]:
     """
     words = words_of(span.text)
     options = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
-    others = [words_of(other.text) for other in spans_of(document) if other.sentence == span.sentence]
-    commands = {other[1] for other in others if other[:1] == ["dflash"] and len(other) > 1 and other[1] in COMMANDS}
+    commands = set()
+    for neighbour in spans_of(document):
+        line = words_of(neighbour.text) if neighbour.sentence == span.sentence else []
+        if line[:1] == ["dflash"] and len(line) > 1 and line[1] in COMMANDS:
+            commands.add(line[1])
     commands -= {"env"}  # has no options of its own
-    known: set[str] = {"--help"}
+    existing: set[str] = {"--help"}
     for command in commands or COMMANDS:
-        known |= options_of(build_parser(command, all_options=True))
+        existing |= options_of(build_parser(command, all_options=True))
     for script in set(re.findall(r"[\w./-]+\.py", document.text)):
         file = find_script(script)
         if file is not None and not file.name.startswith("test_"):
             parser = script_parser(file)
-            known |= set() if parser is None else options_of(parser)
-    for program, theirs in FOREIGN_OPTIONS.items():
-        known |= theirs if program in document.text else set()
-    return [f"no command here has an option {option}" for option in options if option not in known]
+            existing |= set() if parser is None else options_of(parser)
+    for program, foreign_options in FOREIGN_OPTIONS.items():
+        existing |= foreign_options if program in document.text else set()
+    return [f"no command here has an option {option}" for option in options if option not in existing]
 
 
 def faults_of_key(text: str) -> list[str]:
     name = re.match(r"[\w.]+", text)[0]
-    known = recipe_keys() | python_names() | FOREIGN_KEYS
+    keys = recipe_keys() | python_names() | FOREIGN_KEYS
     first, _, inner = name.partition(".")
-    faults = [] if first in known else [f"nothing has a setting {first!r}"]
+    faults = [] if first in keys else [f"nothing has a setting {first!r}"]
     if first == "draft_config" and inner not in ("", *DFlashDraftConfig.field_names()):
         faults.append(f"a drafter's configuration has no {inner!r}")
     return faults
@@ -352,8 +357,8 @@ def faults_of_path(text: str) -> list[str]:
         patterns = [text, f"*/{text}"]
     else:
         return []
-    found = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in tree())
-    return [] if found else [f"there is no {text}"]
+    exists = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in tree())
+    return [] if exists else [f"there is no {text}"]
 
 
 def faults_of(span: Span, document: Document) -> list[str]:
@@ -378,8 +383,8 @@ def faults_of(span: Span, document: Document) -> list[str]:
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_document_names_what_exists(path):
     document = Document.read(path)
-    found = {f"{span.where}: {span.text}": faults_of(span, document) for span in spans_of(document)}
-    assert not {where: faults for where, faults in found.items() if faults}
+    faults_of_spans = {f"{span.where}: {span.text}": faults_of(span, document) for span in spans_of(document)}
+    assert not {where: faults for where, faults in faults_of_spans.items() if faults}
 
 
 MISTAKES = {

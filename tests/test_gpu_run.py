@@ -18,7 +18,7 @@ PARTS = ["machine", "lossless", "tests", "smollm2", "qwen3", "stops", "training"
 
 
 @pytest.mark.parametrize("nodes", [None, 15])
-def test_oracle_is_as_sure_as_it_is_right(nodes):
+def test_oracle_confidence_equals_its_accuracy(nodes):
     """An oracle that was always certain hid from the plain call that trees pay off: every size was a chain."""
     target, draft, prompts = random_pair("tiny", torch.float32, "cpu", 1, prompt_length=8)
     oracle = ScriptedDraft.of(draft, [torch.tensor(prompts[0])], certainty=0.7)
@@ -119,7 +119,7 @@ def test_unruly_parts_do_not_end_the_run(device, tmp_path):
     assert "| first figure | 1.5 |" in tables and "a kernel failed" in tables
 
 
-def test_time_that_is_over_leaves_parts_out(tmp_path):
+def test_parts_are_skipped_when_time_is_over(tmp_path):
     shutil.copy(FOLDER / "measure.py", tmp_path)
     (tmp_path / "parts.py").write_text(UNRULY, encoding="utf-8")
     command = [sys.executable, "measure.py", "--output", "out", "--seconds", "5", "--only", "smollm2", "qwen3"]

@@ -111,8 +111,8 @@ def parse(words: list[str]) -> None:
 
 def bundled(file: str | None) -> str | None:
     """A recipe, or a configuration of the launcher: the one in `examples` that a page has copied."""
-    found = sorted(ROOT.glob(f"examples/*/{Path(file).name}")) if file else []
-    return str(found[0]) if found else file
+    copies = sorted(ROOT.glob(f"examples/*/{Path(file).name}")) if file else []
+    return str(copies[0]) if copies else file
 
 
 def commands_in(line: str) -> list[list[str]]:
@@ -120,13 +120,13 @@ def commands_in(line: str) -> list[list[str]]:
     inner = re.findall(r"\$\((.*?)\)", line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
-    found: list[list[str]] = [[]]
+    commands: list[list[str]] = [[]]
     for word in lexer:
         if word in ("|", "&&"):
-            found.append([])
+            commands.append([])
         else:
-            found[-1].append(word)
-    cut = [words[: next((i for i, word in enumerate(words) if word in "<>"), None)] for words in found]
+            commands[-1].append(word)
+    cut = [words[: next((i for i, word in enumerate(words) if word in "<>"), None)] for words in commands]
     return [words for words in [*cut, *map(shlex.split, inner)] if words[0] not in ("cat", "eval")]
 
 
@@ -190,7 +190,8 @@ def test_examples_of_help_can_be_parsed(command, tmp_path, monkeypatch):
 
 def test_commands_of_a_script_can_be_parsed(tmp_path):
     """`dflash` only writes down what it is asked, for each way through the script."""
-    log, stub = tmp_path / "log.jsonl", tmp_path / "bin" / "dflash"
+    log = tmp_path / "log.jsonl"
+    stub = tmp_path / "bin" / "dflash"
     stub.parent.mkdir()
     stub.write_text(
         f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
@@ -215,5 +216,5 @@ def test_commands_of_other_files_can_be_parsed(path):
             parse(words)
     for command, rest in re.findall(r"(?<![\w-])dflash ([a-z0-9]+)([^`\"'|&\n]*)", text):
         if command in COMMANDS:
-            known = build_parser(command, all_options=True)._option_string_actions
-            assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(known), command
+            options = build_parser(command, all_options=True)._option_string_actions
+            assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(options), command

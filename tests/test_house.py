@@ -153,11 +153,12 @@ def test_wheel_holds_the_package_alone(built):
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
     pair = ("smollm2*/*.json", "smollm2*/model.safetensors", "smollm2*/data/*", "smollm2*/custom_generate/*.py")
-    shipped = [path for one in ("*.py", "recipes/*", "accelerate/*", *pair) for path in EXAMPLES.glob(one)]
+    patterns = ("*.py", "recipes/*", "accelerate/*", *pair)
+    shipped = [path for pattern in patterns for path in EXAMPLES.glob(pattern)]
     expected |= {f"dflash_hf/examples/{path.relative_to(EXAMPLES).as_posix()}" for path in shipped}
-    found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    found = {name for name in found if ".dist-info/" not in name}
-    assert found == expected, "declare new folders in `packages` and new data in `package_data` of setup.cfg"
+    packaged = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
+    packaged = {name for name in packaged if ".dist-info/" not in name}
+    assert packaged == expected, "declare new folders in `packages` and new data in `package_data` of setup.cfg"
 
 
 def test_sdist_can_be_tested(built):
@@ -230,7 +231,8 @@ def undeclared(path: Path) -> set[str]:
     Imported with the module: a requirement, or the extra that is named as the wing. Imported inside a function: a
     requirement or one of the extras.
     """
-    parser, tree = configuration(), tree_of(path)
+    parser = configuration()
+    tree = tree_of(path)
     of_wing = parser["options.extras_require"].get(path.parent.name, "")
     required = requirement_names(parser["options"]["install_requires"]) | requirement_names(of_wing)
     optional = set().union(*map(requirement_names, parser["options.extras_require"].values()))
@@ -246,11 +248,11 @@ def foreign(path: Path) -> set[str]:
     These files are also loaded by `trust_remote_code=True`, where every absolute import becomes a requirement and
     relative imports are found by a regular expression: only the form with one dot and one name survives it.
     """
-    found = (third_party(tree_of(path)) - {"torch", "transformers", "safetensors"}) | ours(path)
+    breaches = (third_party(tree_of(path)) - {"torch", "transformers", "safetensors"}) | ours(path)
     for node in relative_imports(path):
         plain = node.level == 1 and node.module and (path.parent / f"{node.module}.py").is_file()
-        found |= set() if plain else {f"line {node.lineno}: write `from .x import y` of a file beside this one"}
-    return found
+        breaches |= set() if plain else {f"line {node.lineno}: write `from .x import y` of a file beside this one"}
+    return breaches
 
 
 def unscanned(path: Path) -> set[str]:
@@ -291,7 +293,7 @@ def above_ground(path: Path) -> set[str]:
 
 def other_tests(path: Path) -> set[str]:
     """Nor does a script that a test writes for a process of its own, except for the test itself."""
-    names = {one.stem for one in (ROOT / "tests").rglob("test_*.py")} | {"conftest"}
+    names = {test.stem for test in (ROOT / "tests").rglob("test_*.py")} | {"conftest"}
     return names & set(re.findall(r"^\s*(?:from|import) (\w+)", text_of(path), re.MULTILINE)) - {path.stem}
 
 
@@ -347,19 +349,20 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_file_keeps_the_rule(rule):
     assert RULES[rule]
-    assert not {name_of(path): broken for path in RULES[rule] if (broken := rule(path))}
+    breaches = {name_of(path): rule(path) for path in RULES[rule]}
+    assert not {name: breach for name, breach in breaches.items() if breach}
 
 
 def test_root_holds_what_users_import():
     assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "cli.py", "drafter.py", "smollm2.py"}
 
 
-def test_wings_have_an_order():
+def test_package_folders_import_without_circles():
     assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS)
     graphlib.TopologicalSorter(WINGS).prepare()  # raises where there is a circle
 
 
-def test_remote_code_lies_flat():
+def test_remote_code_lies_in_one_folder():
     """transformers' loader takes files beside each other."""
     assert all(path.parent == MODELING for path in REMOTE_CODE)
 

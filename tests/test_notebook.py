@@ -34,7 +34,8 @@ def execute(monkeypatch) -> dict:
     namespace = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for count, cell in enumerate(cells, start=1):
-        printed, pictures = io.StringIO(), []
+        printed = io.StringIO()
+        pictures = []
         with contextlib.redirect_stdout(printed):
             exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {count}", "exec"), namespace)
         text = printed.getvalue().splitlines(keepends=True)

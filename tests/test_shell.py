@@ -207,7 +207,7 @@ def refused(run):
 # ------------------------------------------------------------------------------------------------------- each command
 
 
-def test_every_command_is_at_work_below():
+def test_every_command_is_run_by_a_test_here():
     assert list(dict.fromkeys(line.split()[0] for line in WORKS)) == list(cli.COMMANDS)
 
 
@@ -243,7 +243,7 @@ def test_error_is_one_line(line, code, message, world, tmp_path, refused):
     assert not list(tmp_path.iterdir())
 
 
-def test_generate_prints_the_target_s_text(run, monkeypatch):
+def test_generate_prints_the_targets_text(run, monkeypatch):
     line = f"{GENERATE.replace('4', '24')} Say1 --device cpu"
     code, text, err = run(f"{line} --compare")
     assert code == 0 and text.strip()
@@ -283,7 +283,7 @@ def test_samples_follow_the_seed(run):
 
 
 @pytest.mark.parametrize("line", [f"{GENERATE} a", f"chat {PAIR} --max-new-tokens 4"], ids=["generate", "chat"])
-def test_trying_the_target_is_not_timed(line, run, monkeypatch):
+def test_probing_the_target_is_not_timed(line, run, monkeypatch):
     """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
     order = []
     support = Probe.capabilities
@@ -299,7 +299,8 @@ def test_trying_the_target_is_not_timed(line, run, monkeypatch):
 )
 def test_warnings_wait_for_the_end_of_the_text(line, name, run, monkeypatch):
     """One of the decoding was printed in the middle of it: "where playersDecoding mostly without drafts"."""
-    put, logger = PieceStreamer.put, transformers_logging.get_logger(name)
+    put = PieceStreamer.put
+    logger = transformers_logging.get_logger(name)
     logging.getLogger("transformers").setLevel(logging.WARNING)  # as it is in a process of its own
     handler = logging.StreamHandler(sys.stdout)  # the same stream as the text, to see the order
 
@@ -315,7 +316,7 @@ def test_warnings_wait_for_the_end_of_the_text(line, name, run, monkeypatch):
     assert code == 0 and len(text) > 1 and text.endswith("\n") and len(lines) == 5
 
 
-def test_names_at_home_are_resolved(world, run, refused, monkeypatch):
+def test_tilde_in_paths_is_expanded(world, run, refused, monkeypatch):
     """`--target=~/model` had no tokenizer, and the settings next to `--data=~/responses.jsonl` were not read."""
     monkeypatch.setenv("HOME", str(world))
     assert run("generate --target=~/target --draft=~/draft --prompt Say --max-new-tokens 4")[0] == 0
@@ -530,7 +531,8 @@ def test_help_lists_every_command(run):
 
 
 def test_an_option_means_the_same_everywhere():
-    loads, decodes = {"generate", "eval", "doctor", "regenerate", "features", "prompts"}, {"generate", "eval"}
+    loads = {"generate", "eval", "doctor", "regenerate", "features", "prompts"}
+    decodes = {"generate", "eval"}
     for name in cli.COMMANDS:
         words = {word: action for action in build_parser(name)._actions for word in action.option_strings}
         assert name not in ("prepare", "regenerate", "features") or {"--data", "--split", "--output"} <= words.keys()

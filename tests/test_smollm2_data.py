@@ -57,7 +57,7 @@ def test_rules_write_distinct_requests(kind, scripts):
     assert all(text.strip() for text in requests) and len(set(follow_ups)) > 8
 
 
-def test_looping_answers_are_known(scripts):
+def test_looping_answers_are_recognised(scripts):
     loops = scripts[0].loops
     assert not loops(TEXT) and not loops("Yes.") and not loops("1. Run\n2. Swim\n3. Read\n4. Cook\n5. Sleep\n6. Walk")
     assert loops(TEXT + " And so on and on it goes." * 6)
@@ -69,7 +69,8 @@ def answer(tokenizer, row, messages, text, reason):
     asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     written = tokenizer(text)["input_ids"] + ([2] if reason == "stop" else [])
     told = [*messages, {"role": "assistant", "content": text}]
-    ids, mask = [*asked, *written], [0] * len(asked) + [1] * len(written)
+    ids = [*asked, *written]
+    mask = [0] * len(asked) + [1] * len(written)
     return {"row": row, "messages": told, "finish_reason": reason, "input_ids": ids, "loss_mask": mask}
 
 

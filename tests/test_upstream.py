@@ -74,8 +74,8 @@ NAMES = [
 def test_canary_signature(name):
     if name in SERVING and not is_serve_available():
         pytest.skip("serving needs `pip install '.[serving]'`")
-    found = [parameter for parameter in inspect.signature(resolve_name(name)).parameters if parameter != "self"]
-    assert found == {**SIGNATURES, **SERVING}[name].split()
+    parameters = [parameter for parameter in inspect.signature(resolve_name(name)).parameters if parameter != "self"]
+    assert parameters == {**SIGNATURES, **SERVING}[name].split()
 
 
 def test_canary_table_names_tests():

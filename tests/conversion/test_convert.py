@@ -44,10 +44,10 @@ def refused(capsys):
     return call
 
 
-def equal_tensors(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+def assert_equal_tensors(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("parts", [{}, {"selector_rank": 4, "selector_top_k": 4}], ids=["DFlash", "path selector"])
@@ -88,14 +88,15 @@ def test_native_computes_the_same_and_converts_back(target, draft, folder, tmp_p
     from transformers import MuseGlimmerAssistantModel
 
     model = MuseGlimmerAssistantModel.from_pretrained(native).eval()
-    features, block = torch.randn(1, 9, 96), torch.randn(1, 4, 32)
+    features = torch.randn(1, 9, 96)
+    block = torch.randn(1, 4, 32)
     with torch.no_grad():
         expected = model(noise_embeds=block, context_hidden_states=features).last_hidden_state
         states = draft(noise_embeds=block, context_hidden_states=features).last_hidden_state
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
     back = convert(native, tmp_path / "back", to="z-lab")
-    equal_tensors(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
+    assert_equal_tensors(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
     again = DFlashDraftModel.from_pretrained(back)
     # A native folder says neither how deep the target is nor, for us, that absent means bidirectional.
     assert check(back) == []
@@ -145,13 +146,16 @@ def test_native_refuses_what_it_lacks(reason, target, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
     # The other layout takes it.
     convert(tmp_path / "draft", tmp_path / "copy")
-    equal_tensors(load_file(tmp_path / "copy/model.safetensors"), load_file(tmp_path / "draft/model.safetensors"))
+    assert_equal_tensors(
+        load_file(tmp_path / "copy/model.safetensors"), load_file(tmp_path / "draft/model.safetensors")
+    )
 
 
-def test_files_of_the_user_are_named(folder, tmp_path, refused):
+def test_unusable_inputs_of_convert_are_named(folder, tmp_path, refused):
     """A file of another kind, a folder without weights, another model, and names that only look like files."""
     (tmp_path / "draft.pt").touch()
-    bare, other = tmp_path / "bare", tmp_path / "other"
+    bare = tmp_path / "bare"
+    other = tmp_path / "other"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     other.mkdir()
     (other / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
@@ -182,7 +186,7 @@ def test_files_of_the_user_are_named(folder, tmp_path, refused):
         (["new", "--dtype", "q8_0"], "--dtype q8_0 is for GGUF files only, not for --to z-lab"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(words, message, folder, tmp_path, refused):
+def test_conflicting_convert_options_are_refused(words, message, folder, tmp_path, refused):
     code, line = refused("convert", folder, tmp_path / words[0], *words[1:])
     assert code == 2 and message in line and not (tmp_path / words[0]).exists()
 
@@ -225,7 +229,7 @@ def test_full_disk_names_the_destination(full, folder, tmp_path, monkeypatch, re
     )
 
 
-def test_errors_speak_of_options(target, tmp_path, refused):
+def test_convert_errors_name_command_line_options(target, tmp_path, refused):
     """Of a class and of arguments of Python: `to="z-lab"`, `share_head=True`."""
     reduced = make_draft(target, draft_vocab_size=24)
     set_draft_vocabulary(reduced, target, torch.arange(target.config.vocab_size))

@@ -129,7 +129,8 @@ def test_drafter_survives_the_round_trip(name, tiny, tiny_file, tmp_path):
 )
 def test_target_is_loaded_once_if_it_is_needed(parts, times, tiny, tiny_file, tmp_path, monkeypatch):
     """For a table that the drafter lacks; it was loaded twice for one, and for a drafter that has both."""
-    loaded, weights = [], (tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight)
+    loaded = []
+    weights = (tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight)
     monkeypatch.setattr("dflash_hf.conversion.gguf_format._embedding_and_head", lambda *_: loaded.append(1) or weights)
     write_gguf(make_draft(tiny, target_layer_ids=[0, 1, 2], **parts), tmp_path / "dflash.gguf", tiny_file)
     assert len(loaded) == times
@@ -283,7 +284,8 @@ def test_wrong_files_are_named(folder, tiny_file, tmp_path):
             with pytest.raises(ValueError, match="cut.gguf is not a complete GGUF file"):
                 convert(**options)
         assert {finding.key for finding in check(cut, ["llama.cpp"])} == {"weights"}
-    bare, fork = tmp_path / "bare.gguf", tmp_path / "fork.gguf"
+    bare = tmp_path / "bare.gguf"
+    fork = tmp_path / "fork.gguf"
     write_bare(bare, "dflash")
     write_bare(fork, "deepseek4-dflash-draft")
     (finding,) = check(fork, ["llama.cpp"])
@@ -315,7 +317,7 @@ def test_replaced_file_is_read_again(folder, tiny_file, tmp_path):
         assert (load_file(unpacked / "model.safetensors")["norm.weight"] == number).all()
 
 
-def test_a_destination_says_that_it_is_a_file(folder, tiny_file, tmp_path, capsys):
+def test_gguf_suffix_chooses_the_file_format(folder, tiny_file, tmp_path, capsys):
     """It had to be said twice; and the file that came of it was called a folder."""
     out = tmp_path / "dflash.gguf"
     assert main(["convert", str(folder), str(out), "--target", str(tiny_file)]) == 0
@@ -365,15 +367,19 @@ def saved(tmp_path):
 
 def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
     """A byte-level one by `gguf`; of one that is too long, or of none: one line, and no file."""
-    (folder, draft), file = saved, tmp_path / "dflash.gguf"
+    folder, draft = saved
+    file = tmp_path / "dflash.gguf"
     write_gguf(draft, file, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts, length = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), len(tokenizer)
+    texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    length = len(tokenizer)
     written = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
     assert written[:length] == texts and len(written) == draft.config.vocab_size
     file.unlink()
-    config, short = (folder / "config.json").read_text(), copy.deepcopy(draft)
-    short.config.vocab_size, short.config.mask_token_id = length - 1, 5
+    config = (folder / "config.json").read_text()
+    short = copy.deepcopy(draft)
+    short.config.vocab_size = length - 1
+    short.config.mask_token_id = 5
     (folder / "config.json").write_text(json.dumps({**json.loads(config), "vocab_size": length - 1}))
     with pytest.raises(ValueError, match=f"a tokenizer of {length} tokens, but .* belongs to another target"):
         write_gguf(short, file, folder)
@@ -388,8 +394,10 @@ def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
 
 def test_tokenizer_of_another_target_is_refused(saved, tmp_path):
     """A drafter that was trained here knows its target's, whose size says nothing."""
-    (folder, draft), file = saved, tmp_path / "dflash.gguf"
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    folder, draft = saved
+    file = tmp_path / "dflash.gguf"
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     draft.config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
     ids = vocabulary["model"]["vocab"]
@@ -422,10 +430,13 @@ def test_file_of_another_converter_is_read(tiny, tiny_file, tmp_path):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
     """Where random drafts are right is theirs alone."""
-    file, draft = tmp_path / "dflash-tiny.gguf", made(tiny, name)
+    file = tmp_path / "dflash-tiny.gguf"
+    draft = made(tiny, name)
     write_gguf(draft, file, tiny_file, dtype="float32")
-    kind, drafts = "DSPARK" if draft.config.markov_rank else "DFLASH", draft.config.block_tokens - 1
-    alone, drafted = serve(tiny_file, context=256), serve(tiny_file, file, drafts, context=256, kind=kind)
+    kind = "DSPARK" if draft.config.markov_rank else "DFLASH"
+    drafts = draft.config.block_tokens - 1
+    alone = serve(tiny_file, context=256)
+    drafted = serve(tiny_file, file, drafts, context=256, kind=kind)
     accepted = 0
     for seed in range(12):
         prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -40,7 +40,7 @@ def check(target, draft, inputs, new=24, **options):
     return output
 
 
-def test_graphs_are_those_of_models_and_buckets(pair):
+def test_graphs_are_made_per_model_and_cache_bucket(pair):
     target, draft = pair
     counters.clear()
     target.generate(prompt(5), max_new_tokens=12, do_sample=False, assistant_model=draft)
@@ -53,7 +53,7 @@ def test_graphs_are_those_of_models_and_buckets(pair):
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_graphs_of_other_pairs_leave_room(pair):
+def test_graphs_may_exceed_dynamos_recompile_limit(pair):
     target, draft = pair
     counters.clear()
     for rows in (1, 2):
@@ -61,7 +61,8 @@ def test_graphs_of_other_pairs_leave_room(pair):
     assert graphs() == 4
 
 
-SAMPLED, PENALTY = {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.3}
+SAMPLED = {"do_sample": True, "top_k": 9}
+PENALTY = {"repetition_penalty": 1.3}
 CASES = [(None, 1, {}), (9, 3, {}), (None, 3, SAMPLED), (9, 1, SAMPLED), (None, 3, PENALTY), (9, 1, PENALTY)]
 
 
@@ -73,7 +74,7 @@ def test_compiled_text_is_the_targets_own(pair, nodes, rows, rules):
     check(target, draft, ragged_prompts(rows)[0], **rules)
 
 
-def test_selector_is_walked_after_its_graph():
+def test_selector_runs_after_its_graph():
     target, draft = shallow_pair(make_draft2, block_size=6)
     draft.decoding_config.compile = "aot_eager"
     check(target, draft, ragged_prompts(2)[0])
@@ -108,7 +109,7 @@ def test_unknown_backend_is_an_error(pair):
 
 
 @pytest.mark.parametrize(("family", "reason"), [("qwen3_next", "recurrent"), ("gpt2", "may pass its 256 positions")])
-def test_what_is_not_compiled_is_told(family, reason, caplog):
+def test_eager_decoding_names_its_reason(family, reason, caplog):
     target = make_target(family, torch.float64, attn=None)
     draft = make_draft(target, block_size=6)
     draft.decoding_config.compile = "aot_eager"

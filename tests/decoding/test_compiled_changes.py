@@ -237,7 +237,7 @@ def test_two_threads_compile_at_once(pair):
     assert not ModelGraphs.of(target).failures
 
 
-def test_graphs_die_with_their_models():
+def test_graphs_are_freed_with_their_models():
     torch._dynamo.reset()
     target, draft = shallow_pair(block_size=6)
     draft.decoding_config.compile = "eager"
@@ -249,7 +249,7 @@ def test_graphs_die_with_their_models():
     assert [reference() for reference in (*alive, graphs)] == [None] * 3
 
 
-def test_passing_failure_is_tried_again(pair, caplog):
+def test_transient_failure_is_compiled_again(pair, caplog):
     target, draft = pair
     failures = ["full disk"]
 

@@ -60,7 +60,7 @@ def are_plain(*models) -> bool:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_products_are_those_of_the_layer(dtype, bias, products):
+def test_packed_products_equal_the_layers(dtype, bias, products):
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).to(dtype)
     x = torch.randn(2, 5, 48, dtype=dtype)
@@ -81,7 +81,9 @@ def test_products_are_those_of_the_layer(dtype, bias, products):
 
 def test_frozen_weights_are_packed_once(packings):
     """A packed target stays packed while its drafter is trained."""
-    frozen, trained, x = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16), torch.randn(3, 16)
+    frozen = nn.Linear(16, 16).requires_grad_(False)
+    trained = nn.Linear(16, 16)
+    x = torch.randn(3, 16)
     with packed_weights(frozen, trained):
         stepped(trained, torch.optim.AdamW, fused=True)
         with torch.no_grad():
@@ -89,9 +91,10 @@ def test_frozen_weights_are_packed_once(packings):
     assert len(packings) == 3
 
 
-def test_steps_that_were_compiled(fresh_compiler):
+def test_compiled_optimizer_steps_are_seen(fresh_compiler):
     """PyTorch counts what they write, and the hook is no reason to compile again."""
-    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    layer = nn.Linear(16, 16)
+    x = torch.randn(3, 16)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=torch.tensor(0.1))
     step = torch.compile(optimizer.step, backend="aot_eager")
     with packed_weights(layer):
@@ -106,7 +109,8 @@ def test_steps_that_were_compiled(fresh_compiler):
 
 def test_packed_drafter_is_evaluated_as_trained(tmp_path, products):
     """By the optimizer that the trainer takes where nothing else is said, which does not count what it writes."""
-    target, rows = make_target(), counting_rows(4)
+    target = make_target()
+    rows = counting_rows(4)
     trainer = make_trainer(tmp_path, target, rows, make_draft(target), rows, max_steps=5, warmup_steps=0)
     with packed_weights(trainer.model):
         trainer.evaluate()
@@ -143,7 +147,7 @@ def test_gradients_flow_through_packed_layers(products):
         assert len(products) == 1
 
 
-def test_other_layers_stay_as_they_are(monkeypatch, caplog):
+def test_unsupported_layers_are_not_packed(monkeypatch, caplog):
     class Own(nn.Linear):
         pass
 
@@ -153,7 +157,7 @@ def test_other_layers_stay_as_they_are(monkeypatch, caplog):
         uncounted = nn.Linear(8, 8)
     emptied = nn.Linear(8, 8)
     emptied.weight.data = torch.empty(0)
-    others = (
+    unsupported = (
         Own(8, 8),
         moved,
         uncounted,
@@ -162,9 +166,9 @@ def test_other_layers_stay_as_they_are(monkeypatch, caplog):
         nn.Linear(8, 8, device="meta"),
         nn.ReLU(),
     )
-    assert not any(map(packable, others))
+    assert not any(map(packable, unsupported))
     with caplog.at_level(logging.WARNING, "dflash_hf"):
-        packed_weights(*others)
+        packed_weights(*unsupported)
     assert "can be packed" in caplog.text and "units" not in caplog.text
     assert packable(nn.Linear(8, 8))
     monkeypatch.setattr(packing, "SMALLEST", 65)
@@ -174,7 +178,7 @@ def test_other_layers_stay_as_they_are(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_emulated_dtype_is_told_once(dtype, pair, caplog, monkeypatch):
+def test_emulated_dtype_is_warned_of_once(dtype, pair, caplog, monkeypatch):
     monkeypatch.setattr(packing, "emulated", lambda dtype: dtype != torch.float32)
     target, draft = (model.to(dtype) for model in pair)
     with caplog.at_level(logging.WARNING, "dflash_hf"), packed_weights(target, draft):
@@ -187,7 +191,7 @@ def test_an_emulated_dtype_is_told_once(dtype, pair, caplog, monkeypatch):
     ("arguments", "tokens", "message"),
     [((), 16, r"but got \[\]"), (("target",), 16, r"\['str'\]"), ((nn.ReLU(),), 0, "tokens=0")],
 )
-def test_wrong_arguments(arguments, tokens, message):
+def test_wrong_packing_arguments_are_refused(arguments, tokens, message):
     with pytest.raises(ValueError, match=message):
         packed_weights(*arguments, tokens=tokens)
 
@@ -240,7 +244,7 @@ IN_A_GRAPH = ("fused AdamW", "a step of a copy", "in place", "other data", "anot
 
 
 @pytest.mark.parametrize(
-    ("change", "graph"), [*((one, False) for one in CHANGES), *((one, True) for one in IN_A_GRAPH)]
+    ("change", "graph"), [(change, False) for change in CHANGES] + [(change, True) for change in IN_A_GRAPH]
 )
 @torch.no_grad()
 def test_next_product_sees_a_changed_weight(change, graph, fresh_compiler):
@@ -267,7 +271,8 @@ UNCOUNTED = {
 @torch.no_grad()
 def test_only_a_new_call_sees_uncounted_changes(change):
     """As documented: merging an adapter by `weight.data += delta` is not counted."""
-    layer, x = nn.Linear(48, 32, bias=False), torch.randn(3, 48)
+    layer = nn.Linear(48, 32, bias=False)
+    x = torch.randn(3, 48)
     first = packed_weights(layer)
     expected = layer(x)
     UNCOUNTED[change](layer.weight)
@@ -295,16 +300,18 @@ def test_weights_of_any_shape_are_packed():
 @torch.no_grad()
 def test_shared_weight_is_packed_once(packings):
     """Two layers with one weight, and two calls; the last that is restored unpacks."""
-    one, two = nn.Linear(16, 16), nn.Linear(16, 16)
-    two.weight = one.weight
-    model, x = nn.Sequential(one, two), torch.randn(3, 16)
+    first = nn.Linear(16, 16)
+    second = nn.Linear(16, 16)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    x = torch.randn(3, 16)
     expected = model(x)
     outer = packed_weights(model)
     model(x)
     assert len(packing._packs) == 1
-    with packed_weights(two, model), packed_weights(one):
+    with packed_weights(second, model), packed_weights(first):
         torch.testing.assert_close(model(x), expected)
-    assert type(one) is type(two) is PackedLinear and len(packing._packs) == 1
+    assert type(first) is type(second) is PackedLinear and len(packing._packs) == 1
     count = len(packings)
     model(x)
     assert len(packings) == count
@@ -316,7 +323,7 @@ def test_shared_weight_is_packed_once(packings):
 # ----------------------------------------------------------------------------------------------------- life and copies
 
 
-def test_what_was_packed_goes_with_its_layer():
+def test_packed_copy_is_freed_with_its_layer():
     layer = nn.Linear(8, 8)
     packed_weights(layer)  # for good: nobody keeps what it returns
     assert type(layer) is PackedLinear and len(packing._packs) == 1
@@ -325,7 +332,7 @@ def test_what_was_packed_goes_with_its_layer():
     assert not packing._packs and not len(packing._held)
 
 
-def test_leaving_gives_the_memory_back_at_once():
+def test_unpacking_frees_memory_at_once():
     """Without the garbage collector: the copies are as large as the models."""
     layer = nn.Linear(8, 8)
     gc.disable()
@@ -340,9 +347,10 @@ def test_leaving_gives_the_memory_back_at_once():
         gc.enable()
 
 
-def test_interrupted_packing_restores(pair, monkeypatch):
+def test_interrupted_packing_restores_all_layers(pair, monkeypatch):
     target, _ = pair
-    reorder, count = packing._reorder, []
+    reorder = packing._reorder
+    count = []
 
     def interrupted(*args):
         count.append(1)
@@ -363,7 +371,8 @@ def test_copies_and_pickles_are_plain(pair, how):
     target, _ = pair
     expected = decode(target, prompt(7))
     with packed_weights(target):
-        layer, twin = how(target.lm_head), how(target)
+        layer = how(target.lm_head)
+        twin = how(target)
         assert type(layer) is nn.Linear and vars(layer).keys() == vars(target.lm_head).keys()
         if how is not copy.copy:  # which shares the layers
             assert all(type(module) is nn.Linear for module in linear_layers(twin))
@@ -373,7 +382,7 @@ def test_copies_and_pickles_are_plain(pair, how):
     assert are_plain(target, twin)
 
 
-def test_a_packed_model_is_saved_as_ever(pair, tmp_path):
+def test_packed_model_is_saved_unpacked(pair, tmp_path):
     target, draft = pair
     plain = {name: value.clone() for name, value in target.state_dict().items()}
     with packed_weights(target, draft):
@@ -392,9 +401,10 @@ def test_a_packed_model_is_saved_as_ever(pair, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
+def test_packed_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
     target = make_target(dtype=dtype, tie_word_embeddings=tied)
-    draft, prompts = make_draft(target), [prompt(5), torch.cat([prompt(30), prompt(30) + 1])]
+    draft = make_draft(target)
+    prompts = [prompt(5), torch.cat([prompt(30), prompt(30) + 1])]
     plain = [decode(target, ids) for ids in prompts]
     with caplog.at_level(logging.WARNING), packed_weights(target, draft) as packed:
         assert set(packed.layers) == set(linear_layers(target, draft))
@@ -404,7 +414,8 @@ def test_target_decodes_alone_and_drafted(dtype, tied, products, caplog):
             alone = decode(target, ids)
             # The first of the 16 is from the prompt's forward. In fp32 single tokens, and so its logits, are not
             # multiplied by packed weights.
-            single, layers = dtype == torch.float32 and len(ids) == 1, len(linear_layers(target))
+            single = dtype == torch.float32 and len(ids) == 1
+            layers = len(linear_layers(target))
             assert len(products) == (layers - 1 if single else 16 * layers)
             drafted = decode(target, ids, draft)
             if dtype == torch.float32:  # in half precision single tokens may differ
@@ -441,7 +452,8 @@ def test_threads_decode_while_others_pack(pair, products):
 @torch.no_grad()
 def test_packing_waits_for_another_compilation(products, fresh_compiler):
     """Dynamo raised "Guard failed on the same frame", or guarded a plain graph as if the layer had been packed."""
-    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    layer = nn.Linear(16, 16)
+    x = torch.randn(3, 16)
     expected = layer(x)
     threads = [threading.Thread(target=packed_weights, args=(layer,))]
 

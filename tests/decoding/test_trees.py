@@ -22,29 +22,30 @@ def heads(monkeypatch):
     use_heads(monkeypatch, RecurrentHead)
 
 
-def assert_is_tree(one, nodes: int):
+def assert_is_tree(tree, nodes: int):
     """Parents come before their children, siblings differ, and a node sees its ancestors, the anchor and itself."""
-    for row, (parents, depths) in enumerate(zip(one.parents.tolist(), one.depths.tolist(), strict=True)):
-        assert parents[0] == depths[0] == 0 and len(paths_of(one, row)) == nodes == len(parents) - 1
+    for row, (parents, depths) in enumerate(zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)):
+        assert parents[0] == depths[0] == 0 and len(paths_of(tree, row)) == nodes == len(parents) - 1
         for node, parent in enumerate(parents):
-            seen, at = {node, 0}, node
+            seen = {node, 0}
+            at = node
             while at:
                 assert parents[at] < at
                 at = parents[at]
                 seen.add(at)
-            assert set(one.ancestors[row, node].nonzero().flatten().tolist()) == seen
+            assert set(tree.ancestors[row, node].nonzero().flatten().tolist()) == seen
             assert depths[node] == len(seen) - 1 and (node == 0 or depths[node] == depths[parent] + 1)
 
 
-def assert_is_found(one, likely, nodes: int, depth: int):
+def assert_finds_best_paths(tree, likely, nodes: int, depth: int):
     """The tree of a best-first search; `likely(row, path)` are log-probabilities of all tokens `[V]`."""
-    for row in range(len(one.tokens)):
+    for row in range(len(tree.tokens)):
 
         def following(path, row=row):
             best, ids = likely(row, path).float().sort(descending=True)
             return [pair for pair in zip(ids.tolist(), best.tolist(), strict=True) if pair[1] > -math.inf]
 
-        assert paths_of(one, row) == best_first(following, nodes, depth)
+        assert paths_of(tree, row) == best_first(following, nodes, depth)
 
 
 SIZES = [(1, 4), (14, 6), (16, 2)]
@@ -61,14 +62,14 @@ def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
     draft = EVERY[make](target, block_size=block_size, seed=nodes)
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    one = draft_tree(drafter, anchors, [0, 0], nodes)
+    tree = draft_tree(drafter, anchors, [0, 0], nodes)
 
     def likely(row, path):
         return log_probs_after(draft, target, int(anchors[row]), hidden[row], path)
 
-    assert one.tokens[:, 0].tolist() == anchors.tolist()
-    assert_is_found(one, likely, nodes, hidden.shape[1])
-    assert_is_tree(one, min(nodes, len(paths_of(one))))
+    assert tree.tokens[:, 0].tolist() == anchors.tolist()
+    assert_finds_best_paths(tree, likely, nodes, hidden.shape[1])
+    assert_is_tree(tree, min(nodes, len(paths_of(tree))))
 
 
 @pytest.mark.parametrize("make", WITH_STATES)
@@ -80,7 +81,7 @@ def test_tree_wider_than_its_beam_is_a_tree(make):
 
 
 @torch.no_grad()
-def test_tree_over_few_tokens_holds_them_all():
+def test_tree_over_few_tokens_holds_all_paths():
     target = make_target()
     drafter, anchors = after_random_text(make_draft(target, block_size=3, draft_vocab_size=3), target)
     assert_is_tree(draft_tree(drafter, anchors, [0, 0], 99), 3 + 9)
@@ -89,44 +90,55 @@ def test_tree_over_few_tokens_holds_them_all():
 @pytest.mark.parametrize(("nodes", "width"), [(11, 1), (120, 2), (11, 5), (120, 5), (120, 200)])
 def test_beam_keeps_the_likeliest_of_each_depth(nodes, width):
     """Against lists of paths: at each depth the likeliest go on, and the likeliest of all that were seen are kept."""
-    depth, ways, rows = 4, 3, 2
+    depth = 4
+    choices = 3
+    rows = 2
     table = (2 * torch.randn(rows, depth, 50, 50, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
-    anchors, sums, found = torch.tensor([7, 30]), torch.tensor([[7], [30]]), None
+    anchors = torch.tensor([7, 30])
+    sums = torch.tensor([[7], [30]])
+    last_tokens = None
 
-    def extend(slot, kept):  # what follows depends on the sum of all tokens before
-        nonlocal sums, found
-        if kept is not None:
-            sums = sums.gather(1, kept // ways) + found.gather(1, kept)
-        best, ids = table[torch.arange(rows)[:, None], slot, sums % 50].topk(ways)
-        found = ids.flatten(1)
+    def by_descending_total(scored_path):
+        path, total = scored_path
+        return -total
+
+    def extend(slot, parents):  # what follows depends on the sum of all tokens before
+        nonlocal sums, last_tokens
+        if parents is not None:
+            sums = sums.gather(1, parents // choices) + last_tokens.gather(1, parents)
+        best, ids = table[torch.arange(rows)[:, None], slot, sums % 50].topk(choices)
+        last_tokens = ids.flatten(1)
         return ids, best
 
-    one = grow_tree(anchors, extend, depth, nodes, width)
+    tree = grow_tree(anchors, extend, depth, nodes, width)
     for row in range(rows):
-        beam, seen = [((), 0.0)], []
+        beam = [((), 0.0)]
+        seen = []
         for slot in range(depth):
             longer = []
             for path, total in beam:
-                best, ids = table[row, slot, (int(anchors[row]) + sum(path)) % 50].topk(ways)
+                best, ids = table[row, slot, (int(anchors[row]) + sum(path)) % 50].topk(choices)
                 steps = zip(ids.tolist(), best.clamp(-20, -1e-3).tolist(), strict=True)
-                longer += [((*path, token), total + one) for token, one in steps]
-            beam = sorted(longer, key=lambda one: -one[1])[:width]
+                longer += [((*path, token), total + log_prob) for token, log_prob in steps]
+            beam = sorted(longer, key=by_descending_total)[:width]
             seen += beam
-        best = sorted(seen, key=lambda one: -one[1])[:nodes]
-        assert paths_of(one, row) == {path for path, _ in best}
+        best = sorted(seen, key=by_descending_total)[:nodes]
+        assert paths_of(tree, row) == {path for path, _ in best}
 
 
 @pytest.mark.parametrize("value", [0.0, -1e-7, -30.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("nodes", [3, 64, 255])
-def test_tree_over_any_numbers_is_a_tree(nodes, value):
+def test_tree_over_extreme_numbers_is_a_tree(nodes, value):
     """In every slot, in some, in one likely token: certain, alike, impossible, or no numbers."""
     log_probs, ids = torch.randn(3, 15, VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(8)
-    log_probs[0], log_probs[1, 2:4], log_probs[2, 3, 0] = value, value, value
-
+    log_probs[0] = value
+    log_probs[1, 2:4] = value
+    log_probs[2, 3, 0] = value
     assert_is_tree(tree_of(torch.arange(3), ids, log_probs, nodes), nodes)
 
 
 def random_tree(rows: int, nodes: int, depth: int, seed: int = 0):
+    """A tree of random tokens whose slots do not depend on each other."""
     random = torch.Generator().manual_seed(seed)
     log_probs, ids = torch.randn(rows, depth, VOCAB, generator=random).log_softmax(-1).topk(8)
     return tree_of(torch.arange(rows) + 3, ids, log_probs, nodes)
@@ -134,25 +146,29 @@ def random_tree(rows: int, nodes: int, depth: int, seed: int = 0):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_path_is_accepted_as_far_as_the_target_agrees(seed):
-    one, random = random_tree(3, 20, 5, seed), torch.Generator().manual_seed(seed)
-    chosen = torch.randint(VOCAB, one.tokens.shape, generator=random)
+    tree = random_tree(3, 20, 5, seed)
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(VOCAB, tree.tokens.shape, generator=random)
     for row in range(3):  # the target agrees with some child of most nodes
         for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
-            chosen[row, one.parents[row, node]] = one.tokens[row, node]
-    counts, path = one.agree(chosen)
+            chosen[row, tree.parents[row, node]] = tree.tokens[row, node]
+    counts, path = tree.agree(chosen)
     along = Acceptance(counts.tolist(), path).select(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
-        children, expected = one.children(row), [0]
+        children = tree.children(row)
+        expected = [0]
         assert len(children) == 20
-        assert all(one.parents[row, node] == at and one.tokens[row, node] == t for (at, t), node in children.items())
-        while (child := children.get((expected[-1], int(chosen[row, expected[-1]])))) is not None:
+        assert all(tree.parents[row, node] == at and tree.tokens[row, node] == t for (at, t), node in children.items())
+        child = children.get((0, int(chosen[row, 0])))
+        while child is not None:
             expected.append(child)
+            child = children.get((child, int(chosen[row, child])))
         assert counts[row] == len(expected) and path[row, : counts[row]].tolist() == expected
         assert along[row, : counts[row], 0].tolist() == expected  # features of the path that was accepted
         assert not path[row, counts[row] :].any()
-    first = one.first(9)
+    first = tree.first(9)
     assert_is_tree(first, 8)
-    assert paths_of(first) < paths_of(one) and first.block is None and one.first(2).block is not None
+    assert paths_of(first) < paths_of(tree) and first.block is None and tree.first(2).block is not None
 
 
 @pytest.mark.parametrize(
@@ -163,24 +179,27 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
 def test_logits_of_a_node_are_those_of_its_path(family, nodes):
     target = make_target(family, torch.float64, max_position_embeddings=512)
     inputs, pads = ragged_prompts(2)
-    ids, one = inputs["input_ids"], random_tree(2, nodes, 5)
-    cache, offset = DynamicCache(config=target.config), torch.zeros(2, 1, dtype=torch.long)
+    ids = inputs["input_ids"]
+    tree = random_tree(2, nodes, 5)
+    cache = DynamicCache(config=target.config)
+    offset = torch.zeros(2, 1, dtype=torch.long)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     target(**inputs, position_ids=positions, past_key_values=cache)
     session = SlotSession(target, cache, pads, offset, {}, largest_draft=nodes + 1)
-    logits, deepest = session.verify(one)[0], [int(one.depths[row].argmax()) for row in range(2)]
+    logits = session.verify(tree)[0]
+    deepest = [int(tree.depths[row].argmax()) for row in range(2)]
     prompts = [ids[row, pad:] for row, pad in enumerate(pads)]
-    paths = [one.ancestors[row, node].nonzero()[:, 0] for row, node in enumerate(deepest)]
+    paths = [tree.ancestors[row, node].nonzero()[:, 0] for row, node in enumerate(deepest)]
     for row in range(2):
         for node in {*range(0, nodes, max(nodes // 14, 1)), nodes, deepest[row]}:
-            text = torch.cat([prompts[row], one.tokens[row, one.ancestors[row, node]]])[None]
+            text = torch.cat([prompts[row], tree.tokens[row, tree.ancestors[row, node]]])[None]
             torch.testing.assert_close(logits[row, node], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
     # The next token sees the deepest path alone.
     path = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
     session.keep(Acceptance([len(path) for path in paths], path))
     logits, _ = session.verify(Block(torch.tensor([[7], [8]])))
     for row in range(2):
-        text = torch.cat([prompts[row], one.tokens[row, paths[row]], torch.tensor([7 + row])])[None]
+        text = torch.cat([prompts[row], tree.tokens[row, paths[row]], torch.tensor([7 + row])])[None]
         torch.testing.assert_close(logits[row, 0], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
 
 
@@ -195,7 +214,8 @@ def test_larger_trees_are_accepted_further(target):
     """The right token is in one of three places: a block, which takes the first, is mostly wrong."""
     options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
     options["input_ids"] = torch.tensor([[5, 9, 17, 33]])
-    expected, rounds = target.generate(**options).sequences, {}
+    expected = target.generate(**options).sequences
+    rounds = {}
     draft = scripted(make_draft(target, block_size=8), expected, error_rate=0.0, ranks=3)
     for nodes in (7, 64, 255):
         draft.decoding_config.tree_nodes = nodes
@@ -215,7 +235,7 @@ NO_NUMBERS = [
 
 
 @pytest.mark.parametrize(("make", "where", "value"), NO_NUMBERS)
-def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
+def test_nan_or_infinite_drafts_change_no_text(make, where, value, target):
     """A drafter in half precision may overflow; the target is healthy."""
     inputs, _ = ragged_prompts(3)
     for asked, trees in (({"do_sample": False}, (None, 64)), ({"do_sample": True, "top_k": 20}, (None, 3))):
@@ -226,7 +246,8 @@ def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
             draft = make(target, block_size=8)
             if make is make_draft:
                 draft = scripted(draft, expected, error_rate=0.2, ranks=3)
-            draft.decoding_config.block_size, draft.decoding_config.tree_nodes = draft.config.block_tokens, nodes
+            draft.decoding_config.block_size = draft.config.block_tokens
+            draft.decoding_config.tree_nodes = nodes
             logits_of = draft.draft_logits
 
             def draft_logits(*args, logits_of=logits_of):

@@ -37,11 +37,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max
         ({}, None),
     ],
 )
-def test_positions_of_a_configuration(config, positions):
+def test_context_length_is_read_from_a_config(config, positions):
     assert positions_of(config) == positions
 
 
-def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
+def test_stretched_rope_extends_the_context_length():
     target = make_target(max_position_embeddings=64)
     assert room_for_answer(target, 60, 100) == 4 and room_for_answer(target, 60, None) == 4
     with pytest.raises(ValueError, match="The prompt has 64 tokens; prompt and answer together may have at most 64"):
@@ -51,7 +51,7 @@ def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
     assert room_for_answer(target, 64, 100) == 100 and room_for_answer(target, 250, 100) == 6
 
 
-def test_a_target_that_hears_is_loaded_whole(tmp_path):
+def test_audio_target_is_loaded_whole(tmp_path):
     """Only the server loaded it."""
     text = {"model_type": "qwen2", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
     text |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -136,7 +136,7 @@ def test_avx2_has_no_units_for_bf16():
     assert done.stdout.strip() == "[False, True, True]"
 
 
-def test_a_device_without_memory_is_none(capsys):
+def test_meta_device_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--target", "target", "--prompt", "hi", "--device", "meta"])
     assert "'meta' is not a device; use cpu" in capsys.readouterr().err

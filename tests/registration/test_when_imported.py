@@ -35,7 +35,7 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
         "from dflash_hf.layouts.read import is_drafter_config",
     ],
 )
-def test_all_is_ready_whatever_comes_first(first):
+def test_registration_works_in_any_import_order(first):
     """The first import of transformers may be that of a module of ours, which all else has waited for."""
     code = f"""
 {first}
@@ -64,7 +64,7 @@ def test_action_runs_once_after_the_module(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
-def test_missing_module_fails_as_ever():
+def test_missing_module_raises_as_usual():
     when_imported("no_such_module_here", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
         __import__("no_such_module_here")

@@ -59,7 +59,7 @@ def test_features_are_outputs_of_decoder_layers(family, layer_ids, input_ids):
     assert not torch.allclose(shifted[0], expected[0])
 
 
-def test_feature_is_one_later_in_hidden_states(target, input_ids):
+def test_feature_of_layer_i_is_hidden_state_i_plus_1(target, input_ids):
     """Entry 0 of the tuple is the embedding, and its last entry is taken after the final norm."""
     with torch.no_grad():
         states = target(input_ids, output_hidden_states=True).hidden_states
@@ -72,7 +72,8 @@ def test_feature_is_one_later_in_hidden_states(target, input_ids):
 
 def test_layers_above_the_highest_do_not_run(target, input_ids):
     """The forward still ends: sharding and offloading put a module back in hooks after it."""
-    ran, layers = [], decoder_layers(target)
+    ran = []
+    layers = decoder_layers(target)
     hooks = [len(layer._forward_hooks) for layer in layers]
     handles = [layer.register_forward_hook(lambda *args, i=i: ran.append(i)) for i, layer in enumerate(layers)]
     handles.append(target.get_decoder().register_forward_hook(lambda *args: ran.append("end")))
