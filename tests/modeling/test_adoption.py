@@ -47,7 +47,7 @@ def test_a_wrapped_drafter_drafts(wrap):
     assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=wrapped), expected)
 
 
-def test_a_target_is_still_a_target(tmp_path):
+def test_auto_classes_still_load_a_plain_target(tmp_path):
     make_target().save_pretrained(tmp_path / "target")
     assert type(AutoConfig.from_pretrained(tmp_path / "target")) is Qwen3Config
     assert type(AutoModel.from_pretrained(tmp_path / "target")) is Qwen3Model

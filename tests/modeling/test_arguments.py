@@ -47,9 +47,9 @@ def hidden(start: int, stop: int):
     """A mask that leaves out these columns of the last row."""
 
     def mask(call):
-        ones = torch.ones_like(call.inputs["attention_mask"])
-        ones[-1, start:stop] = 0
-        return ones
+        columns = torch.ones_like(call.inputs["attention_mask"])
+        columns[-1, start:stop] = 0
+        return columns
 
     return mask
 
@@ -185,9 +185,10 @@ def call_of(target, rows: int, chosen: dict, in_config: bool, seed: int):
     with_draft = dict(options)
     options = {name: value for name, value in options.items() if name not in ASSISTED}  # a target alone has none
     if in_config:
-        for one in (options, with_draft):
-            fields = {"pad_token_id": 0} | {key: one.pop(key) for key in list(one) if key in vars(GenerationConfig())}
-            one["generation_config"] = lambda call, fields=fields: GenerationConfig(**fields)
+        for keywords in (options, with_draft):
+            names = [name for name in keywords if name in vars(GenerationConfig())]
+            fields = {"pad_token_id": 0, **{name: keywords.pop(name) for name in names}}
+            keywords["generation_config"] = lambda call, fields=fields: GenerationConfig(**fields)
     return Call(target, inputs, pads, options, seed), with_draft
 
 
@@ -215,19 +216,24 @@ def problem(call: Call, with_draft: dict, decoding: dict, chosen: dict) -> str |
 
 def run(draws: random.Random, models, choices: list[dict]) -> None:
     """Call a random one of the models with each choice of arguments."""
-    found, refused, of_these = [], 0, Counter()
+    differences = []
+    refused = 0
+    arguments_refused = Counter()
     for chosen in choices:
         decoding = draws.choice([{}, {}, {"tree_nodes": 10}, {"block_size": 3}, {"window": 6}])
-        target, rows, in_config = draws.choice(models), draws.choice([1, 1, 3]), draws.random() < 0.3
-        said = problem(*call_of(target, rows, chosen, in_config, draws.randrange(1000)), decoding, chosen)
-        if said is REFUSED_BY_BOTH:
+        target = draws.choice(models)
+        rows = draws.choice([1, 1, 3])
+        in_config = draws.random() < 0.3
+        change = problem(*call_of(target, rows, chosen, in_config, draws.randrange(1000)), decoding, chosen)
+        if change is REFUSED_BY_BOTH:
             refused += 1
-            of_these.update(chosen.keys())
-        elif said is not None:
-            where = ", in a config" * in_config
-            found.append(f"{target.config.model_type}, {rows} rows, {chosen}{where}, {decoding}: {said}")
-    print(f"{len(choices)} calls, {len(found)} differ; {refused} refused without a drafter, too: {dict(of_these)}")
-    assert not found, f"{len(found)} of {len(choices)} calls:\n" + "\n".join(found[:60])
+            arguments_refused.update(chosen.keys())
+        elif change is not None:
+            where = ", in a config" if in_config else ""
+            differences.append(f"{target.config.model_type}, {rows} rows, {chosen}{where}, {decoding}: {change}")
+    print(f"{len(choices)} calls, {len(differences)} differ; {refused} refused without a drafter, too:")
+    print(dict(arguments_refused))
+    assert not differences, f"{len(differences)} of {len(choices)} calls:\n" + "\n".join(differences[:60])
     assert refused < len(choices) / 2, "calls that are refused prove nothing"
 
 
@@ -240,14 +246,17 @@ def check_alone(seed: int, *families: str) -> None:
     values = arguments()
     assert len(values) > 60
     together = {name: {other: values[other][0] for other in TOGETHER.get(name, ())} for name in values}
-    choices = [{name: value, **together[name]} for name, given in values.items() for value in given]
+    choices = [{name: value, **together[name]} for name, alternatives in values.items() for value in alternatives]
     run(random.Random(seed), targets(*families), choices)
 
 
 def check_together(seed: int, number: int) -> None:
-    draws, choices = random.Random(seed), []
+    draws = random.Random(seed)
+    choices = []
     values = {
-        name: given for name, given in arguments().items() if name not in {*REFUSED, "token_healing", "max_time"}
+        name: alternatives
+        for name, alternatives in arguments().items()
+        if name not in {*REFUSED, "token_healing", "max_time"}
     }
     for _ in range(number):
         chosen: dict = {}
@@ -259,17 +268,17 @@ def check_together(seed: int, number: int) -> None:
     run(draws, targets("qwen3", "gemma3", "gpt2", "qwen3_5_text"), choices)
 
 
-def test_each_argument_alone():
+def test_each_argument_alone_keeps_the_text():
     check_alone(0, "qwen3", "gemma3", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_arguments_together(seed):
+def test_arguments_together_keep_the_text(seed):
     check_together(seed, 50)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
-def test_guidance_runs_the_target_inside_a_round(family):
+def test_guidance_inside_a_round_keeps_the_text(family):
     """Its forwards are no part of what is listed."""
     listed = {"guidance_scale": 1.5, "output_logits": True, "return_dict_in_generate": True}
     run(random.Random(0), targets(family), [listed] * 2)
@@ -277,12 +286,12 @@ def test_guidance_runs_the_target_inside_a_round(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "qwen3_5_text", "lfm2", "jamba"])
-def test_each_argument_alone_in_every_family(family):
+def test_each_argument_keeps_the_text_of_a_family(family):
     for seed in range(5):
         check_alone(seed, family)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_arguments_together_in_many_calls(seed):
+def test_many_argument_mixes_keep_the_text(seed):
     check_together(seed, 1500)

@@ -1,4 +1,4 @@
-"""Ways of calling `generate` that broke other implementations."""
+"""Calls of `generate` that broke other implementations."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
 
 def filled() -> list[SlotCache]:
     """The slot caches of this process that hold anything."""
-    return [one for one in gc.get_objects() if isinstance(one, SlotCache) and one.layers]
+    return [cache for cache in gc.get_objects() if isinstance(cache, SlotCache) and cache.layers]
 
 
 def both(target, draft, *args, **options):
@@ -36,7 +36,7 @@ def both(target, draft, *args, **options):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_token_types_go_on_as_the_prompt_ended(rows):
+def test_token_types_continue_from_the_prompts_end(rows):
     """GPT-2 adds an embedding for them, to generated tokens too."""
     target = make_target("gpt2")
     draft = make_draft(target)
@@ -51,7 +51,7 @@ def test_token_types_go_on_as_the_prompt_ended(rows):
     assert len({n for row in output.acceptance_lengths for n in row}) >= 3
 
 
-def test_mask_token_may_stand_in_the_text(target):
+def test_mask_token_in_the_text_changes_nothing(target):
     """Nothing is trimmed, stopped or compared by the mask id."""
     text = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
     draft = make_draft(target)
@@ -67,7 +67,7 @@ def talking():
     return target, make_draft(target), make_tokenizer()
 
 
-def test_streamers_of_text(talking, capsys):
+def test_text_streamers_get_the_same_pieces(talking, capsys):
     target, draft, tokenizer = talking
     inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -103,21 +103,25 @@ def test_stop_strings_end_rows(talking, rows, eos):
 def test_pipeline_takes_a_drafter_or_its_name(talking, tmp_path):
     """With other special tokens than the target's, which upstream takes for another tokenizer."""
     target, draft, tokenizer = talking
-    target.config.eos_token_id, before = 7, target.config.eos_token_id
+    before = target.config.eos_token_id
+    target.config.eos_token_id = 7
     draft.save_pretrained(tmp_path)
     options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     for assistant in (str(tmp_path), draft):
-        drafted, rounds = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant), []
+        drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant)
+        rounds = []
         assert isinstance(drafted.assistant_model, type(draft)) and drafted.assistant_tokenizer is None
-        drafted.assistant_model.decoding_config.block_size = draft.config.block_tokens  # it would not pay
+        drafted.assistant_model.decoding_config.block_size = (
+            draft.config.block_tokens
+        )  # a random drafter would not be used
         drafted.assistant_model.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
         assert drafted("Once", **options) == plain("Once", **options) and rounds
     target.config.eos_token_id = before
 
 
-def test_settings_of_others_are_followed_or_named(target, draft, caplog):
-    """`num_assistant_tokens` drafted tokens are verified; what a drafter cannot follow is said once."""
+def test_assistant_settings_are_followed_or_named(target, draft, caplog):
+    """`num_assistant_tokens` drafted tokens are verified; what a drafter cannot follow is warned of once."""
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(PROMPT, **options)
     draft = scripted(draft, expected.sequences, error_rate=0.0)
@@ -129,7 +133,7 @@ def test_settings_of_others_are_followed_or_named(target, draft, caplog):
         assert f"drafter ignores {name}={value}" in caplog.text
 
 
-def test_asking_for_the_default_is_asking(target, draft):
+def test_default_draft_count_is_followed_if_requested(target, draft):
     """Upstream fills in 20 drafted tokens where nobody asks for any; then sizes are chosen."""
     draft.decoding_config.block_size = None
     options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
@@ -158,7 +162,8 @@ class Interruption:
     """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
 
     def __init__(self, error, nth):
-        self.error, self.left = error, nth
+        self.error = error
+        self.left = nth
 
     def __call__(self, *args, **kwargs):
         self.left -= 1
@@ -181,8 +186,12 @@ class Interruption:
 @pytest.mark.parametrize(
     ("family", "place"),
     [
-        *[("qwen3", "processor"), ("gemma3", "criterion"), ("gemma3", "streamer")],
-        *[("falcon_h1", "processor"), ("falcon_h1", "streamer"), ("mamba2", "criterion")],
+        ("qwen3", "processor"),
+        ("gemma3", "criterion"),
+        ("gemma3", "streamer"),
+        ("falcon_h1", "processor"),
+        ("falcon_h1", "streamer"),
+        ("mamba2", "criterion"),
     ],
 )
 def test_interrupted_cache_equals_the_plain_one(family, place):
@@ -191,17 +200,21 @@ def test_interrupted_cache_equals_the_plain_one(family, place):
     options = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     draft = scripted(make_draft(target, 6), target.generate(**options), error_rate=0.1)
     for nodes, after in ((8, 1), (None, 2), (8, 5), (None, 9)):
-        draft.decoding_config.tree_nodes, held = nodes, []
+        draft.decoding_config.tree_nodes = nodes
+        states_of_calls = []
         for assistant in (None, draft):
-            cache, own = DynamicCache(config=target.config), Interruption(KeyError, after).at(place)
+            cache = DynamicCache(config=target.config)
+            own = Interruption(KeyError, after).at(place)
             own[cache_argument(target)] = cache
             with pytest.raises(KeyError):
                 target.generate(**options, **own, assistant_model=assistant)
             layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
-            held.append([layer.keys for layer in layers] + [layer.values for layer in layers])
-            held[-1] += recurrent_states(cache.layers)
-        for theirs, ours in zip(*held, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4 * max(1.0, float(theirs.abs().max())))
+            states_of_calls.append([layer.keys for layer in layers] + [layer.values for layer in layers])
+            states_of_calls[-1] += recurrent_states(cache.layers)
+        for plain_states, drafted_states in zip(*states_of_calls, strict=True):
+            torch.testing.assert_close(
+                drafted_states, plain_states, rtol=0.0, atol=1e-4 * max(1.0, float(plain_states.abs().max()))
+            )
     output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
     assert max(output.acceptance_lengths[0]) > 3
 
@@ -210,10 +223,13 @@ def test_interrupted_cache_equals_the_plain_one(family, place):
     ("family", "error"),
     [("qwen3", KeyboardInterrupt), ("gemma3", torch.OutOfMemoryError), ("falcon_h1", torch.OutOfMemoryError)],
 )
-def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
+def test_failed_slot_allocation_keeps_the_cache(family, error, monkeypatch):
     """Whichever buffer of whichever layer it fails at, the caller's cache holds what it held."""
-    target, prompt = make_target(family, attn=None), torch.randint(5, 90, (2, 9))
-    mask, draft, make = torch.ones_like(prompt), make_draft(target), SlotLayer._buffer
+    target = make_target(family, attn=None)
+    prompt = torch.randint(5, 90, (2, 9))
+    mask = torch.ones_like(prompt)
+    draft = make_draft(target)
+    make = SlotLayer._buffer
     mask[0, :3] = 0
 
     def read(assistant=None):
@@ -222,37 +238,38 @@ def test_cache_is_whole_if_slots_cannot_be_made(family, error, monkeypatch):
         with contextlib.suppress(error):
             target.generate(prompt, **options, assistant_model=assistant)
         layers = [(layer.keys, layer.values) for layer in cache.layers]
-        return [part for pair in layers for states in pair for part in (states[0, :, 3:], states[1])]
+        parts = []
+        for keys, values in layers:
+            parts += [keys[0, :, 3:], keys[1], values[0, :, 3:], values[1]]
+        return parts
 
     expected = read()
-    read(draft)  # so that the target was tried before
+    read(draft)  # the target is probed now
     for place in range(1, len(expected) + 1):
         failing = Interruption(error, place)
         monkeypatch.setattr(SlotLayer, "_buffer", lambda *args, failing=failing: failing() or make(*args))
-        for theirs, ours in zip(expected, read(draft), strict=True):
-            assert torch.equal(ours, theirs)
+        for plain_states, drafted_states in zip(expected, read(draft), strict=True):
+            assert torch.equal(drafted_states, plain_states)
         assert failing.left <= 0 or 2 * place > len(expected)
 
 
 @pytest.mark.parametrize("place", [1, 2, 4, 7])
-def test_states_are_whole_if_rolling_back_is_interrupted(place, monkeypatch):
+def test_interrupted_rollback_keeps_recurrent_states(place, monkeypatch):
     """They were left after tokens that the cache did not hold, and the next turn was another text."""
     target = make_target("falcon_h1", attn=None, dtype=torch.float64)
     text = target.generate(PROMPT, max_new_tokens=30, do_sample=False)
     draft = scripted(make_draft(target, 6), text, error_rate=0.4)
     options = {"do_sample": False, "assistant_model": draft}
-    assert torch.equal(target.generate(PROMPT, max_new_tokens=30, **options), text)  # and the target was tried
-    cache, failing, copied = (
-        DynamicCache(config=target.config),
-        Interruption(KeyboardInterrupt(), place),
-        recurrent._copy,
-    )
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=30, **options), text)  # and the target was probed
+    cache = DynamicCache(config=target.config)
+    failing = Interruption(KeyboardInterrupt(), place)
+    copied = recurrent._copy
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(recurrent, "_copy", lambda *args: failing() or copied(*args))
         target.generate(PROMPT, max_new_tokens=30, **options, **{cache_argument(target): cache})
-    held = cache.get_seq_length()
-    rest = {"max_new_tokens": text.shape[1] - held - 1, "do_sample": False, cache_argument(target): cache}
-    assert held >= PROMPT.shape[1] and torch.equal(target.generate(text[:, : held + 1], **rest), text)
+    length = cache.get_seq_length()
+    continued = {"max_new_tokens": text.shape[1] - length - 1, "do_sample": False, cache_argument(target): cache}
+    assert length >= PROMPT.shape[1] and torch.equal(target.generate(text[:, : length + 1], **continued), text)
 
 
 class Interrupting(nn.Module):
@@ -260,7 +277,8 @@ class Interrupting(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.layer, self.reached = layer, lambda: None
+        self.layer = layer
+        self.reached = lambda: None
 
     def forward(self, *args, **kwargs):
         self.reached()
@@ -268,8 +286,8 @@ class Interrupting(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["prefill", "verify", "draft", "streamer", "processor", "criterion"])
-def test_interruption_leaves_nothing_behind(place):
-    """Both models decode as before, no hook stays, and no cache of the call is alive."""
+def test_interruption_leaves_no_hook_and_no_cache(place):
+    """Both models decode as before, no hook stays, and no cache of the call is kept."""
     target = make_target()
     target.model.norm = Interrupting(target.model.norm)
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -281,7 +299,9 @@ def test_interruption_leaves_nothing_behind(place):
         modules = [*target.modules(), *draft.modules()]
         return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
 
-    before, own, error = hooks(), {}, KeyboardInterrupt if place in ("verify", "streamer") else FloatingPointError
+    before = hooks()
+    own = {}
+    error = KeyboardInterrupt if place in ("verify", "streamer") else FloatingPointError
     interruption = Interruption(error, 1 if place in ("prefill", "draft") else 2)
     if place in ("prefill", "verify"):
         target.model.norm.reached = interruption
@@ -289,24 +309,24 @@ def test_interruption_leaves_nothing_behind(place):
         handle = draft.register_forward_hook(interruption)
     else:
         own = interruption.at(place)
-    held = filled()  # by fixtures of other tests: conversations that may continue
+    earlier = filled()  # by fixtures of other tests: conversations that may continue
     with pytest.raises(error):
         target.generate(PROMPT, **options, **own, assistant_model=draft)
     assert interruption.left == 0
     if place == "draft":
         handle.remove()
     assert hooks() == before and draft.training
-    assert not [one for one in filled() if not any(one is other for other in held)]
+    assert not [cache for cache in filled() if not any(cache is other for other in earlier)]
     assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
 
 
-def test_many_calls_leave_nothing_behind():
-    """Over pairs that come and go: as many living tensors after many calls as after some, and none of a dead pair."""
+def test_many_calls_leave_no_tensors_behind():
+    """As many tensors after many calls as after some, and none of a pair that was freed."""
     gc.freeze()  # what was there before is not looked through again and again, nor later
 
     def living() -> int:
         gc.collect()
-        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        return sum(isinstance(living_object, torch.Tensor) for living_object in gc.get_objects())
 
     def calls(seed: int) -> tuple[int, int]:
         target = make_target(seed=seed)
@@ -326,9 +346,10 @@ def test_many_calls_leave_nothing_behind():
 
 
 def test_context_is_cut_with_its_cache(target, draft):
-    """Tokens that were collected, not read, lay past its slots where the conversation was cut before them."""
+    """Features that were pending when the conversation was cut lay past the slots of the context."""
     features = torch.randn(1, 80, draft.fc.in_features, generator=torch.Generator().manual_seed(0))
-    offset, cache = torch.zeros(1, 1, dtype=torch.long), DynamicCache()
+    offset = torch.zeros(1, 1, dtype=torch.long)
+    cache = DynamicCache()
 
     def opened(columns: int, past: int, continued=None) -> Drafter:
         drafter = Drafter(draft, target)
@@ -340,7 +361,8 @@ def test_context_is_cut_with_its_cache(target, draft):
     before.read(features[:, 56:71], Acceptance([15]))
     before.release(cache)
     after = opened(44, 40, cache)
-    for drafter in (after, expected := opened(44, 0)):
+    expected = opened(44, 0)
+    for drafter in (after, expected):
         drafter.context.read(features[:, 71:73], Acceptance([2]))
     anchor = torch.tensor([7])
     torch.testing.assert_close(after.hidden_states(anchor), expected.hidden_states(anchor))

@@ -46,7 +46,7 @@ def beside_the_weights(draft):
 
 
 def pair(family: str = "qwen3", block_size: int = 6, **options):
-    """A target, and a drafter that knows its text and says another token at one place in five."""
+    """A target, and a drafter that knows its text and drafts another token at one place in five."""
     target = make_target(family, attn=None, **options)
     text = target.generate(PROMPT, **OPTIONS, eos_token_id=None)
     draft = scripted(make_draft(target, block_size=block_size), text, error_rate=0.2)
@@ -79,7 +79,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_hold_in_upstream_loop(rule, matches):
+def test_generation_rules_hold_in_upstream_loop(rule, matches):
     target, draft, text = pair()
     options = {**OPTIONS, **RULES[rule]}
     if "eos_token_id" in options:

@@ -5,6 +5,7 @@ import contextvars
 import copy
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -23,7 +24,7 @@ from dflash_hf.modeling.modeling_dflash import raw_embedding
 from dflash_hf.targets.features import FeatureTap
 
 
-KNOWN: dict[tuple, Pair] = {}
+PAIRS: dict[tuple, Pair] = {}
 NAMES = ("greedy", "batch", "penalty")
 BOTH = pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])  # by slots, and by replay
 
@@ -34,28 +35,28 @@ def pair_of():
     used = {}
 
     def get(family: str, seed: int = 0) -> Pair:
-        if (family, seed) not in KNOWN:
-            KNOWN[family, seed] = Pair.of(family, seed, names=NAMES)
-        pair = KNOWN[family, seed]
+        if (family, seed) not in PAIRS:
+            PAIRS[family, seed] = Pair.of(family, seed, names=NAMES)
+        pair = PAIRS[family, seed]
         used[family, seed] = pair, shape_of(*pair.models)
         return pair
 
     yield get
     for key, (pair, before) in used.items():
         if shape_of(*pair.models) != before:
-            KNOWN.pop(key, None)
+            PAIRS.pop(key, None)
             raise AssertionError(f"{key}: a call left something behind")
 
 
-def said(call: Call, draft=None, **more):
+def outcome_of(call: Call, draft=None, **more):
     """Text and acceptance lengths; without a drafter, the text."""
     outcome = call(draft, **more)
     return outcome.sequences.tolist(), outcome.lengths
 
 
-def alone(pair: Pair, way: str, name: str):
-    """What `said` must give: the target's text, and how drafts are accepted when nothing else runs."""
-    text, lengths = said(pair.calls[name], pair.drafts[way])
+def alone(pair: Pair, draft_name: str, name: str):
+    """What `outcome_of` must give: the target's text, and how drafts are accepted when nothing else runs."""
+    text, lengths = outcome_of(pair.calls[name], pair.drafts[draft_name])
     assert text == pair.text(name)
     assert pair.family in PLAIN or max(lengths[0]) > 3, "drafts that are never accepted prove nothing"
     return text, lengths
@@ -71,59 +72,65 @@ def without_errors(results: list) -> list:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_calls_take_turns_inside_their_forwards(family, pair_of):
-    """Two drafted calls and a plain one; threads change in the middle of each layer, as a seed says."""
-    pair, turns = pair_of(family), Turns(0, often=0.6)
+def test_interleaved_calls_write_their_own_texts(family, pair_of):
+    """Two drafted calls and a plain one; threads change in the middle of each layer, by a seed."""
+    pair = pair_of(family)
+    turns = Turns(0, often=0.6)
     expected = [alone(pair, "block", "greedy"), alone(pair, "tree", "batch"), (pair.text("penalty"), None)]
     with turns.inside():
         results = turns.run(
-            lambda: said(pair.calls["greedy"], pair.drafts["block"]),
-            lambda: said(pair.calls["batch"], pair.drafts["tree"]),
-            lambda: said(pair.calls["penalty"]),
+            lambda: outcome_of(pair.calls["greedy"], pair.drafts["block"]),
+            lambda: outcome_of(pair.calls["batch"], pair.drafts["tree"]),
+            lambda: outcome_of(pair.calls["penalty"]),
         )
     assert without_errors(results) == expected and turns.changes > 20
 
 
 @BOTH
-def test_first_calls_of_a_target_take_turns(family, pair_of):
+def test_interleaved_first_calls_probe_correctly(family, pair_of):
     """How a target is rolled back is found out by its first call: not by what another call made of it."""
     expected = alone(pair_of(family), "block", "greedy")
-    fresh, turns = Pair.of(family, names=NAMES), Turns(1)
+    fresh = Pair.of(family, names=NAMES)
+    turns = Turns(1)
     with turns.inside():
-        results = turns.run(*[lambda: said(fresh.calls["greedy"], fresh.drafts["block"])] * 4)
+        results = turns.run(*[lambda: outcome_of(fresh.calls["greedy"], fresh.drafts["block"])] * 4)
     assert without_errors(results) == [expected] * 4
     assert alone(fresh, "block", "greedy") == expected, "what a race decided was remembered"
 
 
 @BOTH
-def test_models_of_several_pairs_take_turns(family, pair_of):
+def test_interleaved_calls_may_share_models(family, pair_of):
     """Two drafters of one target, and two targets of one drafter, which does not know the texts of the other."""
-    pair, other, turns = pair_of(family), pair_of(family, seed=1), Turns(0)
-    calls = [(pair.calls["greedy"], pair.drafts[way]) for way in ("block", "tree")]
+    pair = pair_of(family)
+    other = pair_of(family, seed=1)
+    turns = Turns(0)
+    calls = [(pair.calls["greedy"], pair.drafts[draft_name]) for draft_name in ("block", "tree")]
     calls.append((other.calls["greedy"], pair.drafts["block"]))
-    expected = [said(*call) for call in calls]
+    expected = [outcome_of(*call) for call in calls]
     assert expected[2][0] == other.text("greedy")
     with turns.inside():
-        results = turns.run(*[lambda call=call: said(*call) for call in calls])
+        results = turns.run(*[lambda call=call: outcome_of(*call) for call in calls])
     assert without_errors(results) == expected
 
 
 @BOTH
-def test_copied_contexts_are_no_part_of_a_call(family, pair_of):
+def test_copied_contextvars_do_not_join_a_call(family, pair_of):
     """A streamer hands its context to another thread: a copied context is no sign of whose forward it is."""
-    pair, turns, copied = pair_of(family), Turns(0), []
+    pair = pair_of(family)
+    turns = Turns(0)
+    copied = []
     expected = alone(pair, "block", "greedy")
 
     def other(draft):
         deadline = time.monotonic() + 30
         while not copied and time.monotonic() < deadline:
             turns.change(always=True)
-        return copied[0].copy().run(said, pair.calls["batch"], draft)[0]
+        return copied[0].copy().run(outcome_of, pair.calls["batch"], draft)[0]
 
     hand_over = Collected(lambda step: step == 3 and copied.append(contextvars.copy_context()))
     with turns.inside():
         results = turns.run(
-            lambda: said(pair.calls["greedy"], pair.drafts["block"], streamer=hand_over),
+            lambda: outcome_of(pair.calls["greedy"], pair.drafts["block"], streamer=hand_over),
             lambda: other(None),
             lambda: other(pair.drafts["tree"]),
         )
@@ -133,31 +140,37 @@ def test_copied_contexts_are_no_part_of_a_call(family, pair_of):
 def test_calls_run_in_a_thread_pool_of_asyncio(pair_of):
     """`asyncio.to_thread` and servers built on it give each thread a copy of the caller's context."""
     pairs = [pair_of("qwen3"), pair_of("qwen3_5_text")]
-    work = [(pair, way, name) for name in NAMES for pair in pairs for way in (None, "block", "tree")]
+    work = [*itertools.product(NAMES, pairs, (None, "block", "tree"))]
 
     async def serve():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
-        answers = [asyncio.to_thread(said, pair.calls[name], pair.drafts.get(way)) for pair, way, name in work]
+        answers = [
+            asyncio.to_thread(outcome_of, pair.calls[name], pair.drafts.get(draft_name))
+            for name, pair, draft_name in work
+        ]
         return await asyncio.gather(*answers, return_exceptions=True)
 
     results = without_errors(asyncio.run(serve()))
-    assert [text for text, _ in results] == [pair.text(name) for pair, _, name in work]
+    assert [text for text, _ in results] == [pair.text(name) for name, pair, _ in work]
 
 
 # ------------------------------------------------------------------------------------------------------------- nesting
 
-CASES = [(one, place, False) for one in ("qwen3", "gemma3", "qwen3_5_text") for place in ("streamer", "criterion")]
+FAMILIES = ("qwen3", "gemma3", "qwen3_5_text")
+CASES = [(family, place, False) for family in FAMILIES for place in ("streamer", "criterion")]
 
 
 @pytest.mark.parametrize(("family", "place", "compiled"), [*CASES, ("qwen3", "streamer", "eager")])
 def test_calls_run_inside_a_call(family, place, compiled, pair_of):
     """A drafted one, a plain one, and a forward of the target."""
-    pair, inside = pair_of(family), []
-    draft, other = pair.drafts["block"], pair.calls["batch"]
+    pair = pair_of(family)
+    inside = []
+    draft = pair.drafts["block"]
+    other = pair.calls["batch"]
 
     def nested(step: int) -> None:
         if step in (2, 5):
-            inside.append(said(other, draft if step == 2 else None)[0])
+            inside.append(outcome_of(other, draft if step == 2 else None)[0])
         elif step == 13:
             pair.target(torch.tensor(pair.text("batch")))
 
@@ -165,7 +178,7 @@ def test_calls_run_inside_a_call(family, place, compiled, pair_of):
     draft.decoding_config.compile = compiled
     try:
         expected = alone(pair, "block", "greedy")
-        assert said(pair.calls["greedy"], draft, **own) == expected
+        assert outcome_of(pair.calls["greedy"], draft, **own) == expected
     finally:
         draft.decoding_config.compile = False
         torch._dynamo.reset()
@@ -197,12 +210,15 @@ def forked(function) -> bool:
 @pytest.mark.parametrize("another_thread", [False, True])
 def test_forked_worker_generates_beside_its_parent(another_thread, pair_of):
     pair = pair_of("qwen3_5_text")
-    expected, answers = alone(pair, "block", "greedy"), []
-    call, draft = pair.calls["greedy"], pair.drafts["block"]
-    arrived, go_on = threading.Event(), threading.Event()
+    expected = alone(pair, "block", "greedy")
+    answers = []
+    call = pair.calls["greedy"]
+    draft = pair.drafts["block"]
+    arrived = threading.Event()
+    go_on = threading.Event()
 
     def answer():
-        answers.append(forked(lambda: said(call, draft) == expected))
+        answers.append(forked(lambda: outcome_of(call, draft) == expected))
 
     def meanwhile(step):
         if step == 5 and another_thread:
@@ -217,8 +233,10 @@ def test_forked_worker_generates_beside_its_parent(another_thread, pair_of):
         go_on.set()
         return expected
 
-    parent = [lambda: said(call, draft, streamer=Collected(meanwhile))]
-    results = at_once(*parent, *([waiting] if another_thread else []))
+    functions = [lambda: outcome_of(call, draft, streamer=Collected(meanwhile))]
+    if another_thread:
+        functions.append(waiting)
+    results = at_once(*functions)
     assert without_errors(results)[0] == expected and answers == [True]
 
 
@@ -233,8 +251,11 @@ def saved_whole(model):
 def test_copies_made_during_a_call_decode(how, pair_of, monkeypatch):
     """Of target and drafter, from a streamer and in the middle of a forward."""
     pair = pair_of("qwen3_5_text")
-    call, draft = pair.calls["greedy"], pair.drafts["block"]
-    expected, copies, looks = alone(pair, "block", "greedy"), [], []
+    call = pair.calls["greedy"]
+    draft = pair.drafts["block"]
+    expected = alone(pair, "block", "greedy")
+    copies = []
+    looks = []
 
     def make(step, steps=(9,)):
         if step in steps:
@@ -245,13 +266,13 @@ def test_copies_made_during_a_call_decode(how, pair_of, monkeypatch):
         make(len(looks), (1, 30))  # the prompt's forward, and a verification
 
     monkeypatch.setattr(Window, "look", look)
-    assert said(call, draft, streamer=Collected(make)) == expected
+    assert outcome_of(call, draft, streamer=Collected(make)) == expected
     monkeypatch.setattr(Window, "look", None)
     assert len(copies) == 3
     for target, drafter in copies:
         copied = dataclasses.replace(call, target=target)
-        assert said(copied, drafter) == expected == said(copied, drafter, prefill_chunk_size=2)
-        assert said(copied)[0] == expected[0]
+        assert outcome_of(copied, drafter) == expected == outcome_of(copied, drafter, prefill_chunk_size=2)
+        assert outcome_of(copied)[0] == expected[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- taps
@@ -260,11 +281,13 @@ def test_copies_made_during_a_call_decode(how, pair_of, monkeypatch):
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_foreign_hooks_see_no_drafts(register, pair_of, caplog):
     """A target with hooks of a caller decodes plainly: they see the tokens that they see without a drafter."""
-    pair, seen = pair_of("qwen3"), []
+    pair = pair_of("qwen3")
+    seen = []
     handle = getattr(pair.target.get_input_embeddings(), register)(lambda _, args, *__: seen.append(args[0].tolist()))
-    said(pair.calls["greedy"])
-    without, seen[:] = [*seen], []
-    assert said(pair.calls["greedy"], pair.drafts["block"]) == (pair.text("greedy"), [[]]) and seen == without
+    outcome_of(pair.calls["greedy"])
+    without = [*seen]
+    seen[:] = []
+    assert outcome_of(pair.calls["greedy"], pair.drafts["block"]) == (pair.text("greedy"), [[]]) and seen == without
     handle.remove()
     assert f"a hook of {__name__} on a Embedding would see drafted tokens" in caplog.text
     alone(pair, "block", "greedy")
@@ -281,7 +304,7 @@ def test_features_are_the_layers_own_outputs(family):
     assert torch.equal(target.model.norm(features[..., 64:]), every[4])
 
 
-def test_hooks_of_a_copy_act_once():
+def test_copied_target_captures_features_once():
     """A copy made during a call keeps the hooks; a drafter that reads one layer got its features twice."""
     target = make_target()
     call = Call(target, {"input_ids": torch.tensor([[5, 9, 17, 33, 2]])}, [0], {"max_new_tokens": 24})
@@ -290,17 +313,19 @@ def test_hooks_of_a_copy_act_once():
     draft = recognising(target, [text[0]], target_layer_ids=[2])
     with FeatureTap(target, [2]):
         copied = dataclasses.replace(call, target=copy.deepcopy(target))
-    written, lengths = said(copied, draft)
+    written, lengths = outcome_of(copied, draft)
     assert written == text.tolist() and max(lengths[0]) > 3
-    for one in copied.target.modules():
-        assert not one._forward_hooks and not one._forward_pre_hooks and not one._forward_pre_hooks_with_kwargs
+    for module in copied.target.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._forward_pre_hooks_with_kwargs
 
 
 @pytest.mark.parametrize("wrong", [None, "feature", "position"])
 def test_recognising_drafters_depend_on_their_context(wrong):
-    """It says the text only where all that it was given is right, or a mixed-up context would not be noticed above."""
+    """It drafts the text only in its own context; otherwise the tests above would notice no mix-up."""
     pair = Pair.of("qwen3", names=NAMES)
-    draft, text = pair.drafts["block"], pair.expected["greedy"].sequences[0]
+    draft = pair.drafts["block"]
+    text = pair.expected["greedy"].sequences[0]
     features = features_of(pair.target, text[:20], draft.config.target_layer_ids)
     positions = torch.arange(20 + BLOCK_SIZE)[None] + (wrong == "position")
     if wrong == "feature":

@@ -23,7 +23,7 @@ GOOD = {
 }
 
 
-def test_default_layer_rule():
+def test_default_target_layers_are_evenly_spaced():
     assert default_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
     assert default_target_layer_ids(64, 5) == [1, 16, 31, 46, 61]
     assert default_target_layer_ids(12, 1) == [6]
@@ -31,7 +31,7 @@ def test_default_layer_rule():
         default_target_layer_ids(4, 3)  # the rule gives [1, 1, 1]
 
 
-def test_nested_keys_win_and_everything_is_written_back():
+def test_nested_keys_win_and_all_keys_are_saved():
     config = DFlashDraftConfig(**{**GOOD, "mask_token_id": 7, "loss_decay_gamma": 4.0})
     assert config.mask_token_id == 95 and config.target_layer_ids == [1, 3]
     written = json.loads(config.to_json_string())
@@ -53,7 +53,7 @@ def test_nested_keys_win_and_everything_is_written_back():
     ],
     ids=str,
 )
-def test_what_a_caller_says_wins_over_the_file(nested, changes, tmp_path):
+def test_keyword_overrides_the_file(nested, changes, tmp_path):
     """`dflash_config` of the file silently overruled the keyword."""
     content = {**GOOD, "dflash_config": {**GOOD["dflash_config"], **nested, "of_another": 1}}
     (tmp_path / "config.json").write_text(json.dumps({**content, "model_type": "qwen3"}))
@@ -68,15 +68,15 @@ def test_what_a_caller_says_wins_over_the_file(nested, changes, tmp_path):
     "spelling",
     [{"partial_rotary_factor": 0.5}, {"rope_dim": 4}, {"rope_dim": 4, "rope_type": "linear", "factor": 2.0}],
 )
-def test_the_width_that_rotates_is_written_twice(spelling, monkeypatch):
+def test_partial_rotary_width_is_saved_both_ways(spelling, monkeypatch):
     """SGLang under transformers 5.23 lost the factor alone, and rotated whole heads."""
     warned = []
     monkeypatch.setattr(modeling_rope_utils.logger, "warning", warned.append)
     rope = {"rope_type": "default", "rope_theta": 1e4, **spelling}
     config = DFlashDraftConfig(**GOOD, rope_parameters=rope)
     written = json.loads(config.to_json_string())
-    for one in (config, DFlashDraftConfig.from_dict(written)):
-        assert one.rope_parameters["partial_rotary_factor"] == 0.5 and one.rope_parameters["rope_dim"] == 4
+    for read in (config, DFlashDraftConfig.from_dict(written)):
+        assert read.rope_parameters["partial_rotary_factor"] == 0.5 and read.rope_parameters["rope_dim"] == 4
     assert written["partial_rotary_factor"] == 0.5 and written["rope_parameters"]["rope_dim"] == 4
     config.validate()  # as saving does
     assert not warned
@@ -90,7 +90,7 @@ def test_block_size_nested_alone_is_honoured():
     assert DFlashDraftConfig(**{**fields, "dflash_config": nested}).block_size == 8
 
 
-def test_causality_rules():
+def test_causality_follows_layer_types_and_keys():
     mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     config = DFlashDraftConfig(**GOOD, **mixed)
     assert [config.layer_is_causal(i) for i in (0, 1)] == [True, False]
@@ -192,7 +192,7 @@ def test_decoding_settings_are_checked_by_a_call(field, value, remedy):
         target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)
 
 
-def test_null_where_a_field_allows_it():
+def test_null_is_taken_where_a_field_allows_it():
     nulls = ("tie_word_embeddings", "use_sliding_window", "head_dim", "attention_dropout")
     config = DFlashDraftConfig(**GOOD, **dict.fromkeys(nulls), rope_scaling=[])
     assert config.tie_word_embeddings is None and (config.head_dim, config.attention_dropout) == (8, 0.0)
@@ -224,7 +224,7 @@ def test_a_fresh_drafter_reads_as_many_layers_as_fit(depth, expected, caplog):
         ("cohere2_moe", {"rms_norm_eps": None, "head_dim": 8, "num_attention_heads": 4, "eos_token_id": 1}),
     ],
 )
-def test_targets_without_the_usual_fields(model_type, fields):
+def test_targets_lacking_common_fields_are_read(model_type, fields):
     target = CONFIG_MAPPING[model_type](hidden_size=32, num_hidden_layers=6, vocab_size=96, **fields)
     config = DFlashDraftConfig.for_target(target, mask_token_id=95, num_hidden_layers=2)
     assert config.head_dim == (8 if fields else 32)
@@ -233,7 +233,7 @@ def test_targets_without_the_usual_fields(model_type, fields):
 
 
 @pytest.mark.parametrize("model_type", ["beam", "gemma3n_text", "codegen", "cpmant", "pegasus", "roc_bert", "rwkv"])
-def test_a_drafter_for_every_shape_of_target_configuration(model_type):
+def test_unusual_target_configurations_are_read(model_type):
     """A rotary table that is `None` for some layers, a width for each layer, and ids that a class does not have."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
@@ -246,19 +246,19 @@ def test_a_drafter_for_every_shape_of_target_configuration(model_type):
         assert config.intermediate_size == text.intermediate_size[0]
 
 
-def test_token_ids_of_a_wrapper_stand_beside_its_text_configuration():
+def test_token_ids_are_read_from_a_wrapper():
     wrapper = tiny_config("qwen3_vl", bos_token_id=3, eos_token_id=[4, 5])
     config = DFlashDraftConfig.for_target(wrapper, 95, num_hidden_layers=2, target_layer_ids=[0, 3])
     assert (config.bos_token_id, config.eos_token_id) == (3, [4, 5])
 
 
 @pytest.mark.parametrize("model_type, field", [("electra", "embedding_size"), ("opt", "word_embed_proj_dim")])
-def test_a_drafter_is_as_wide_as_the_embedding_it_shares(model_type, field):
+def test_drafter_is_as_wide_as_the_shared_embedding(model_type, field):
     text = tiny_config(model_type, **{field: 16})
     config = DFlashDraftConfig.for_target(text, 95, num_hidden_layers=2, target_layer_ids=[0, 3])
     assert (config.hidden_size, config.target_hidden_size) == (16, 32)
 
 
-def test_an_embedding_and_a_head_of_different_widths_have_no_drafter():
+def test_unequal_embedding_and_head_widths_are_refused():
     with pytest.raises(ValueError, match="input_embedding_size=16 and output_embedding_size=24"):
         DFlashDraftConfig.for_target(tiny_config("rembert"), 95)

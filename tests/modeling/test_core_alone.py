@@ -14,7 +14,8 @@ from support.heads import EVERY
 from support.pairs import make_draft, make_draft2, make_target
 
 
-COMMIT, REPOSITORY = "0123456789abcdef0123456789abcdef01234567", "someone/a-draft.2"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORY = "someone/a-draft.2"
 SCRIPT = """
 import copy, functools, importlib.util, json, os, pickle, sys, threading
 sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__ and "editable" not in repr(f)]
@@ -67,14 +68,14 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert list(texts.values()) == [plain(1, "greedy")] * 4
 
-# Ways in and out, with one drafter.
+# Loading, copying and saving, with one drafter.
 draft = AutoModel.from_pretrained({folders!r}["argmax"], trust_remote_code=True).eval()
 copies = {{"deepcopy": copy.deepcopy(draft), "pickle": pickle.loads(pickle.dumps(draft))}}
 if importlib.util.find_spec("peft"):
     import peft
     copies["peft"] = peft.get_peft_model(draft, peft.LoraConfig(target_modules=["q_proj"])).eval()
-for name, one in copies.items():
-    assert call(1, "greedy", assistant_model=one) == plain(1, "greedy"), name
+for name, copied in copies.items():
+    assert call(1, "greedy", assistant_model=copied) == plain(1, "greedy"), name
 for name in ({folders!r}["argmax"], {repository!r}):
     before = len(matches)
     assert call(1, "greedy", custom_generate=name, trust_remote_code=True) == plain(1, "greedy")
@@ -99,8 +100,8 @@ def turns(**more):
     return second.tolist(), next(iter(cache.values())).get_seq_length()
 
 assert turns(assistant_model=draft) == turns()
-assert not any(one.partition(".")[0] == "dflash_hf" for one in sys.modules), "the package was imported"
-result["ways"] = sorted(copies)
+assert not any(module.partition(".")[0] == "dflash_hf" for module in sys.modules), "the package was imported"
+result["copies"] = sorted(copies)
 print("RESULT " + json.dumps(result))
 """
 
@@ -108,7 +109,8 @@ print("RESULT " + json.dumps(result))
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
     """Drafted tokens that each verification accepted, for each head; its texts are the target's own."""
-    folder, target = tmp_path_factory.mktemp("core"), make_target()
+    folder = tmp_path_factory.mktemp("core")
+    target = make_target()
     target.save_pretrained(folder / "target")
     makers = {**{name: make for name, make in EVERY.items() if "recurrent" not in name}, "dflash 2": make_draft2}
     makers["own mask"] = lambda target: make_draft(target, own_mask_embedding=True)
@@ -131,12 +133,12 @@ def rounds(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in makers:  # read wrongly, a drafter would be written otherwise
         saved, again = (
-            {path.relative_to(one): path.read_bytes() for path in one.rglob("*") if path.is_file()}
-            for one in (folder / name, folder / f"{name} again")
+            {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            for root in (folder / name, folder / f"{name} again")
         )
         assert again == saved, name
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
-    assert {"deepcopy", "pickle"} <= set(result.pop("ways"))
+    assert {"deepcopy", "pickle"} <= set(result.pop("copies"))
     return result
 
 

@@ -46,7 +46,7 @@ def by_name(target, name):
     return target.generate(PROMPT, **OPTIONS, custom_generate=str(name), trust_remote_code=True)
 
 
-def test_a_folders_name_is_enough(target, folder, modules_cache):
+def test_custom_generate_takes_a_folder_name(target, folder, modules_cache):
     expected = assisted(target, DFlashDraftModel.from_pretrained(folder))
     output = by_name(target, folder)
     assert torch.equal(output.sequences, expected.sequences)
@@ -72,22 +72,23 @@ def test_changed_drafter_is_loaded_again(target, folder, modules_cache, monkeypa
     assert len(loads) == 2
 
 
-def test_passed_drafter_is_dropped_with_its_target(folder):
+def test_drafter_is_freed_with_its_target(folder):
     target = make_target()
     draft = DFlashDraftModel.from_pretrained(folder)
     arguments = {"max_new_tokens": 6, "do_sample": False}
     for assistant in (draft, str(folder)):
         output = custom_generate_dflash.generate(target, assistant, input_ids=PROMPT, **arguments)
         assert torch.equal(output, target.generate(PROMPT, **arguments))
-    kept = weakref.ref(custom_generate_dflash._loaded[target][1])
+    drafter = weakref.ref(custom_generate_dflash._loaded[target][1])
     del target
     gc.collect()
-    assert kept() is None
+    assert drafter() is None
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_code_of_the_named_folder_alone_is_trusted(other, target, folder, monkeypatch):
-    seen, loaded = [], DFlashDraftModel.from_pretrained(folder)
+def test_only_the_named_folders_code_is_trusted(other, target, folder, monkeypatch):
+    seen = []
+    loaded = DFlashDraftModel.from_pretrained(folder)
 
     def load(name, **kwargs):
         seen.append(kwargs["trust_remote_code"])
@@ -103,7 +104,7 @@ def test_code_of_the_named_folder_alone_is_trusted(other, target, folder, monkey
     assert seen == [None if other else True]
 
 
-def test_names_that_are_unknown_or_no_drafter(target, tmp_path):
+def test_unknown_or_foreign_names_are_refused(target, tmp_path):
     with pytest.raises(ValueError, match="load it with `AutoModel`"):
         custom_generate_dflash.generate(target, input_ids=PROMPT)
     target.model.save_pretrained(tmp_path / "target")

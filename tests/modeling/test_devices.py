@@ -89,7 +89,8 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
     target = make_target("gemma3")
     draft = make_draft(target, **fields)
     with FakeTensorMode(), WithoutGuard():
-        target, draft = pretended(target, target_device), pretended(draft, draft_device)
+        target = pretended(target, target_device)
+        draft = pretended(draft, draft_device)
         ids = torch.ones(2, 7, dtype=torch.long, device=target_device)
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
         drafter = Drafter(draft, target)
@@ -119,7 +120,7 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
 @pytest.mark.parametrize("nodes", [None, 9])
 @pytest.mark.parametrize("fields", [{}, DFLASH2], ids=["dflash", "dflash 2"])
 @pytest.mark.parametrize(("target_device", "draft_device"), PAIRS[1:])
-def test_real_devices(target_device, draft_device, fields, nodes):
+def test_drafting_across_real_devices_is_lossless(target_device, draft_device, fields, nodes):
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     target = make_target("gemma3").to(target_device)

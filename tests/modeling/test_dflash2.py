@@ -22,7 +22,8 @@ def test_convolution_equals_the_element_wise_oracle(taps, length):
     target = make_target()
     draft = make_draft2(target, conv_kernel_size=taps)
     convolution = draft.layers[0].attention_conv
-    x, output = torch.randn(2, length, 32), torch.randn(2, length, 32)
+    x = torch.randn(2, length, 32)
+    output = torch.randn(2, length, 32)
     before, after = convolution.corrections(x)
     kernel = (convolution.kernel_projection.weight, convolution.base_kernel)
     for row, start in itertools.product(range(2), range(0, length, 4)):
@@ -35,7 +36,7 @@ def test_convolution_equals_the_element_wise_oracle(taps, length):
 
 
 @torch.no_grad()
-def test_convolution_never_crosses_the_edge_of_a_block():
+def test_convolution_stays_inside_its_block():
     draft = make_draft2(make_target(), conv_kernel_size=3)
     convolution = draft.layers[0].mlp_conv
     x = torch.randn(1, 12, 32)
@@ -51,10 +52,11 @@ def test_convolution_never_crosses_the_edge_of_a_block():
 
 
 @torch.no_grad()
-def test_many_blocks_in_one_forward_are_each_on_their_own():
+def test_blocks_of_one_forward_equal_separate_blocks():
     """Training's layout `[context | A blocks]` gives what each block gives by itself."""
     draft = make_draft2(make_target())
-    features, noise = torch.randn(1, 10, 96), torch.randn(1, 12, 32)
+    features = torch.randn(1, 10, 96)
+    noise = torch.randn(1, 12, 32)
     anchors = torch.tensor([[3, 6, 9]])
     mask = additive(block_mask(anchors, torch.ones(1, 10), 4), torch.float32)
     positions = torch.cat([torch.arange(10)[None], (anchors[..., None] + torch.arange(4)).view(1, -1)], dim=1)
@@ -70,21 +72,23 @@ def test_many_blocks_in_one_forward_are_each_on_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @torch.no_grad()
-def test_a_fresh_drafter_is_dflash_bit_for_bit(dtype):
+def test_fresh_dflash2_equals_dflash_bit_for_bit(dtype):
     target = make_target(dtype=dtype)
-    plain, fresh = make_draft(target), make_draft2(target, trained=False)
+    plain = make_draft(target)
+    fresh = make_draft2(target, trained=False)
     assert {name for name, _ in fresh.named_parameters()} > {name for name, _ in plain.named_parameters()}
     fresh.load_state_dict(plain.state_dict(), strict=False)
-    noise, features = torch.randn(3, 4, 32, dtype=dtype), torch.randn(3, 9, 96, dtype=dtype)
+    noise = torch.randn(3, 4, 32, dtype=dtype)
+    features = torch.randn(3, 9, 96, dtype=dtype)
     assert torch.equal(fresh(noise, features).last_hidden_state, plain(noise, features).last_hidden_state)
     inputs, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    ours, theirs = (target.generate(**inputs, **options, assistant_model=draft) for draft in (fresh, plain))
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert ours.acceptance_lengths == theirs.acceptance_lengths
+    of_fresh, of_plain = (target.generate(**inputs, **options, assistant_model=draft) for draft in (fresh, plain))
+    assert torch.equal(of_fresh.sequences, of_plain.sequences)
+    assert of_fresh.acceptance_lengths == of_plain.acceptance_lengths
 
 
-def test_initial_parameters():
+def test_initial_dflash2_parameters_change_nothing():
     draft = make_draft2(make_target(), trained=False)
     for module in draft.modules():
         if isinstance(module, BlockConvolution):

@@ -26,7 +26,7 @@ def test_no_family_is_wrong_or_ends_in_an_error():
     assert not failures(outcomes)
     verdicts = [outcome.verdict for outcome in outcomes]
     assert verdicts.count("right") >= 180
-    assert verdicts.count("not made") < len(verdicts) / 4, "too little was tried"
+    assert verdicts.count("not made") < len(verdicts) / 4, "too few families were examined"
 
 
 def test_families_are_drafted_or_decode_plainly():
@@ -62,6 +62,6 @@ def test_layers_without_features_mean_plain_decoding():
     """Mllama skips cross-attention layers over text, HRM-Text runs two stacks in cycles, Gemma 3n hands on four."""
     outcomes = examine_all([("mllama", False), ("hrm_text", False), ("gemma3n_text", False)])
     assert [outcome.verdict for outcome in outcomes] == ["plain"] * 3, outcomes
-    said = [outcome.detail for outcome in outcomes]
-    assert "decoder layer 3 of MllamaForCausalLM is skipped, or has no output of one vector per token" in said[0]
-    assert "are in no list" in said[1] and "none has an output of one vector per token" in said[2]
+    reasons = [outcome.detail for outcome in outcomes]
+    assert "decoder layer 3 of MllamaForCausalLM is skipped, or has no output of one vector per token" in reasons[0]
+    assert "are in no list" in reasons[1] and "none has an output of one vector per token" in reasons[2]

@@ -1,6 +1,6 @@
 """
-Damaged and hostile checkpoints: an error that names the file, or a model that is what the file says. Never a hang, a
-crash, an allocation, or a silently different model.
+Damaged and hostile checkpoints: an error that names the file, or a model that is what the file describes. Never a
+hang, a crash, an allocation, or a silently different model.
 """
 
 import json
@@ -22,9 +22,41 @@ from dflash_hf.layouts.read import canonical_name
 
 SOURCES = ["z-lab v1", "z-lab DFlash 2", "muse assistant", "speculators, reduced vocabulary", "MiMo", "gpt-oss"]
 HOSTILE = [
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**30, -(10**30), 1e308, -0.5, 0.5),
-    *(math.nan, math.inf, -math.inf, "", "4", "../../etc/passwd", "/dev/zero", "a" * 10_000, "\0"),
-    *([], {}, [None], [[]], [0, 0, 0], [10**12], [-1, 0, 1], list(range(2000)), {"a": {"b": {}}}, ["full_attention"]),
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63,
+    10**30,
+    -(10**30),
+    1e308,
+    -0.5,
+    0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "4",
+    "../../etc/passwd",
+    "/dev/zero",
+    "a" * 10_000,
+    "\0",
+    [],
+    {},
+    [None],
+    [[]],
+    [0, 0, 0],
+    [10**12],
+    [-1, 0, 1],
+    list(range(2000)),
+    {"a": {"b": {}}},
+    ["full_attention"],
 ]
 ADDED = {
     "transformers_weights": ["../other.safetensors", "/dev/zero"],
@@ -104,7 +136,8 @@ def fuzz_configs(tmp_path, count, seed=0):
     for name in SOURCES:
         _, tensors = write(tmp_path / name.replace(",", "").replace(" ", "_"), name)
         cases[name] = (tmp_path / name.replace(",", "").replace(" ", "_"), tensors)
-    loaded, before = 0, peak_memory()
+    loaded = 0
+    before = peak_memory()
     for i in range(count):
         name = source.choice(SOURCES)
         folder, tensors = cases[name]
@@ -123,14 +156,14 @@ def fuzz_configs(tmp_path, count, seed=0):
 
 
 def check_meaning(draft, file):
-    """What loads from a changed file means what the file says."""
+    """The fields of a drafter are those of its changed file."""
     config = draft.config
     nested = file.get("dflash_config") or {}
     layers = file.get("transformer_layer_config") or {}
     for key in ("block_size", "mask_token_id", "selector_top_k", "attention_value_scale", "sliding_window"):
-        said = next((place[key] for place in (nested, file, layers) if place.get(key) is not None), None)
-        if said is not None and not (key == "sliding_window" and "swa_window_size" in nested):
-            assert getattr(config, key) == said or (key == "selector_top_k" and said == 0), key
+        value = next((place[key] for place in (nested, file, layers) if place.get(key) is not None), None)
+        if value is not None and not (key == "sliding_window" and "swa_window_size" in nested):
+            assert getattr(config, key) == value or (key == "selector_top_k" and value == 0), key
     ids = nested.get("target_layer_ids", file.get("target_layer_ids"))
     if ids is not None:
         assert config.target_layer_ids == ids
@@ -180,7 +213,8 @@ def damage(path, source):
 
 def fuzz_files(tmp_path, count, seed=0):
     source = random.Random(seed)
-    refused, before = 0, peak_memory()
+    refused = 0
+    before = peak_memory()
     for i in range(count):
         name = source.choice(SOURCES)
         folder = tmp_path / str(i)
@@ -199,20 +233,20 @@ def fuzz_files(tmp_path, count, seed=0):
     assert refused > 0.9 * count
 
 
-def test_mutated_configurations(tmp_path):
+def test_mutated_configs_load_or_are_refused(tmp_path):
     fuzz_configs(tmp_path, 120)
 
 
-def test_damaged_safetensors(tmp_path):
+def test_damaged_safetensors_load_or_are_refused(tmp_path):
     fuzz_files(tmp_path, 100)
 
 
 @pytest.mark.slow
-def test_two_thousand_mutated_configurations(tmp_path):
+def test_many_mutated_configs_load_or_are_refused(tmp_path):
     fuzz_configs(tmp_path, 2000, seed=1)
 
 
-def test_huge_sizes_are_refused_before_anything_is_built(tmp_path):
+def test_huge_sizes_are_refused_before_allocation(tmp_path):
     """Each alone would be terabytes or an endless loop."""
     folder = tmp_path / "draft"
     write(folder, "z-lab DFlash 2")
@@ -231,8 +265,9 @@ def test_huge_sizes_are_refused_before_anything_is_built(tmp_path):
     assert peak_memory() - before < 2e8
 
 
-def test_an_index_may_not_leave_its_folder(tmp_path):
-    folder, outside = tmp_path / "draft", tmp_path / "outside"
+def test_weight_index_outside_its_folder_is_refused(tmp_path):
+    folder = tmp_path / "draft"
+    outside = tmp_path / "outside"
     write(folder, "z-lab v1", shards=2)
     write(outside, "z-lab v1")
     index_path = folder / "model.safetensors.index.json"
@@ -248,7 +283,7 @@ def test_an_index_may_not_leave_its_folder(tmp_path):
             DFlashDraftModel.from_pretrained(folder)
 
 
-def test_a_file_may_not_name_other_weights(tmp_path):
+def test_config_cannot_name_other_weights(tmp_path):
     """Upstream would load the file that `transformers_weights` names."""
     _, tensors = write(tmp_path / "draft", "z-lab v1")
     other = {name: tensor + 1 for name, tensor in tensors.items()}

@@ -18,7 +18,7 @@ def target(request):
     return make_target(request.param, max_position_embeddings=2048)
 
 
-def known(target, rows: int, length: int, **options):
+def known_text(target, rows: int, length: int, **options):
     """A call, its outcome without a drafter, and a drafter that knows its text."""
     options = {"do_sample": False, "max_new_tokens": length, "return_dict_in_generate": True, **options}
     call = Call(target, *ragged_prompts(rows, seed=rows), options)
@@ -30,10 +30,11 @@ def known(target, rows: int, length: int, **options):
 @pytest.mark.parametrize(("rows", "own"), [(1, False), (3, False), (1, True)])
 def test_slots_grow_with_the_text(rows, own, length, target):
     options = {"logits_processor": lambda call: [EveryOther()]} if own else {}
-    call, plain, draft = known(target, rows, length, **options)
+    call, plain, draft = known_text(target, rows, length, **options)
     draft.decoding_config.tree_nodes = 15
     drafted = call(draft)
-    assert (found := difference(plain, drafted)) is None, found
+    change = difference(plain, drafted)
+    assert change is None, change
     assert max(map(max, drafted.lengths)) > 4
 
 
@@ -50,9 +51,9 @@ def address_space():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize(("rows", "fields"), [(1, {"tree_nodes": 15}), (3, {})], ids=str)
-def test_no_limit_allocates_nothing(rows, fields, target, address_space):
+def test_unlimited_length_reserves_no_memory(rows, fields, target, address_space):
     """10^9 new tokens and tokens that end the text is how callers say "until it stops"."""
-    call, plain, draft = known(target, rows, 40)
+    call, plain, draft = known_text(target, rows, 40)
     draft.decoding_config = DFlashDecodingConfig(**fields)
     peaks = []
     for limit in (100, 10**9):

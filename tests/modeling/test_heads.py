@@ -50,7 +50,7 @@ def heads(monkeypatch):
 
 @pytest.mark.parametrize("make", EVERY)
 @torch.no_grad()
-def test_walk_depends_on_all_tokens_before(make):
+def test_drafted_token_depends_on_all_before(make):
     target = make_target(dtype=torch.float64)
     draft = EVERY[make](target)
     drafter, anchors = after_random_text(draft, target, rows=3)
@@ -69,7 +69,7 @@ def test_walk_depends_on_all_tokens_before(make):
 
 
 @pytest.mark.parametrize("make", [vanilla, late, partial(with_head, sample_from_anchor=True)])
-def test_every_slot_of_an_anchor_first_block_is_drafted(make):
+def test_anchor_first_block_drafts_every_slot(make):
     """A whole block is accepted: its tokens, and one of the target's own; Domino's last slot is left out."""
     target = make_target()
     draft = make(target, trained=False)
@@ -96,7 +96,7 @@ FRESH = {
 
 @pytest.mark.parametrize("fields", FRESH.values(), ids=FRESH)
 @torch.no_grad()
-def test_a_head_added_fresh_changes_no_bit(fields):
+def test_fresh_head_changes_no_draft(fields):
     """Of what is drafted: the hidden states, the scores of tokens, and what is accepted."""
     target = make_target()
     plain = make_draft(target)
@@ -109,34 +109,36 @@ def test_a_head_added_fresh_changes_no_bit(fields):
     assert torch.equal(*(Drafter(draft, target).decode_block(anchors, states[0], [0, 0]) for draft in (plain, fresh)))
     prompts, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    ours, theirs = (target.generate(**prompts, **options, assistant_model=draft) for draft in (fresh, plain))
-    assert ours.acceptance_lengths == theirs.acceptance_lengths
+    of_fresh, of_plain = (target.generate(**prompts, **options, assistant_model=draft) for draft in (fresh, plain))
+    assert of_fresh.acceptance_lengths == of_plain.acceptance_lengths
 
 
 @torch.no_grad()
-def test_forced_queries_are_those_of_single_steps():
+def test_forced_queries_equal_single_steps():
     """A head without a state is asked about all slots at once, another slot by slot."""
     target = make_target(dtype=torch.float64)
-    before, hidden = torch.randint(2, 90, (2, 3, 4)), torch.randn(2, 3, 4, 32, dtype=torch.float64)
+    before = torch.randint(2, 90, (2, 3, 4))
+    hidden = torch.randn(2, 3, 4, 32, dtype=torch.float64)
     embed = partial(torch.nn.functional.embedding, weight=target.get_input_embeddings().weight)
-    known = torch.rand(2, 3, 4) < 0.7
-    known[..., 0] = False
+    in_context = torch.rand(2, 3, 4) < 0.7
+    in_context[..., 0] = False
     for draft in (recurrent(target), make_draft2(target), gated(target), rnn(target), domino(target)):
         head = draft.config.head(draft, embed)
-        queries, rows = forced_queries(head, before, hidden, known), iter(range(int(known.sum())))
+        queries = forced_queries(head, before, hidden, in_context)
+        rows = iter(range(int(in_context.sum())))
         for i in range(2):
             for j in range(3):
                 state = head.start(before[i, j, 1:2])
                 for slot in range(1, 4):
                     query, state = head.step(state, before[i, j, slot : slot + 1], hidden[i, j, slot : slot + 1])
-                    if known[i, j, slot]:
+                    if in_context[i, j, slot]:
                         torch.testing.assert_close(queries[next(rows)], query[0])
 
 
 # ----------------------------------------------------------------------------------------------------- files, engines
 
 
-def test_saved_and_loaded_under_any_name(tmp_path):
+def test_head_loads_under_other_names(tmp_path):
     target = make_target()
     draft = recurrent(target, memory_share=0.25)
     draft.save_pretrained(tmp_path)
@@ -155,25 +157,26 @@ def test_saved_and_loaded_under_any_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     renamed = {name.replace("memory.", "memories."): tensor for name, tensor in tensors.items()}
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for one in (again, DFlashDraftModel.from_pretrained(tmp_path)):
-        assert one.config.head is RecurrentHead and one.config.memory_share == 0.25
+    for loaded in (again, DFlashDraftModel.from_pretrained(tmp_path)):
+        assert loaded.config.head is RecurrentHead and loaded.config.memory_share == 0.25
         for name, tensor in draft.state_dict().items():
-            assert torch.equal(tensor, one.state_dict()[name]), name
+            assert torch.equal(tensor, loaded.state_dict()[name]), name
     smaller = DFlashDraftConfig.from_pretrained(tmp_path, memory_rank=3)
     assert smaller.memory_rank == 3 and smaller.dflash_config["memory_rank"] == 3
 
 
-def test_engines_that_do_not_know_a_head_are_named(tmp_path):
+def test_engines_without_a_head_are_named(tmp_path):
     recurrent(make_target()).save_pretrained(tmp_path)
-    found = {(one.severity, one.engines, one.key) for one in check(tmp_path) if one.severity == "error"}
-    assert found == {("error", ("vllm", "sglang"), "memory_width")}
-    (one,) = (one for one in check(tmp_path) if one.key == "memory_width")
-    assert one.message == "8: no engine has a recurrent head; decode with transformers' generate()."
+    findings = check(tmp_path)
+    errors = {(finding.engines, finding.key) for finding in findings if finding.severity == "error"}
+    assert errors == {(("vllm", "sglang"), "memory_width")}
+    (finding,) = (finding for finding in findings if finding.key == "memory_width")
+    assert finding.message == "8: no engine has a recurrent head; decode with transformers' generate()."
     with pytest.raises(ValueError, match="memory_width=8, which the native model does not have"):
         convert(tmp_path, tmp_path / "native", to="native")
 
 
-def test_a_head_over_few_tokens_cannot_share_the_targets(tmp_path):
+def test_reduced_head_cannot_share_the_targets(tmp_path):
     """It ended in torch's own list of sizes."""
     reduced(make_target()).save_pretrained(tmp_path / "few")
     with pytest.raises(ValueError, match="memory.tokens.weight only covers the 48 tokens of the drafter"):
@@ -194,7 +197,7 @@ def test_errors_name_field_and_value(fields, message):
         recurrent(make_target(), **fields)
 
 
-def test_without_its_fields_a_drafter_has_no_head():
+def test_drafter_without_head_fields_has_no_head():
     target = make_target()
     draft = make_draft(target, memory_width=0, memory_rank=0)
     assert draft.config.head is Head and not hasattr(draft, "memory")
@@ -202,16 +205,17 @@ def test_without_its_fields_a_drafter_has_no_head():
     assert make_draft2(target).config.head.name == "path selector"
 
 
-def test_the_architecture_is_that_of_the_head():
+def test_architecture_is_named_after_the_head():
     """Of a convolution alone it is DFlash 2's."""
-    target, convolution = make_target(), {"conv_kernel_size": 2, "conv_group_size": 4}
+    target = make_target()
+    convolution = {"conv_kernel_size": 2, "conv_group_size": 4}
     for fields, name in (({}, "DFlashDraftModel"), (SIZES, "RecurrentDraftModel")):
         assert make_draft(target, **fields).config.to_dict()["architectures"] == [name]
     for fields, name in (({}, "DFlash2DraftModel"), (SIZES, "RecurrentDraftModel")):
         assert make_draft(target, **fields, **convolution).config.to_dict()["architectures"] == [name]
 
 
-def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
+def test_registered_head_is_no_longer_refused(monkeypatch):
     config = make_draft(make_target()).config.to_dict()
     files = [
         {**config, "architectures": ["LiLiCorrDraftModel"]},
@@ -228,8 +232,8 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ as documented
 
 
-def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
-    """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and what is tried on the page."""
+def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
+    """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and the code of the page."""
     file, tried = (block.text for block in blocks_of(ROOT / "examples" / "guides" / "add_a_head.md"))
     namespace = {"__name__": "dflash_hf.modeling.head_bigram_dflash", "__package__": "dflash_hf.modeling"}
     exec(compile(file, "head_bigram_dflash.py", "exec"), namespace)
@@ -239,10 +243,11 @@ def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     with torch.no_grad():
         draft.bigram.after.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
 
-    # 1. The walk, and a tree that needs no more paths than the beam holds.
+    # 1. A block, and a tree that needs no more paths than the beam holds.
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    block, nodes = drafter.decode_block(anchors, hidden, [0, 0]), draft_tree(drafter, anchors, [0, 0], 12)
+    block = drafter.decode_block(anchors, hidden, [0, 0])
+    nodes = draft_tree(drafter, anchors, [0, 0], 12)
     changed = 0
     for row in range(2):
 
@@ -272,7 +277,8 @@ def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     draft.save_pretrained(tmp_path / "saved")
     again = DFlashDraftModel.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in again.state_dict().items())
-    assert {one.key for one in check(tmp_path / "saved") if one.severity == "error"} == {"bigram_rank"}
+    errors = {finding.key for finding in check(tmp_path / "saved") if finding.severity == "error"}
+    assert errors == {"bigram_rank"}
 
     # 3. What the page tries.
     target.save_pretrained(tmp_path / "target")

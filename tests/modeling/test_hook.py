@@ -37,7 +37,8 @@ def everybody_else(target, assistant):
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
 def test_other_generation_modes_are_unchanged(unhooked, family):
-    target, assistant = make_target(family), make_target(seed=1)
+    target = make_target(family)
+    assistant = make_target(seed=1)
     before = everybody_else(target, assistant)
     install_hook()
     after = everybody_else(target, assistant)
@@ -58,7 +59,8 @@ def test_hook_installs_once_and_comes_off(unhooked):
 
 def test_candidate_generator_is_an_assistant():
     """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
-    target, forwards = make_target(), []
+    target = make_target()
+    forwards = []
     target.register_forward_hook(lambda *args: forwards.append(1))
     for mask in (None, torch.tensor([[0, 0, 0] + [1] * 7])):
         options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
@@ -81,7 +83,7 @@ def test_native_speculation_type_runs_the_drafter(target, draft):
 
 
 @torch.no_grad()
-def test_cache_may_have_either_name():
+def test_cache_argument_may_have_either_name():
     """It is `cache` since transformers 5.24: the loop's cache stayed empty, and drafts saw the last tokens only."""
     draft = make_draft(make_target(), block_size=4, target_layer_ids=[0, 1, 2])
     outputs = []
@@ -115,9 +117,9 @@ def test_drafts_equal_those_of_the_native_loop(monkeypatch):
             traces.append([])
             target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft, **options)
         monkeypatch.setattr(DFlashDraftModel, "forward", original_forward)
-        ours, native = traces
-        assert len(ours) >= 8
-        for a, b in zip(ours, native, strict=False):
+        own, native = traces
+        assert len(own) >= 8
+        for a, b in zip(own, native, strict=False):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
@@ -142,22 +144,22 @@ def test_a_drafter_of_another_target_is_refused(target, changes, named):
     assert "Load the drafter" in str(error.value)
 
 
-def test_bad_calls(target, draft):
+def test_bad_calls_raise_as_without_a_drafter(target, draft):
     with pytest.raises(ValueError, match="num_beams"):
         target.generate(PROMPT, max_new_tokens=5, num_beams=3, assistant_model=draft)
-    for bad in ({"max_new_tokens": 0}, {"max_length": 3}):
+    for limits in ({"max_new_tokens": 0}, {"max_length": 3}):
         with pytest.raises(ValueError) as plain:
-            target.generate(PROMPT, **bad)
-        with pytest.raises(ValueError) as ours:
-            target.generate(PROMPT, **bad, assistant_model=draft)
-        assert str(plain.value) == str(ours.value)
+            target.generate(PROMPT, **limits)
+        with pytest.raises(ValueError) as drafted:
+            target.generate(PROMPT, **limits, assistant_model=draft)
+        assert str(plain.value) == str(drafted.value)
     with pytest.raises(Exception) as plain:
         target.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=3)
     with pytest.raises(type(plain.value)):
         target.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=3, assistant_model=draft)
 
 
-def test_not_a_drafter_passes_through(target):
+def test_foreign_assistant_gets_upstreams_error(target):
     """An assistant without the protocol is upstream's business, with upstream's own error."""
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(Exception) as hooked:
@@ -182,7 +184,7 @@ def test_only_missing_decoding_methods_warn(method, warns, monkeypatch, recwarn)
     assert hasattr(getattr(GenerationMixin, method), "_dflash_original")
 
 
-def test_missing_context_and_wrong_width(draft):
+def test_missing_or_narrow_context_is_refused(draft):
     block = torch.zeros(1, 4, 32)
     with pytest.raises(ValueError, match="context_hidden_states"):
         draft(noise_embeds=block)

@@ -3,6 +3,7 @@ Every layout that is published loads and drafts what an element-wise reference d
 from the documented keys and tensor names, never by the package's own writer.
 """
 
+import itertools
 import json
 import re
 from functools import partial
@@ -40,7 +41,7 @@ read = DFlashDraftConfig.from_dict
 
 
 def drafted(draft, target, features) -> list[int]:
-    """A block of a drafter by the way that `generate` takes."""
+    """The tokens of a block, drafted as in `generate`."""
     return opened(draft, target, features[None]).draft_block(torch.tensor([ANCHOR]), []).tokens[0].tolist()
 
 
@@ -72,12 +73,13 @@ def features():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_layout_drafts_as_the_reference(tmp_path, layout, target, features):
-    """In double precision: how far two ways of computing part in single depends on the processor."""
+    """In double precision: in single precision the rounding of two orders of computation depends on the processor."""
     truth, tensors = write(tmp_path / "draft", layout, shards=1 + len(layout) % 2)
     draft = load(tmp_path / "draft", dtype=torch.float64)
     assert draft.config.target_layer_ids == truth["target_layer_ids"]
     assert (draft.config.block_size, draft.config.mask_token_id) == (5, 95)
-    assert {name: one.shape for name, one in draft.state_dict().items()} == {n: t.shape for n, t in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in draft.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in tensors.items()}
     tensors = of_double(tensors)
     hidden, tokens = expected_of(tensors, truth, target, features)
     block = target.model.embed_tokens.weight[[ANCHOR, 95, 95, 95, 95]].double()
@@ -101,13 +103,15 @@ def test_layout_survives_saving(tmp_path, layout):
     assert not info["unexpected_keys"] and not info["missing_keys"]
     configs = [{**draft.config.to_dict(), "_name_or_path": None} for draft in (first, again)]
     assert configs[0] == configs[1]
-    for (name, ours), (_, theirs) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
-        assert torch.equal(ours, theirs), name
+    for (name, tensor), (_, saved) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(tensor, saved), name
     assert torch.equal(first.rotary_emb.inv_freq, again.rotary_emb.inv_freq)
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     dspark = truth.keys() & {"markov_rank", "confidence"} or ("anchor_first" in truth and "emb_dim" not in truth)
-    name = "Qwen3DSparkModel" if dspark else "DFlash2DraftModel" if "conv_kernel_size" in truth else "DFlashDraftModel"
-    assert written["architectures"] == [name]
+    architecture = "DFlash2DraftModel" if "conv_kernel_size" in truth else "DFlashDraftModel"
+    if dspark:
+        architecture = "Qwen3DSparkModel"
+    assert written["architectures"] == [architecture]
     if dspark:
         assert written["sample_from_anchor"] == ("anchor_first" in truth) and "num_anchors" in written
     assert written["model_type"] == "qwen3" and "source_layout" not in written
@@ -119,7 +123,8 @@ def test_layout_survives_saving(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["z-lab v1", "z-lab mixed layers", "gpt-oss"])
 def test_loop_equals_the_published_one(tmp_path, layout):
     truth, tensors = write(tmp_path / "draft", layout)
-    draft, target = load(tmp_path / "draft"), make_target()
+    draft = load(tmp_path / "draft")
+    target = make_target()
     draft.decoding_config.block_size = draft.config.block_size  # whole blocks, as in the published loop
     prompts = torch.randint(2, 90, (2, 1, 7), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
@@ -132,19 +137,20 @@ def test_loop_equals_the_published_one(tmp_path, layout):
         assert whole == trace[: len(whole)] and last <= trace[len(whole)] and sum(whole) + last == len(text) - 8
 
 
-@pytest.mark.parametrize(
-    ("layout", "ids"),
-    [(name, ([-1, 2, 3], [3, -1, 0])[i % 2]) for i, name in enumerate(one for one in LAYOUTS if "DSpark" in one)],
-)
+DSPARK = [layout for layout in LAYOUTS if "DSpark" in layout]
+
+
+@pytest.mark.parametrize(("layout", "ids"), zip(DSPARK, itertools.cycle(([-1, 2, 3], [3, -1, 0])), strict=False))
 @torch.no_grad()
 def test_dspark_reads_the_embedding(tmp_path, layout, ids):
     """-1 was looked up among the layers: DeepSpec's own drafters, which read the embedding, never drafted."""
     write(tmp_path, layout)
     text = (tmp_path / "config.json").read_text()
-    for said, new in (([0, 2, 3], ids), ([1, 3, 4], [i + 1 for i in ids])):
-        text = text.replace(json.dumps(said), json.dumps(new))
+    for written, changed in (([0, 2, 3], ids), ([1, 3, 4], [i + 1 for i in ids])):
+        text = text.replace(json.dumps(written), json.dumps(changed))
     (tmp_path / "config.json").write_text(text)
-    target, draft = make_target(), load(tmp_path)
+    target = make_target()
+    draft = load(tmp_path)
     assert draft.config.target_layer_ids == ids
     draft.decoding_config.block_size = draft.config.block_tokens
     options = {"inputs": torch.tensor([[5, 9, 17, 33, 5, 9]]), "max_new_tokens": 15, "do_sample": False}
@@ -156,14 +162,14 @@ def test_dspark_reads_the_embedding(tmp_path, layout, ids):
     assert max(lengths) > 1
 
 
-def said(layout):
-    """What automatic classes go by."""
+def identity_of(layout):
+    """The keys by which automatic classes choose."""
     return str(
         [layout.config.get(key) for key in ("architectures", "model_type", "auto_map", "speculators_model_type")]
     )
 
 
-@pytest.mark.parametrize("layout", {said(layout): name for name, layout in LAYOUTS.items()}.values())
+@pytest.mark.parametrize("layout", {identity_of(layout): name for name, layout in LAYOUTS.items()}.values())
 def test_auto_classes_return_our_model(tmp_path, layout):
     write(tmp_path / "draft", layout)
     # Code that must not run: it would end the test.
@@ -175,7 +181,7 @@ def test_auto_classes_return_our_model(tmp_path, layout):
         assert type(draft) is DFlashDraftModel and draft.dtype == torch.bfloat16
 
 
-def test_class_of_a_target_says_nothing(tmp_path):
+def test_drafter_may_name_a_targets_class(tmp_path):
     """Nor does its type: what has a `dflash_config` is a drafter."""
     config = zlab(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -184,11 +190,12 @@ def test_class_of_a_target_says_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((FIXTURES / "published").glob("*.json")), ids=lambda path: path.stem)
 def test_published_configurations_are_read(path):
-    raw, config = json.loads(path.read_text()), DFlashDraftConfig.from_pretrained(path)
+    raw = json.loads(path.read_text())
+    config = DFlashDraftConfig.from_pretrained(path)
     truth = {"vocab_size": None, **raw, **raw.get("dflash_config", {})}
     with torch.device("meta"):
         draft = DFlashDraftModel(config)
-    assert {name: tuple(one.shape) for name, one in draft.state_dict().items()} == shapes_of(truth)
+    assert {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()} == shapes_of(truth)
     assert len(shapes_of(truth)) == (81 if "selector_rank" in truth else 58)
     for key in ("target_layer_ids", "block_size", "mask_token_id", "layer_types"):
         assert getattr(config, key) == truth[key]
@@ -221,10 +228,10 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
         torch.testing.assert_close(wider(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------- ways of loading
+# -------------------------------------------------------------------------------------------------- loading
 
 
-def test_subfolder_and_device_map(tmp_path):
+def test_subfolder_and_device_map_are_honoured(tmp_path):
     _, tensors = write(tmp_path / "target" / "dflash", "MiMo", shards=3)
     draft = load(tmp_path / "target", subfolder="dflash", device_map="cpu")
     assert torch.equal(draft.fc.weight, tensors["fc.weight"])
@@ -256,7 +263,8 @@ def test_variant_is_loaded(tmp_path, shards):
 def test_mask_embedding_beside_the_weights(tmp_path, target, features):
     """MiMo ships one; left out, every block would start from another embedding."""
     truth, tensors = write(tmp_path / "draft", "MiMo")
-    mask, features = torch.randn(32, generator=torch.Generator().manual_seed(2)), features.float()
+    mask = torch.randn(32, generator=torch.Generator().manual_seed(2))
+    features = features.float()
     side = tmp_path / "draft" / "mask_embedding.pt"
     torch.save({"embedding": mask, "mask_token_id": 95}, side)
     draft = load(tmp_path / "draft")
@@ -303,14 +311,14 @@ def test_mask_embedding_is_written_as_engines_read_it(tmp_path):
     assert not side.exists()
 
 
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("in_config", [True, False])
 @torch.no_grad()
-def test_embedding_of_its_own_is_used(tmp_path, said, target, features):
+def test_own_embedding_of_a_drafter_is_used(tmp_path, in_config, target, features):
     """Nemotron's drafters have one: leaving it out, as the copies of other layouts, would be another model."""
     truth, tensors = write(tmp_path / "draft", "z-lab v1")
     table = torch.randn(96, 32, generator=torch.Generator().manual_seed(2))
     file = zlab()
-    if said:
+    if in_config:
         file["dflash_config"] = {"mask_token_id": 95, "sample_from_anchor": False}
         file |= {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "has_embed_tokens": True, "has_lm_head": False}
     save(tmp_path / "draft", file, {**tensors, "embed_tokens.weight": table})
@@ -322,9 +330,10 @@ def test_embedding_of_its_own_is_used(tmp_path, said, target, features):
         assert model.config.has_embed_tokens and torch.equal(model.embed_tokens.weight, table.double())
         assert drafted(model, target, features) == tokens
     assert json.loads((tmp_path / "again" / "config.json").read_text())["has_embed_tokens"] is True
-    found = [(one.key, *one.engines) for one in check(tmp_path / "again", ["vllm", "sglang"])]
-    assert not [one for one in check(tmp_path / "again", ["vllm"]) if one.severity == "error"]  # it uses the table
-    assert ("embed_tokens.weight", "sglang") in found
+    of_vllm = check(tmp_path / "again", ["vllm"])
+    assert not [finding for finding in of_vllm if finding.severity == "error"]  # it uses the table
+    findings = [(finding.key, *finding.engines) for finding in check(tmp_path / "again", ["vllm", "sglang"])]
+    assert ("embed_tokens.weight", "sglang") in findings
     save(tmp_path / "draft", file, {**tensors, "embed_tokens.weight": table[:90].clone()})
     with pytest.raises(ValueError, match=r"embed_tokens\.weight has shape \[90, 32\] instead of \[96, 32\]"):
         load(tmp_path / "draft")
@@ -335,7 +344,7 @@ def test_embedding_of_its_own_is_used(tmp_path, said, target, features):
 
 @pytest.mark.parametrize("row", json.loads((FIXTURES / "refused.json").read_text()), ids=lambda row: row["name"])
 def test_other_drafters_are_refused(tmp_path, row):
-    """By config.json or a tensor. Some were loaded as plain drafters if no tensor was in the way."""
+    """By config.json or a tensor. Some were loaded as plain drafters where their tensors allowed it."""
     config = config_of(row.get("layout", "z-lab v1"), row.get("nested"), **row.get("changes", {}))
     _, tensors = write(tmp_path / "draft", "z-lab v1")
     save(tmp_path / "draft", config, tensors | ({row["tensor"]: torch.zeros(3)} if "tensor" in row else {}))
@@ -345,14 +354,14 @@ def test_other_drafters_are_refused(tmp_path, row):
     assert all(name in str(error.value) for name in named)
 
 
-DAMAGE = {  # changes of the tensors of a drafter over a reduced vocabulary, and what the error says
-    "d2t maps 24 draft tokens to 24 ids": lambda one: {"d2t": one["d2t"] + 90},
-    "d2t maps 24 draft tokens to 23 ids": lambda one: {"d2t": one["d2t"].index_fill(0, torch.tensor(3), 5)},
-    "both norm.weight": lambda one: {"model.norm.weight": torch.ones(32)},
-    "norm.weight has dtype I32": lambda one: {"norm.weight": torch.ones(32, dtype=torch.int32)},
-    "fc.weight": lambda one: {"fc.weight": torch.zeros(32, 5)},
-    "layers.9.extra": lambda one: {"layers.9.extra": torch.zeros(3)},
-    "layers.1.mlp.up_proj.weight": lambda one: {"layers.1.mlp.up_proj.weight": None},
+DAMAGE = {  # changes of the tensors of a drafter over a reduced vocabulary, and the error
+    "d2t maps 24 draft tokens to 24 ids": lambda tensors: {"d2t": tensors["d2t"] + 90},
+    "d2t maps 24 draft tokens to 23 ids": lambda tensors: {"d2t": tensors["d2t"].index_fill(0, torch.tensor(3), 5)},
+    "both norm.weight": lambda tensors: {"model.norm.weight": torch.ones(32)},
+    "norm.weight has dtype I32": lambda tensors: {"norm.weight": torch.ones(32, dtype=torch.int32)},
+    "fc.weight": lambda tensors: {"fc.weight": torch.zeros(32, 5)},
+    "layers.9.extra": lambda tensors: {"layers.9.extra": torch.zeros(3)},
+    "layers.1.mlp.up_proj.weight": lambda tensors: {"layers.1.mlp.up_proj.weight": None},
 }
 
 
@@ -382,11 +391,11 @@ def rotated(x, theta, pairs):
 
 @pytest.mark.parametrize("nested", [False, True])
 @torch.no_grad()
-def test_rotary_pairs_side_by_side(tmp_path, nested):
+def test_interleaved_rotary_pairs_are_permuted(tmp_path, nested):
     """Liquid's: after the rows are permuted, every score is what the file's own rule gives."""
     _, tensors = write(tmp_path / "draft", "z-lab v1")
-    said = {"rope_is_neox_style": False}
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(zlab(said) if nested else zlab(**said)))
+    setting = {"rope_is_neox_style": False}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(zlab(setting) if nested else zlab(**setting)))
     draft = load(tmp_path / "draft", dtype=torch.float64)
     draft.save_pretrained(tmp_path / "again")
     assert "rope_is_neox_style" not in (tmp_path / "again" / "config.json").read_text()
@@ -403,23 +412,25 @@ def test_rotary_pairs_side_by_side(tmp_path, nested):
     expected = scores(of_double(tensors), [(0, 1), (2, 3), (4, 5), (6, 7)])
     for model in (draft, load(tmp_path / "again")):
         torch.testing.assert_close(scores(model.state_dict(), [(0, 4), (1, 5), (2, 6), (3, 7)]), expected)
-    assert ("rope_is_neox_style", "warning") in {(one.key, one.severity) for one in check(tmp_path / "draft")}
+    findings = {(finding.key, finding.severity) for finding in check(tmp_path / "draft")}
+    assert ("rope_is_neox_style", "warning") in findings
 
 
 @pytest.mark.parametrize("compiled", [None, "eager"])
-def test_embedding_is_a_feature(compiled, target):
+def test_embedding_is_read_as_a_feature(compiled, target):
     """Layer 0 of those who count the embedding: what the first layer reads."""
     ids = {"aux_hidden_state_layer_ids": [0, 3, 5], "num_target_layers": 8}
     config = read(zlab(dflash_config={"mask_token_id": 95}, **ids))
     deepspec = {"target_layer_ids": [-1, 2, 4], "num_target_layers": 8}
-    for one in (config, read(config_of("DSpark, Automodel", **deepspec))):
-        assert one.target_layer_ids == [-1, 2, 4]
+    for layout in (config, read(config_of("DSpark, Automodel", **deepspec))):
+        assert layout.target_layer_ids == [-1, 2, 4]
     prompt = torch.randint(0, 95, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), FeatureTap(target, [-1, 2, 4]) as tap, tap.running():
         states = target(prompt, output_hidden_states=True).hidden_states
         assert torch.equal(tap.take(), torch.cat([states[0], states[3], states[5]], dim=-1))
     draft = DFlashDraftModel(config).eval()
-    draft.decoding_config.block_size, draft.decoding_config.compile = 5, compiled
+    draft.decoding_config.block_size = 5
+    draft.decoding_config.compile = compiled
     plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft), plain)
 
@@ -479,13 +490,13 @@ MEANINGS = {  # config.json, and what it means: fields, and which layers are cau
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_keys_mean_what_their_writers_mean(name):
+def test_config_keys_keep_their_writers_meaning(name):
     file, meaning, causal = MEANINGS[name]
     config = read(file)
     written = json.loads(config.to_json_string())
-    for one in (config, read(written)):
-        assert {key: getattr(one, key) for key in meaning} == meaning
-        assert [one.layer_is_causal(i) for i in range(3)] == causal
+    for saved in (config, read(written)):
+        assert {key: getattr(saved, key) for key in meaning} == meaning
+        assert [saved.layer_is_causal(i) for i in range(3)] == causal
     assert read(written).to_dict() == config.to_dict()
 
 
@@ -500,18 +511,18 @@ def test_causality_is_written_for_every_reader():
     assert settled["is_causal"] is False and "causal" not in settled["dflash_config"]
 
 
-def test_contradiction_is_told(caplog):
+def test_contradicting_causality_is_warned_of(caplog):
     """One builder of JetSpec's recipes stamps `is_causal: false` beside its own key: it was settled in silence."""
-    both = zlab({"causal": True}, is_causal=False)
-    read(both)
+    contradicting = zlab({"causal": True}, is_causal=False)
+    read(contradicting)
     assert "is_causal=False and dflash_config.causal=True contradict each other" in caplog.text
     caplog.clear()
-    assert read(both, is_causal=True).is_causal is True and not caplog.text
+    assert read(contradicting, is_causal=True).is_causal is True and not caplog.text
     read(zlab({"causal": True}, is_causal=True))
     assert not caplog.text
 
 
-def test_training_keys_survive():
+def test_training_keys_survive_saving():
     written = json.loads(read(zlab({"enable_thinking": False}, num_anchors=512)).to_json_string())
     assert written["num_anchors"] == 512 and written["dflash_config"]["enable_thinking"] is False
 

@@ -1,4 +1,4 @@
-"""Every way of loading a pair: dtypes, offloading, adapters, compiled and resized targets."""
+"""Pairs that were loaded differently: dtypes, offloading, adapters, compiled and resized targets."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def check(target, draft, **options):
 
 
 @pytest.mark.parametrize(("family", "where"), [("gemma3", "disk"), ("qwen3_5_text", "cpu")])
-def test_offloaded_targets(family, where, tmp_path):
+def test_offloaded_target_drafts_losslessly(family, where, tmp_path):
     """Weights on the meta device, fetched for each forward: the embedding and the head that are shared, too."""
     from accelerate import cpu_offload, disk_offload
 
@@ -39,7 +39,7 @@ def test_offloaded_targets(family, where, tmp_path):
     assert target.get_input_embeddings().weight.device.type == "meta"
 
 
-def test_targets_with_an_adapter():
+def test_target_with_adapter_drafts_losslessly():
     from peft import LoraConfig, get_peft_model
 
     target = make_target()
@@ -73,7 +73,7 @@ def test_compiled_targets_decode_plainly(compiled):
 
 
 @pytest.mark.parametrize("overrides", [{"tie_word_embeddings": True}, {}])
-def test_resized_and_tied_embeddings(overrides):
+def test_resized_or_tied_embeddings_draft_losslessly(overrides):
     target = make_target(**overrides)
     draft = make_draft(target)
     check(target, draft, suppress_tokens=[PROMPT[0, -1].item()])
@@ -81,7 +81,7 @@ def test_resized_and_tied_embeddings(overrides):
     check(target, draft, suppress_tokens=[PROMPT[0, -1].item()])
 
 
-def test_a_head_with_a_bias():
+def test_biased_head_drafts_losslessly():
     target = make_target("phi")
     assert target.lm_head.bias is not None
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_a_head_with_a_bias():
     check(target, make_draft(target))
 
 
-def test_models_in_training(caplog):
+def test_training_mode_changes_no_text(caplog):
     """Gradients on, a drafter left in train mode: nothing of it shows. Its dropout would draw random numbers."""
     target = make_target().requires_grad_(True)
     draft = make_draft(target).train()
@@ -104,7 +104,7 @@ def test_models_in_training(caplog):
     assert all(parameter.grad is None for parameter in [*target.parameters(), *draft.parameters()])
 
 
-def test_eight_bit_targets():
+def test_eight_bit_target_drafts_losslessly():
     quantization = pytest.importorskip("torchao.quantization")
     target = make_target()
     quantization.quantize_(target, quantization.Int8WeightOnlyConfig())

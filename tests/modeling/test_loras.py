@@ -62,26 +62,26 @@ def lengths(target, draft, block_size=4):
 
 @pytest.fixture(scope="module")
 def expected(target, folder):
-    found = {name: lengths(target, merged(folder, name)) for name in ("chat", "code", None)}
-    assert len(set(map(str, found.values()))) == 3  # else nothing is told apart
-    return found
+    of_adapters = {name: lengths(target, merged(folder, name)) for name in ("chat", "code", None)}
+    assert len(set(map(str, of_adapters.values()))) == 3  # else nothing is told apart
+    return of_adapters
 
 
-def test_adapters_folder_is_its_drafter(target, folder, expected):
+def test_adapter_folder_loads_its_drafter(target, folder, expected):
     """There is no config.json in it, and the error was about a missing `target_layer_ids`."""
     draft, info = DFlashDraftModel.from_pretrained(folder / "adapters" / "code", output_loading_info=True)
     assert draft.active_adapters() == ["default"] and not info["missing_keys"]
     assert lengths(target, draft) == expected["code"]
 
 
-@pytest.mark.parametrize("way", ["eager", "packed before", "packed after"])
-def test_switched_between_calls(way, target, folder, expected, packs_of_any_size):
+@pytest.mark.parametrize("packing", ["eager", "packed before", "packed after"])
+def test_adapters_switch_between_calls(packing, target, folder, expected, packs_of_any_size):
     draft = DFlashDraftModel.from_pretrained(folder)
-    packed = [packed_weights(draft)] if way == "packed before" else []
+    packed = [packed_weights(draft)] if packing == "packed before" else []
     assert draft.layers[0].mlp.up_proj.__class__.__name__ == ("PackedLinear" if packed else "Linear")
     for name in ("chat", "code"):
         draft.load_adapter(folder / "adapters" / name, name)
-    if way == "packed after":
+    if packing == "packed after":
         packed.append(packed_weights(draft))
     for name in ("code", "chat", None, "chat", None, "code"):
         if name is None:
@@ -94,11 +94,11 @@ def test_switched_between_calls(way, target, folder, expected, packs_of_any_size
     draft.delete_adapter("code")
     draft.set_adapter("chat")
     assert lengths(target, draft) == expected["chat"]
-    for one in packed:
-        one.restore()
+    for weights in packed:
+        weights.restore()
 
 
-def test_statistics_of_each_are_kept_apart(target, folder):
+def test_each_adapter_has_its_own_statistics(target, folder):
     draft = DFlashDraftModel.from_pretrained(folder)
     for name in ("chat", "code"):
         draft.load_adapter(folder / "adapters" / name, name)
@@ -109,7 +109,7 @@ def test_statistics_of_each_are_kept_apart(target, folder):
     assert {key[-1] for key in _throughputs[draft][target]} == {("chat",), ("code",), ()}
 
 
-def test_of_a_peft_model(target, folder, expected):
+def test_adapter_of_a_peft_model_acts(target, folder, expected):
     """What PEFT's own class puts on a drafter acts where that drafter is used."""
     model = peft.PeftModel.from_pretrained(DFlashDraftModel.from_pretrained(folder), folder / "adapters/chat", "chat")
     model.load_adapter(folder / "adapters" / "code", "code")
@@ -121,7 +121,7 @@ def test_of_a_peft_model(target, folder, expected):
         assert adapters_of(draft) == () and lengths(target, draft) == expected[None]
 
 
-def test_what_is_saved_and_published(folder, tmp_path, monkeypatch):
+def test_adapters_are_saved_and_published(folder, tmp_path, monkeypatch):
     saved = sorted(path.relative_to(folder).as_posix() for path in folder.glob("adapters/*/*"))
     files = [
         f"adapters/{name}/adapter_{file}" for name in ("chat", "code") for file in ("config.json", "model.safetensors")
@@ -130,23 +130,27 @@ def test_what_is_saved_and_published(folder, tmp_path, monkeypatch):
     weights = (folder / "model.safetensors").stat().st_size
     assert all((folder / file).stat().st_size < weights / 4 for file in files)
     facts = CardFacts(base_model="someone/target")
-    found = publish(folder, "someone/draft", dry_run=True, facts=facts)
-    assert set(files) < set(found.files)
-    for name, content in found.contents.items():
+    published = publish(folder, "someone/draft", dry_run=True, facts=facts)
+    assert set(files) < set(published.files)
+    for name, content in published.contents.items():
         (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hub" / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     config = json.loads((tmp_path / "hub" / files[0]).read_text())
     assert config["base_model_name_or_path"] == "someone/draft"
-    draft, again = DFlashDraftModel.from_pretrained(folder), DFlashDraftModel.from_pretrained(tmp_path / "hub")
+    draft = DFlashDraftModel.from_pretrained(folder)
+    again = DFlashDraftModel.from_pretrained(tmp_path / "hub")
     draft.load_adapter(folder / "adapters" / "code", "code")
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with stand_in(monkeypatch) as hub:
-        hub.files["someone/draft"] = {file: (tmp_path / "hub" / file).read_bytes() for file in found.files}
+        hub.files["someone/draft"] = {file: (tmp_path / "hub" / file).read_bytes() for file in published.files}
         where = {"subfolder": "adapters/code", "cache_dir": tmp_path / "cache"}
         again.load_adapter("someone/draft", "code", adapter_kwargs=where)
-    ours, theirs = draft.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert any("lora_" in name for name in ours)
+    tensors = draft.state_dict()
+    published_tensors = again.state_dict()
+    assert tensors.keys() == published_tensors.keys() and all(
+        torch.equal(tensors[name], published_tensors[name]) for name in tensors
+    )
+    assert any("lora_" in name for name in tensors)
     copied = copy.deepcopy(draft)
     assert adapters_of(copied) == ("code",)

@@ -12,7 +12,9 @@ from transformers import DynamicCache
 from dflash_hf.decoding.slots import SlotCache
 
 
-ROWS, TOKENS, WIDTH = 2, 512, 32
+ROWS = 2
+TOKENS = 512
+WIDTH = 32
 HIDDEN = ROWS * TOKENS * WIDTH * 4  # bytes of one hidden state for each token of a prompt
 
 
@@ -37,7 +39,7 @@ def test_prompt_adds_a_hidden_state_per_token(chunk):
 
 
 @pytest.mark.parametrize("padding", [[0], [0, 3]])
-def test_moving_a_cache_holds_one_tensor_twice(padding):
+def test_moving_a_cache_copies_one_tensor_at_a_time(padding):
     """Neither a layer nor the cache: to slots when decoding starts, back when it ends."""
     config = make_target(num_hidden_layers=6).config
     with LiveBytes() as counted:
@@ -45,13 +47,16 @@ def test_moving_a_cache_holds_one_tensor_twice(padding):
         for layer in range(6):
             cache.update(*(torch.randn(len(padding), 2, 1024, 8) for _ in "kv"), layer)
         prompt = counted.now
-        one = prompt / 12 * 1.3  # with slots to spare
+        of_one_tensor = prompt / 12 * 1.3  # with slots to spare
         slots = SlotCache.adopt(cache, padding)
-        assert prompt < counted.now < prompt * 1.3 and counted.peak < prompt * 1.3 + one
-        held, counted.peak = counted.now, 0
+        assert prompt < counted.now < prompt * 1.3 and counted.peak < prompt * 1.3 + of_one_tensor
+        of_slots = counted.now
+        counted.peak = 0
         slots.release(cache, padding, 1034)
-        assert counted.peak < held + 2.1 * one  # a row's padding is put before it, then rows are put together
-        assert counted.now < held * 1.01
+        assert (
+            counted.peak < of_slots + 2.1 * of_one_tensor
+        )  # a row's padding is put before it, then rows are put together
+        assert counted.now < of_slots * 1.01
 
 
 def bytes_of(cache) -> int:
@@ -67,14 +72,17 @@ def test_windows_keep_a_calls_cache_small():
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
         max_position_embeddings=2**15,
     )
-    ids, outputs, held = torch.randint(2, VOCAB - 1, (1, 2**14), generator=torch.Generator().manual_seed(0)), [], []
+    ids = torch.randint(2, VOCAB - 1, (1, 2**14), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    sizes = []
 
     class Streamer:
         """Weighs the slots when each token is written."""
 
         def put(self, value):
-            caches = [one for one in gc.get_objects() if isinstance(one, SlotCache) and len(one.layers) == 6]
-            held.extend(map(bytes_of, caches))
+            slot_caches = [value for value in gc.get_objects() if isinstance(value, SlotCache)]
+            caches = [slot_cache for slot_cache in slot_caches if len(slot_cache.layers) == 6]
+            sizes.extend(map(bytes_of, caches))
 
         def end(self):
             pass
@@ -92,4 +100,4 @@ def test_windows_keep_a_calls_cache_small():
     plain, drafted = outputs
     assert torch.equal(drafted.sequences, plain.sequences) and sum(drafted.acceptance_lengths[0]) == 7
     own = bytes_of(plain.past_key_values)
-    assert len(held) == 8 and own < held[-1] < 1.2 * own and bytes_of(drafted.past_key_values) == own
+    assert len(sizes) == 8 and own < sizes[-1] < 1.2 * own and bytes_of(drafted.past_key_values) == own

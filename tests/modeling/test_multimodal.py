@@ -77,7 +77,8 @@ def make_wrapper(name):
         for parameter in target.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(20.0)
-    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    target.generation_config.pad_token_id = 0
+    target.generation_config.eos_token_id = None
     return target.requires_grad_(False)
 
 
@@ -108,7 +109,7 @@ def picture(name, rows: int) -> dict:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_with_text_and_with_an_image(name):
+def test_image_targets_draft_losslessly(name):
     target = make_wrapper(name)
     draft = make_draft(target)
     options = {"max_new_tokens": 30, "do_sample": False}

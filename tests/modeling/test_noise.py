@@ -36,21 +36,21 @@ def ignorant(draft):
     return draft
 
 
-def test_draws_of_this_torch_are_foreseen():
+def test_torch_draws_can_be_foreseen_on_the_cpu():
     assert foreseeable(CPU) and not foreseeable(torch.device("meta"))
     assert generator_of(CPU) is torch.default_generator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_noise_tells_what_is_drawn(temperature, dtype):
+def test_noise_foretells_torchs_samples(temperature, dtype):
     """To a drafter, to a target token by token and at once, whatever the default dtype is."""
-    logits, generator, noise = (
-        torch.randn(2, 5, 999, generator=seeded(0)),
-        seeded(3),
-        SamplingNoise(seeded(3), 2, temperature),
-    )
-    scores, lengths, depths = logits / temperature, [0, 0], torch.arange(5).expand(2, 5)
+    logits = torch.randn(2, 5, 999, generator=seeded(0))
+    generator = seeded(3)
+    noise = SamplingNoise(seeded(3), 2, temperature)
+    scores = logits / temperature
+    lengths = [0, 0]
+    depths = torch.arange(5).expand(2, 5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -58,7 +58,8 @@ def test_noise_tells_what_is_drawn(temperature, dtype):
         gumbel = noise.gumbel(lengths, 5, torch.arange(999))
     finally:
         torch.set_default_dtype(before)
-    foreseen, first = (scores + gumbel).argmax(dim=-1), torch.empty(2, 999).exponential_(generator=seeded(3))
+    foreseen = (scores + gumbel).argmax(dim=-1)
+    first = torch.empty(2, 999).exponential_(generator=seeded(3))
     assert torch.equal(gumbel[:, 0], -first.log())
     for step in range(5):
         drawn = torch.multinomial(scores[:, step].softmax(dim=-1), 1, generator=generator)[:, 0].tolist()
@@ -68,27 +69,31 @@ def test_noise_tells_what_is_drawn(temperature, dtype):
 
 def test_unused_draws_are_undone():
     """Unless other code has used the generator: after our last draw, or between those that would be undone."""
-    plain, generator, scores = seeded(0), seeded(0), torch.zeros(1, 10)
+    plain = seeded(0)
+    generator = seeded(0)
+    scores = torch.zeros(1, 10)
     ahead = SamplingNoise(generator, 2)
     for _ in range(3):
         torch.multinomial(torch.ones(2, 10), 1, generator=plain)
     ahead.sample(scores, 0, 8)
     ahead.close(3)
     assert torch.equal(plain.get_state(), generator.get_state())
-    for others in (0, 2):
+    for further in (0, 2):
         ahead = SamplingNoise(generator, 2)
         ahead.sample(scores, 0, 5)
         torch.rand(1, generator=generator)
-        ahead.sample(scores, 0, 5 + others)
+        ahead.sample(scores, 0, 5 + further)
         state = generator.get_state()
         ahead.close(3)
         assert torch.equal(generator.get_state(), state)
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
-def test_noise_of_rows_apart_takes_bounded_memory(target, monkeypatch, options):
+def test_noise_memory_of_uneven_rows_is_bounded(target, monkeypatch, options):
     """What rows far behind need is drawn again; texts are the same."""
-    draft, (inputs, _), kept = ignorant(make_draft(target, block_size=6)), ragged_prompts(3), []
+    draft = ignorant(make_draft(target, block_size=6))
+    inputs, _ = ragged_prompts(3)
+    sizes = []
     options = {"max_new_tokens": 60, "top_k": 0, **options}
     expected = sampled(target, None, inputs, **options).sequences
     keep = SamplingNoise._keep
@@ -96,22 +101,23 @@ def test_noise_of_rows_apart_takes_bounded_memory(target, monkeypatch, options):
 
     def watched(self, *args):
         keep(self, *args)
-        kept.append(sum(noise.nbytes for noise in self.draws.values()))
+        sizes.append(sum(noise.nbytes for noise in self.draws.values()))
 
     monkeypatch.setattr(SamplingNoise, "MOST_BYTES", 0)
     monkeypatch.setattr(SamplingNoise, "_keep", watched)
     assert torch.equal(sampled(target, draft, inputs, **options).sequences, expected)
-    assert of_rounds / 2 < max(kept) <= of_rounds
+    assert of_rounds / 2 < max(sizes) <= of_rounds
 
 
 @pytest.mark.parametrize("make", [make_draft, make_draft2])
 @pytest.mark.parametrize("nodes", [None, 8])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_noise_makes_drafts_better(make, nodes, rows):
+def test_noise_raises_acceptance_of_samples(make, nodes, rows):
     """A drafter that knows nothing would be right once in 96 tokens."""
     target = make_target(dtype=torch.float64)
     target.lm_head.weight.mul_(0.3)
-    draft, (inputs, _) = ignorant(make(target, block_size=6)), ragged_prompts(rows)
+    draft = ignorant(make(target, block_size=6))
+    inputs, _ = ragged_prompts(rows)
     draft.decoding_config.tree_nodes = nodes
     options = {"temperature": 0.9, "top_k": 0, "max_new_tokens": 60}
     output = sampled(target, draft, inputs, **options)
@@ -120,7 +126,8 @@ def test_noise_makes_drafts_better(make, nodes, rows):
 
 
 def test_threads_draw_different_noise(target):
-    draft, texts = make_draft(target, block_size=6), []
+    draft = make_draft(target, block_size=6)
+    texts = []
     torch.manual_seed(1)
 
     def call():
@@ -140,13 +147,14 @@ def test_ids_past_the_drafters_vocabulary_are_sampled():
     target.lm_head.weight.mul_(0.1)
     target.resize_token_embeddings(112, mean_resizing=False)
     target.config.vocab_size = 96
-    draft, (inputs, _) = make_draft2(target, block_size=6), ragged_prompts(3)
+    draft = make_draft2(target, block_size=6)
+    inputs, _ = ragged_prompts(3)
     expected = sampled(target, None, inputs, top_k=0).sequences
     assert expected.max() >= 96
     assert torch.equal(sampled(target, draft, inputs, top_k=0).sequences, expected)
 
 
-def test_chances_that_are_no_numbers_are_an_error():
+def test_nan_probabilities_raise():
     noise = SamplingNoise(seeded(0), 2)
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         noise.sample(torch.tensor([[0.5, float("nan")]]), 1, 0)
@@ -154,17 +162,19 @@ def test_chances_that_are_no_numbers_are_an_error():
 
 def test_draw_of_many_rows_is_made_once(monkeypatch):
     """Made again for each row, large batches came to a stand; or in each round, those that the last one had."""
-    noise, made = SamplingNoise(seeded(0), rows=12), []
+    noise = SamplingNoise(seeded(0), rows=12)
+    made = []
     monkeypatch.setattr(noise, "MOST_BYTES", 12 * 50 * 4 * 3)  # three draws
     drawn = noise._drawn
     monkeypatch.setattr(noise, "_drawn", lambda generator: made.append(0) or drawn(generator))
-    depths, lengths = torch.arange(8).expand(12, 8), [*range(12)]
-    found = noise.race(torch.zeros(12, 8, 50), depths, lengths)
+    depths = torch.arange(8).expand(12, 8)
+    lengths = [*range(12)]
+    raced = noise.race(torch.zeros(12, 8, 50), depths, lengths)
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
     noise.race(torch.zeros(12, 8, 50), depths, [14] * 12)
     assert len(made) == 22  # three new ones
     other = SamplingNoise(seeded(0), rows=12)
-    assert torch.equal(found, other.race(torch.zeros(12, 8, 50), depths, lengths))
+    assert torch.equal(raced, other.race(torch.zeros(12, 8, 50), depths, lengths))
     other.vocab_size = 50
     ids = torch.tensor([3, 7, 49])
     few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])

@@ -1,4 +1,4 @@
-"""What decodes without the drafter says why, gives what the target gives alone, and is forgotten in the next call."""
+"""Calls that decode without the drafter: the reason is logged, the text is the target's, the next call drafts."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -58,20 +58,20 @@ REASONS = [  # the reason, and the call
 
 
 @pytest.mark.parametrize(
-    ("reason", "arguments"), REASONS, ids=[" ".join([one, *map(str, given)]) for one, given in REASONS]
+    ("reason", "arguments"), REASONS, ids=[" ".join([reason, *map(str, arguments)]) for reason, arguments in REASONS]
 )
-def test_plain_decoding_says_why(reason, arguments, caplog):
+def test_plain_decoding_warns_with_its_reason(reason, arguments, caplog):
     call = call_of(**arguments)
     draft = make_draft(call.target)
     plain, drafted = call(), call(draft)
     assert difference(plain, drafted, tolerance=0.0) is None and drafted.lengths == [[]] * len(call.pads)
-    said = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
-    assert len(said) == 1 and reason in said[0] and said[0].endswith(".")
+    warnings = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
+    assert len(warnings) == 1 and reason in warnings[0] and warnings[0].endswith(".")
     if not arguments.keys() & {"family", "attn"}:  # the same target drafts in another call
         assert call_of(rows=2)(draft).lengths[0]
 
 
-def test_the_reason_stands_below_a_streamed_text(caplog):
+def test_fallback_reason_follows_the_streamed_text(caplog):
     order = []
     streamer = SimpleNamespace(put=lambda tokens: order.append(len(caplog.messages)), end=order.copy)
     call = call_of(use_cache=False, streamer=streamer)
@@ -94,7 +94,9 @@ def test_quantised_cache_decodes_plainly(backend, package, named, caplog):
     if not named:
         call.options[CACHE_NAME] = lambda call: QuantizedCache(backend, target.config)
         del call.options["cache_implementation"], call.options["cache_config"]
-    assert difference(call(), drafted := call(make_draft(target))) is None and drafted.lengths == [[]]
+    plain = call()
+    drafted = call(make_draft(target))
+    assert difference(plain, drafted) is None and drafted.lengths == [[]]
     assert "the cache is a QuantizedCache" in caplog.text
 
 
@@ -110,9 +112,10 @@ def test_offloaded_cache_decodes_plainly(named, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gemma3"])
-def test_cache_of_assisted_decoding_goes_on(family):
+def test_cache_of_assisted_decoding_can_continue(family):
     """It records its past from then on: shapes that LFM2's states did not have, and its keys were lost."""
-    target, ids = make_target(family), ragged_prompts(1)[0]["input_ids"]
+    target = make_target(family)
+    ids = ragged_prompts(1)[0]["input_ids"]
     options = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12}
     read = target.generate(ids, prompt_lookup_num_tokens=3, **options)
     text = target.generate(read.sequences, **options).sequences
@@ -121,7 +124,7 @@ def test_cache_of_assisted_decoding_goes_on(family):
     assert torch.equal(output.sequences, text) and output[CACHE_NAME].get_seq_length() == text.shape[1] - 1
 
 
-def test_target_is_tried_again_with_another_attention():
+def test_target_with_new_attention_is_probed_again():
     target = tiny_model("qwen3_vl", True)
     for attention in ("sdpa", {"text_config": "eager"}):
         target.set_attn_implementation(attention)
@@ -130,7 +133,7 @@ def test_target_is_tried_again_with_another_attention():
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
-def test_cache_that_holds_the_whole_prompt_decodes_plainly(family):
+def test_cache_of_the_whole_prompt_decodes_plainly(family):
     """Upstream feeds the prompt a second time, with a mask that is too short: nobody could draft what that means."""
 
     def whole(call):
@@ -155,13 +158,15 @@ def test_target_in_training_decodes_plainly(checkpoints, caplog):
         getattr(target, f"{CHECKPOINTING}_enable")()
     with torch.enable_grad():
         for do_sample in (False, True):
-            assert difference(*(call(one, do_sample=do_sample) for one in (None, draft))) is None
+            plain = call(do_sample=do_sample)
+            assert difference(plain, call(draft, do_sample=do_sample)) is None
     assert "training mode; call its `eval()`" in caplog.text
     target.eval()
-    assert torch.equal((drafted := call(draft, do_sample=False)).sequences, text) and max(drafted.lengths[0]) > 3
+    drafted = call(draft, do_sample=False)
+    assert torch.equal(drafted.sequences, text) and max(drafted.lengths[0]) > 3
 
 
-def test_support_under_autocast_holds_there_alone():
+def test_autocast_capabilities_hold_under_autocast():
     call = call_of("qwen3_5_text")
     plain = call()
     draft = recognising(call.target, [plain.sequences[0]])
@@ -171,9 +176,9 @@ def test_support_under_autocast_holds_there_alone():
     assert difference(plain, drafted) is None and max(drafted.lengths[0]) > 3
 
 
-def test_trial_notices_a_wrong_state(monkeypatch):
+def test_probe_detects_a_wrong_state(monkeypatch):
     """The rejected tokens stay in the state."""
-    monkeypatch.setattr(ReplaySession, "_advance", lambda self, kept: None)
+    monkeypatch.setattr(ReplaySession, "_advance", lambda self, path: None)
     assert capabilities_of(make_target("qwen3_5_text")).session is None
 
 
@@ -187,8 +192,8 @@ def test_dynamic_quantisation_is_named(target):
     ("family", "names"),
     [("qwen3", ["a"]), ("qwen3", ["a", "b"]), ("qwen3", ["a", "b", "__base__"]), ("qwen3_5_text", ["a", "b"])],
 )
-def test_adapters_for_each_row(family, names):
-    """Named in the first call already, for another number of rows than a target is tried out on."""
+def test_adapters_per_row_decode_losslessly(family, names):
+    """Named in the first call already, for another number of rows than the probe has."""
     from peft import LoraConfig, get_peft_model
 
     call = call_of(family, dtype=torch.float64)
@@ -201,12 +206,15 @@ def test_adapters_for_each_row(family, names):
     rows.options = {**call.options, "adapter_names": names}
     expected = rows()
     assert difference(expected, rows(draft)) is None
-    assert difference(call(), drafted := call(draft)) is None
+    plain = call()
+    drafted = call(draft)
+    assert difference(plain, drafted) is None
     assert drafted.lengths[0], "remembered as a target that cannot be drafted for"
-    assert difference(expected, drafted := rows(draft)) is None and drafted.lengths[0]
+    drafted = rows(draft)
+    assert difference(expected, drafted) is None and drafted.lengths[0]
 
 
-def test_target_in_training_is_tried_when_it_drafts():
+def test_training_target_is_probed_once_it_drafts():
     """Not by `compile=True` before: under dropout no cache can be rolled back, and that was remembered."""
     target = make_target("gpt2", attn_pdrop=0.5, resid_pdrop=0.5)
     draft = make_draft(target)
@@ -219,9 +227,10 @@ def test_target_in_training_is_tried_when_it_drafts():
     assert sum(call(draft).lengths[0]) == 5
 
 
-def test_full_memory_in_a_trial_is_forgotten(monkeypatch, caplog):
+def test_out_of_memory_in_a_probe_is_not_remembered(monkeypatch, caplog):
     target = make_target()
-    draft, prompt = make_draft(target), torch.tensor([[5, 9, 17]])
+    draft = make_draft(target)
+    prompt = torch.tensor([[5, 9, 17]])
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}
 
     def full(*args):
@@ -243,8 +252,8 @@ def test_ids_on_another_device_decode_plainly(monkeypatch):
 
 
 @pytest.mark.parametrize("masks", ["flash_attention_2", "flex_attention"])
-def test_attention_without_masks_is_not_tried(masks, caplog, request):
-    """FlashAttention reads the mask of a draft as numbers of rows, which ends a CUDA process in the trial."""
+def test_attention_without_masks_is_not_probed(masks, caplog, request):
+    """FlashAttention reads the mask of a draft as numbers of rows, which ends a CUDA process in the probe."""
     name = "own_" + masks.replace("flash", "rows")  # upstream looks for a library where the name says "flash"
 
     def attention(module, query, key, value, attention_mask, **kwargs):
@@ -267,7 +276,7 @@ def test_attention_without_masks_is_not_tried(masks, caplog, request):
     assert max(call(draft).lengths[0]) > 1
 
 
-def test_attentions_of_the_kernels_hub_are_known_by_name():
+def test_kernels_hub_attentions_are_recognised():
     refused = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|flash_attention_2")
     assert not any(probe.takes_masks(name) for name in (*refused, "flex_attention"))
     assert all(probe.takes_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))

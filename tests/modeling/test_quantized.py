@@ -38,7 +38,8 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
     quantised.save_pretrained(tmp_path / "quantised")  # before it runs: 4-bit weights are then packed for the CPU
     quantised.eval()
 
-    block, context = torch.randn(1, 4, 64), torch.randn(1, 7, 192)
+    block = torch.randn(1, 4, 64)
+    context = torch.randn(1, 7, 192)
     with torch.no_grad():
         expected = draft(block, context).last_hidden_state
         hidden = quantised(block, context).last_hidden_state
@@ -60,7 +61,8 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
 
 def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
     """Where it lies in `mask_embedding.pt` alone, as engines read it, the tensor was called missing."""
-    target, own = make_target(), torch.randn(32)
+    target = make_target()
+    own = torch.randn(32)
     draft = make_draft(target)
     draft.save_pretrained(tmp_path / "draft")
     quantised = DFlashDraftModel.from_pretrained(
@@ -71,7 +73,8 @@ def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
     torch.save(stored, tmp_path / "quantised" / MASK_EMBEDDING)
     again = DFlashDraftModel.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
     assert again.config.own_mask_embedding and torch.equal(again.mask_embedding, own)
-    block, context = torch.randn(1, 4, 32), torch.randn(1, 7, 96)
+    block = torch.randn(1, 4, 32)
+    context = torch.randn(1, 7, 96)
     with torch.no_grad():
         hidden = again(block, context).last_hidden_state
         block[:, 1:] = own  # behind the anchor
@@ -139,7 +142,8 @@ def test_eight_bit_drafter_is_loaded_as_a_plain_one(kind, tmp_path):
     loaded.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     again = DFlashDraftModel.from_pretrained(tmp_path / "plain")
-    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), loaded.parameters(), strict=True))
+    for parameter, expected in zip(again.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 F8, I8 = torch.float8_e4m3fn, torch.int8

@@ -1,4 +1,4 @@
-"""Targets with ways of their own: what they read besides ids, masks and positions. The text is theirs all the same."""
+"""Targets that read more than ids, masks and positions: the drafted text is still theirs."""
 
 import functools
 import inspect
@@ -105,7 +105,8 @@ def test_target_may_prepare_inputs_in_its_own_way(own, rows):
 
 def test_method_may_be_replaced_between_calls():
     target = make_target()
-    draft, upstream = drafter(target), target.prepare_inputs_for_generation
+    draft = drafter(target)
+    upstream = target.prepare_inputs_for_generation
     drafted(target, draft)
 
     def doubled(self, *args, **kwargs):
@@ -123,7 +124,8 @@ def test_virtual_tokens_come_before_padding():
     """After a call of the base model, too."""
     from peft import PromptTuningConfig, get_peft_model
 
-    target, inputs = make_target(), ragged_prompts(3)[0]
+    target = make_target()
+    inputs = ragged_prompts(3)[0]
     draft = make_draft(target)
     text(target, draft, **prompts(3))
     tuned = get_peft_model(target, PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
@@ -134,18 +136,19 @@ def test_virtual_tokens_come_before_padding():
     assert written(assistant_model=draft) == written()
 
 
-def test_activated_lora_after_a_plain_one():
+def test_activated_lora_follows_a_plain_one():
     from peft import LoraConfig, get_peft_model
 
     target = make_target()
-    draft, more = make_draft(target, block_size=8), {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    draft = make_draft(target, block_size=8)
+    more = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False}
     tuned = get_peft_model(target, LoraConfig(**more), adapter_name="plain")
     tuned.add_adapter("activated", LoraConfig(alora_invocation_tokens=PROMPT[0, -2:].tolist(), **more))
     tuned.eval()
     for name in ("plain", "activated", "plain"):
         tuned.set_adapter(name)
         options = {"max_new_tokens": 24, "do_sample": False}
-        written = [tuned.generate(PROMPT, **options, assistant_model=one).tolist() for one in (None, draft)]
+        written = [tuned.generate(PROMPT, **options, assistant_model=model).tolist() for model in (None, draft)]
         assert written[0] == written[1], name
 
 
@@ -158,7 +161,7 @@ class Forgetful(DynamicCache):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_cache_may_do_more_than_hold(rows):
+def test_custom_cache_class_is_respected(rows):
     target = make_target()
     replaced = DynamicCache(config=target.config)
     replaced.update = functools.partial(replaced.update)
@@ -173,19 +176,21 @@ def test_cache_may_do_more_than_hold(rows):
 
 @pytest.mark.parametrize("by_argument", [True, False])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_logits_of_routers_may_be_requested(family, by_argument):
+def test_router_logits_may_be_requested(family, by_argument):
     """Their loss took the masks of a block for one of padding: "The size of tensor a must match"."""
     target = make_target(family, attn=None)
-    draft, expected = drafter(target), text(target)[0]
-    drafted(target, draft)  # tried before they are asked for
+    draft = drafter(target)
+    expected = text(target)[0]
+    drafted(target, draft)  # probed before they are requested
     target.config.output_router_logits = not by_argument
     written, lengths = text(target, draft, **({"output_router_logits": True} if by_argument else {}))
     assert written == expected and max(lengths[0]) > 3
 
 
-def test_gradients_through_a_text_are_kept():
+def test_gradients_through_generate_are_kept():
     """`generate` without its decorator, as it is called to train on its own samples, decodes without the drafter."""
-    target, outputs = make_target(), []
+    target = make_target()
+    outputs = []
     embeds = target.get_input_embeddings()(PROMPT).requires_grad_()
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for assistant in (None, drafter(target)):
@@ -198,21 +203,22 @@ def test_gradients_through_a_text_are_kept():
 
 def test_hooks_may_use_autograd():
     """Rounds ran in inference mode, in which no hook can compute a gradient."""
-    target, kept = make_target(), []
+    target = make_target()
+    outputs = []
 
     def steer(module, args, output):
         with torch.enable_grad():
             inside = output.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(inside.square().sum(), inside)
-        kept.append(output)
+        outputs.append(output)
         return output + 0.01 * gradient
 
     target.model.layers[1].register_forward_hook(steer)
     assert text(target, make_draft(target))[0] == text(target)[0]
-    torch.nn.Linear(32, 1)(kept[-1]).sum().backward()
+    torch.nn.Linear(32, 1)(outputs[-1]).sum().backward()
 
 
-def test_dropout_inside_a_drafter_draws_no_number():
+def test_drafter_dropout_draws_no_random_number():
     """An adapter added after `eval()` is in training mode; its dropout took numbers that samples are drawn with."""
     target = make_target()
     draft = make_draft(target, attention_dropout=0.5)

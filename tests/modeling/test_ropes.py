@@ -64,8 +64,11 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
 
 def two_turns(rope: str, length: str, texts=(None, None), drafted=(False, False)):
     """The outputs of two turns, the second on the cache of the first."""
-    target, (prompt, new) = target_with(rope), LENGTHS[length]
-    ids, cache, outputs = prompt_of(prompt), None, []
+    target = target_with(rope)
+    prompt, new = LENGTHS[length]
+    ids = prompt_of(prompt)
+    cache = None
+    outputs = []
     for text, is_drafted, count in zip(texts, drafted, (new, 20), strict=True):
         draft = scripted(make_draft(target, 8), text, error_rate=0.1) if is_drafted else None
         output = target.generate(
@@ -78,7 +81,8 @@ def two_turns(rope: str, length: str, texts=(None, None), drafted=(False, False)
             assistant_model=draft,
         )
         outputs.append(output)
-        cache, ids = output.past_key_values, torch.cat([output.sequences, prompt_of(3, seed=1)], dim=1)
+        cache = output.past_key_values
+        ids = torch.cat([output.sequences, prompt_of(3, seed=1)], dim=1)
     return outputs
 
 
@@ -90,7 +94,7 @@ def plain_texts(rope: str, length: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("rope", "length", "turn"), CASES)
-def test_turns_around_the_threshold_are_lossless(rope, length, turn):
+def test_length_dependent_ropes_are_lossless(rope, length, turn):
     """
     Phi-3 drops its cache in a prompt beyond the threshold, and takes other factors from there on; `dynamic` scales by
     the longest forward so far: a block that reaches past the threshold would give its first tokens other keys.

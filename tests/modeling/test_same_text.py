@@ -89,19 +89,22 @@ AXES = {
     "head": [*HEADS, *SOME_HEADS],
     "window": [None, 7],  # of the drafter
     "prompt": ["ids", "embeds", "chunks", "cache"],
-    "errors": [0.0, 0.2, 0.7],  # the part of all places at which a drafter says another token
+    "errors": [0.0, 0.2, 0.7],  # the part of all places at which a drafter drafts another token
 }
 
 
 def pairwise(axes: dict[str, list]) -> list[dict]:
     """Few cases in which every pair of values of two axes occurs."""
-    missing = {frozenset({(a, x), (b, y)}) for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b]}
-    chosen, draws = [], random.Random(0)
+    missing = set()
+    for a, b in combinations(axes, 2):
+        missing |= {frozenset({(a, x), (b, y)}) for x in axes[a] for y in axes[b]}
+    chosen = []
+    draws = random.Random(0)
     while missing:
         case = dict(min(missing, key=lambda pair: sorted(map(str, pair))))
         for name in draws.sample(sorted(axes), len(axes)):
             if name not in case:  # what adds most pairs to those chosen so far
-                new = [sum(frozenset({(name, x), one}) in missing for one in case.items()) for x in axes[name]]
+                new = [sum(frozenset({(name, x), item}) in missing for item in case.items()) for x in axes[name]]
                 case[name] = draws.choice([x for x, pairs in zip(axes[name], new) if pairs == max(new)])
         missing -= {frozenset(pair) for pair in combinations(case.items(), 2)}
         chosen.append({name: case[name] for name in axes})
@@ -130,7 +133,7 @@ class Anything(DraftPolicy):
         kind = self.draws.randrange(5)
         if most < 1 or kind == 0:
             return self.no_draft(state)
-        if kind == 1:  # what the text says by now
+        if kind == 1:  # depends on the text so far
             copied = state.sequences[:, -self.draws.randint(1, 9) :][:, :most]
             return self.copied(state, copied.tolist())
         if kind == 2 and self.call.capabilities.trees:
@@ -145,7 +148,7 @@ def policy_of(case: dict, drafter):
             patches.enter_context(mock.patch.object(drafter.decoding_config, "policy", Anything))
         elif case["draft"] == "any size":
             draws = random.Random(case["seed"])
-            patches.enter_context(mock.patch.object(Throughput, "_rest", lambda *_: None))  # never rests
+            patches.enter_context(mock.patch.object(Throughput, "_rest", lambda *_: None))  # never backs off
             any_size = mock.patch.object(adaptive, "best_size", lambda gains, *_: draws.randrange(len(gains)))
             patches.enter_context(any_size)
         yield
@@ -153,7 +156,8 @@ def policy_of(case: dict, drafter):
 
 def call_of(case: dict) -> Call:
     """What is asked for, of the target."""
-    rules, (rows, padded) = dict(RULES[case["rules"]]), ROWS[case["rows"]]
+    rules = dict(RULES[case["rules"]])
+    rows, padded = ROWS[case["rows"]]
     if rows > 1:
         rules.pop("streamer", None)
     double = "scores" in case["rules"] or "do_sample" in rules or FAMILIES[case["family"]] != "slots"
@@ -162,7 +166,8 @@ def call_of(case: dict) -> Call:
     inputs, pads = ragged_prompts(rows, case["longest"], case["seed"])
     if not padded:
         inputs["input_ids"] = (inputs["input_ids"][:1] + torch.arange(rows)[:, None]).clamp(2, 94)
-        inputs["attention_mask"], pads = torch.ones_like(inputs["input_ids"]), [0] * rows
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        pads = [0] * rows
     ids = inputs["input_ids"]
     if case["prompt"] == "embeds" and case["family"] in SOME_FAMILIES:  # some others take none
         inputs["inputs_embeds"] = target.get_input_embeddings()(ids)
@@ -177,7 +182,8 @@ def call_of(case: dict) -> Call:
     if case["prompt"] == "cache" and not padded:
         rules["past_key_values"] = read_before
     options = {"max_new_tokens": case["new"], "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
-    stops, call = rules.pop("stops", 0), Call(target, inputs, pads, options, case["seed"])
+    stops = rules.pop("stops", 0)
+    call = Call(target, inputs, pads, options, case["seed"])
     if stops:
         free = call(do_sample="do_sample" in rules).sequences[:, case["longest"] :].flatten().tolist()
         options["eos_token_id"] = [free[(case["seed"] * 31 + 7 * i) % len(free)] for i in range(1, stops + 1)]
@@ -203,28 +209,35 @@ def drafter_of(case: dict, call: Call, sequences: torch.LongTensor):
 
 def expected_lengths(draft, call: Call, sequences: torch.LongTensor) -> list[list[int]]:
     """What each verification of a block commits: drafts are right up to the first place where the script is wrong."""
-    known = draft.target_ids(torch.arange(draft.config.draft_vocab_size or draft.config.vocab_size))
-    said = draft.likely[:, :, 0]
-    right = torch.where(torch.isin(said, known), said, known[0]) == draft.texts  # [T, S]
-    size, ends = draft.decoding_config.block_size or draft.config.block_tokens, call.options.get("eos_token_id", ())
-    longest, found = call.inputs["input_ids"].shape[1], []
+    draft_vocabulary = draft.target_ids(torch.arange(draft.config.draft_vocab_size or draft.config.vocab_size))
+    scripted_tokens = draft.likely[:, :, 0]
+    can_be_drafted = torch.isin(scripted_tokens, draft_vocabulary)
+    right = torch.where(can_be_drafted, scripted_tokens, draft_vocabulary[0]) == draft.texts  # [T, S]
+    size = draft.decoding_config.block_size or draft.config.block_tokens
+    ends = call.options.get("eos_token_id", ())
+    longest = call.inputs["input_ids"].shape[1]
+    expected = []
     for row, new in enumerate(sequences[:, longest:].tolist()):
         total = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
-        first = longest - call.pads[row] * isinstance(draft, RecognisingDraft)  # whose script has no padding
-        lengths, done = [], 1
+        first = longest
+        if isinstance(draft, RecognisingDraft):  # whose script has no padding
+            first -= call.pads[row]
+        lengths = []
+        done = 1
         while done < total:
             count = 1
             while count < min(size, total - done) and right[row, first + done - 1 + count]:
                 count += 1
             lengths.append(count)
             done += count
-        found.append(lengths)
-    return found
+        expected.append(lengths)
+    return expected
 
 
 def goes_on(call: Call, sequences: torch.LongTensor, cache, draft) -> None:
     """A cache that comes back continues the text, with a drafter or without, as if there were no cache."""
-    more, mask = torch.tensor([[5, 6, 7]]).expand(len(sequences), -1), call.inputs["attention_mask"]
+    more = torch.tensor([[5, 6, 7]]).expand(len(sequences), -1)
+    mask = call.inputs["attention_mask"]
     ids = torch.cat([sequences, more], dim=1)
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
@@ -238,11 +251,14 @@ def check(case: dict) -> list[list[int]]:
     """Text, generator, what is listed, cache and acceptance; returns the acceptance lengths."""
     call = call_of(case)
     plain = call()
-    draft, session, rows = drafter_of(case, call, plain.sequences), FAMILIES[case["family"]], len(call.pads)
+    draft = drafter_of(case, call, plain.sequences)
+    session = FAMILIES[case["family"]]
+    rows = len(call.pads)
     before = shape_of(call.target, draft)
     with policy_of(case, draft):
         drafted = call(draft)
-        assert (found := difference(plain, drafted)) is None, found
+        change = difference(plain, drafted)
+        assert change is None, change
         if not call.options.get("eos_token_id") and session != "plain":  # Jamba's own turns differ from its own texts
             goes_on(call, plain.sequences, drafted.output.past_key_values, draft)
     assert shape_of(call.target, draft) == before, "something is left behind"
@@ -286,7 +302,9 @@ def test_text_is_the_same_in_any_case(case):
 
 @pytest.mark.slow
 def test_text_is_the_same_in_many_cases():
-    began, number, seen = time.monotonic(), 0, Counter()
+    began = time.monotonic()
+    number = 0
+    seen = Counter()
 
     def counted(case):
         nonlocal number

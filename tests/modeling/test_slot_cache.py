@@ -1,4 +1,4 @@
-"""The slot cache by itself: what queries see, writes, growth, rings, and the way from and to an ordinary cache."""
+"""The slot cache by itself: what queries see, writes, growth, rings, and conversion from and to an ordinary cache."""
 
 import itertools
 import random
@@ -15,11 +15,12 @@ from dflash_hf.decoding.masks import in_window, verification_mask
 from dflash_hf.decoding.slots import Ring, SlotCache
 
 
-class Told:
+class RecordedCache:
     """A cache of one layer whose keys are numbers, and a record of which number is which token of which row."""
 
     def __init__(self, prompt: int, padding: list[int], window: int | None, largest: int):
-        self.padding, self.count = padding, 0
+        self.padding = padding
+        self.count = 0
         self.source = DynamicCache()
         self.source.layers = [DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)]
         numbers = self.numbers(len(padding), prompt)
@@ -41,14 +42,15 @@ class Told:
         rows, size = draft.tokens.shape
         lengths = torch.tensor([len(text) for text in self.texts])
         self.cache.reserve(int(lengths.max()) + size)
-        slots, numbers = lengths[:, None] + torch.arange(size), self.numbers(rows, size)
+        slots = lengths[:, None] + torch.arange(size)
+        numbers = self.numbers(rows, size)
         self.cache.place(slots)
         keys, values = self.cache.update(*self.states(numbers), 0)
         assert torch.equal(keys, -values)
         mask = verification_mask(self.cache, slots, window, chunk, torch.float64, draft)
         assert mask.shape == (rows, 1, size, keys.shape[2])
-        held = keys[:, 0, :, 0].long()
-        seen = [[sorted(held[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
+        stored = keys[:, 0, :, 0].long()
+        seen = [[sorted(stored[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
         return numbers.tolist(), seen
 
 
@@ -60,24 +62,32 @@ def drafted(kind: str, rows: int, size: int):
 
 
 WINDOWS = [(None, None), (7, None), (1, None), (None, 4)]  # and chunks
-SEEN = [(*one, ("block", "tree")[i % 2], [0]) for i, one in enumerate(WINDOWS)]
-SEEN += [(*one, kind, [0, 3, 8]) for one in WINDOWS for kind in ("block", "tree")]
+SEEN = [
+    (None, None, "block", [0]),
+    (7, None, "tree", [0]),
+    (1, None, "block", [0]),
+    (None, 4, "tree", [0]),
+]
+SEEN += [(window, chunk, kind, [0, 3, 8]) for window, chunk in WINDOWS for kind in ("block", "tree")]
 
 
 @pytest.mark.parametrize(("window", "chunk", "kind", "padding"), SEEN, ids=str)
-def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch):
+def test_queries_see_exactly_their_context(window, chunk, kind, padding, monkeypatch):
     """Row by row, token by token, over many rounds: rejected tokens, trees, rows that end, rings that go round."""
     monkeypatch.setattr(slots_module, "RING_MARGIN", 5)
     torch.manual_seed(0)
-    draws, told = random.Random(0), Told(11, padding, window or chunk, largest=13)
+    draws = random.Random(0)
+    recorded = RecordedCache(11, padding, window or chunk, largest=13)
     for step in range(40):
         draft = drafted(kind, len(padding), draws.randint(2, 13))
-        size, starts = draft.tokens.shape[1], [len(text) for text in told.texts]
-        numbers, seen = told.verify(draft, window, chunk)
+        size = draft.tokens.shape[1]
+        starts = [len(text) for text in recorded.texts]
+        numbers, seen = recorded.verify(draft, window, chunk)
         for row, node in itertools.product(range(len(padding)), range(size)):
             depths = range(size) if kind == "block" else draft.depths[row].tolist()
             sees = [other <= node if kind == "block" else draft.ancestors[row, node, other] for other in range(size)]
-            start, text = starts[row], told.texts[row]
+            start = starts[row]
+            text = recorded.texts[row]
             keys = [*enumerate(text), *((start + depths[i], numbers[row][i]) for i in range(size) if sees[i])]
             query = start + depths[node]
             expected = [
@@ -94,29 +104,31 @@ def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch)
                 path = draft.ancestors[row, node].nonzero()[:, 0].tolist()
             ended = row == 1 and step > 15
             paths.append([] if ended else path)
-            told.texts[row] += [numbers[row][place] for place in paths[-1]]
+            recorded.texts[row] += [numbers[row][place] for place in paths[-1]]
         if kind == "tree":
             most = max(map(len, paths))
             path = torch.tensor([path + [0] * (most - len(path)) for path in paths])
             start = torch.tensor(starts)[:, None]
-            told.cache.move(start + path, start + torch.arange(most))
-    columns = max(len(text) + pad for text, pad in zip(told.texts, padding, strict=True))
-    layer = told.cache.release(told.source, padding, columns).layers[0]
-    assert told.source.get_seq_length() == columns
+            recorded.cache.move(start + path, start + torch.arange(most))
+    columns = max(len(text) + pad for text, pad in zip(recorded.texts, padding, strict=True))
+    layer = recorded.cache.release(recorded.source, padding, columns).layers[0]
+    assert recorded.source.get_seq_length() == columns
     for row, pad in enumerate(padding):
-        kept = [0] * pad + told.texts[row] + [0] * columns
-        held = layer.keys[row, 0, :, 0].long().tolist()
-        first = columns - len(held)
+        expected_keys = [0] * pad + recorded.texts[row] + [0] * columns
+        stored = layer.keys[row, 0, :, 0].long().tolist()
+        first = columns - len(stored)
         assert (first == 0) == (layer.is_sliding is False or columns < layer.sliding_window)
-        for column in range(max(first, pad), len(told.texts[row]) + pad):
-            assert held[column - first] == kept[column] or row == 1  # which has ended: its window is another
+        for column in range(max(first, pad), len(recorded.texts[row]) + pad):
+            # Row 1 has ended: its window is another.
+            assert stored[column - first] == expected_keys[column] or row == 1
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_mask_of_a_block_may_look_ahead(causal):
-    slots, held = torch.tensor([[5, 6, 7], [0, 1, 2]]), torch.arange(9)
+    slots = torch.tensor([[5, 6, 7], [0, 1, 2]])
+    slots_of_keys = torch.arange(9)
     last = slots if causal else slots[:, -1:].expand_as(slots)
-    seen = (held <= last[:, :, None]) & in_window(held, slots[:, :, None], 4)
+    seen = (slots_of_keys <= last[:, :, None]) & in_window(slots_of_keys, slots[:, :, None], 4)
     for row, i, key in itertools.product(range(2), range(3), range(9)):
         query = int(slots[row, i])
         expected = key <= (query if causal else int(slots[row, -1])) and query - key < 4
@@ -125,20 +137,22 @@ def test_mask_of_a_block_may_look_ahead(causal):
 
 @pytest.mark.parametrize("sink", [0, 3])
 def test_ring_holds_the_last_tokens_and_the_first(sink):
-    ring, slots = Ring(10, 10, sink), {}
+    ring = Ring(10, 10, sink)
+    slots = {}
     for token in range(45):
         slots[int(ring.slots(torch.tensor(token)))] = token
-        held = ring.tokens(16, torch.tensor([[token]]))[0].tolist()
+        tokens = ring.tokens(16, torch.tensor([[token]]))[0].tolist()
         expected = [slots.get(slot, -1) for slot in range(16)]
-        assert [max(one, -1) if one <= token else -1 for one in held] == expected
+        assert [max(number, -1) if number <= token else -1 for number in tokens] == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_later_groups_cover_earlier_ones(rows):
-    cache, told = SlotCache(rows, 20), torch.arange(9)[None, None, :, None].float().expand(rows, 2, 9, 4)
+def test_later_slot_groups_overwrite_earlier_ones(rows):
+    cache = SlotCache(rows, 20)
+    recorded = torch.arange(9)[None, None, :, None].float().expand(rows, 2, 9, 4)
     cache.reserve(7)
     cache.place(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
-    keys, values = cache.update(told, -told, 0)
+    keys, values = cache.update(recorded, -recorded, 0)
     assert keys.shape == (rows, 2, 8, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
 
@@ -152,8 +166,10 @@ def test_dropped_tokens_are_never_seen():
 
 
 def test_layers_of_other_heads_and_widths_share_slots():
-    cache, slots = SlotCache(3, 20), torch.tensor([[0, 4], [7, 2], [3, 9]])
-    source, goal = torch.tensor([[4, 0], [2, 2], [9, 3]]), torch.tensor([[5, 6], [11, 12], [0, 1]])
+    cache = SlotCache(3, 20)
+    slots = torch.tensor([[0, 4], [7, 2], [3, 9]])
+    source = torch.tensor([[4, 0], [2, 2], [9, 3]])
+    goal = torch.tensor([[5, 6], [11, 12], [0, 1]])
     cache.reserve(13)
     cache.place(slots)
     for layer, (heads, width, of_values) in enumerate(((2, 4, 4), (5, 3, 6), (1, 8, 2))):

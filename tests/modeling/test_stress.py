@@ -20,7 +20,8 @@ from dflash_hf import packed_weights
 
 
 MINUTES = os.environ.get("DFLASH_MINUTES")
-PLAINLY, IN_ROUNDS = "plain", ("greedy", "streamer")  # calls whose rounds are one graph
+PLAINLY = "plain"
+IN_ROUNDS = ("greedy", "streamer")  # calls whose rounds are one graph
 EAGER = {"block": {}, "tree": {"tree_nodes": 12}, "prefix": {"block_size": 3}}
 
 
@@ -34,20 +35,23 @@ class Clients:
     """
 
     def __init__(self, pairs: list[Pair], seed: int):
-        self.pairs, self.random = pairs, random.Random(seed)
+        self.pairs = pairs
+        self.random = random.Random(seed)
         self.before = [shape_of(*pair.models) for pair in pairs]
-        self.done: Counter = Counter()  # (family, way, kind of call) -> calls
-        self.accepted: Counter = Counter()  # (family, way) -> committed tokens, rounds
+        self.done: Counter = Counter()  # (family, draft, kind of call) -> calls
+        self.accepted: Counter = Counter()  # (family, draft) -> committed tokens, rounds
         self.problems: list[str] = []
         self.lock = threading.Lock()
 
     def one_call(self, draws: random.Random) -> None:
         pair = draws.choice(self.pairs)
-        way = draws.choice([PLAINLY, *pair.drafts])
-        name = draws.choice(IN_ROUNDS if way.startswith("compiled") else list(pair.calls))
-        call, expected, lengths = pair.calls[name], pair.expected[name], []
+        draft_name = draws.choice([PLAINLY, *pair.drafts])
+        name = draws.choice(IN_ROUNDS if draft_name.startswith("compiled") else list(pair.calls))
+        call = pair.calls[name]
+        expected = pair.expected[name]
+        lengths = []
         try:
-            outcome = call(pair.drafts.get(way))
+            outcome = call(pair.drafts.get(draft_name))
             if name == "sampled":  # any text, of allowed tokens
                 new = outcome.sequences[:, call.inputs["input_ids"].shape[1] :]
                 problem = None if new.shape[1] == 16 and new.min() >= 5 else f"sampled {new.tolist()}"
@@ -58,18 +62,19 @@ class Clients:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         with self.lock:
-            self.done[pair.family, way, name] += 1
-            self.accepted[pair.family, way, "tokens"] += sum(lengths)
-            self.accepted[pair.family, way, "rounds"] += len(lengths)
+            self.done[pair.family, draft_name, name] += 1
+            self.accepted[pair.family, draft_name, "tokens"] += sum(lengths)
+            self.accepted[pair.family, draft_name, "rounds"] += len(lengths)
             if problem is not None:
-                self.problems.append(f"{pair.family}, {way}, {name}: {problem[:300]}")
+                self.problems.append(f"{pair.family}, {draft_name}, {name}: {problem[:300]}")
 
     def run(self, clients: int, seconds: float = math.inf, calls: float = math.inf) -> None:
         """So many threads, each for so many seconds or calls."""
         deadline = time.monotonic() + seconds
 
         def client(seed):
-            draws, done = random.Random(seed), 0
+            draws = random.Random(seed)
+            done = 0
             while time.monotonic() < deadline and done < calls:
                 self.one_call(draws)
                 done += 1
@@ -81,15 +86,15 @@ class Clients:
     def check(self) -> None:
         """That all was right, that drafts were accepted, and that nothing stays on any module."""
         total = sum(self.done.values())
-        print(f"{total} calls, {len(self.problems)} wrong; by way:", dict(_summed(self.done, 1)))
+        print(f"{total} calls, {len(self.problems)} wrong; by draft:", dict(_summed(self.done, 1)))
         assert not self.problems, f"{len(self.problems)} of {total} calls:\n" + "\n".join(self.problems[:20])
         for pair, before in zip(self.pairs, self.before):
             assert shape_of(*pair.models) == before, f"{pair.family}: left behind"
-            for way in pair.drafts:
-                tokens, rounds = (self.accepted[pair.family, way, kind] for kind in ("tokens", "rounds"))
+            for draft_name in pair.drafts:
+                tokens, rounds = (self.accepted[pair.family, draft_name, kind] for kind in ("tokens", "rounds"))
                 if pair.family not in PLAIN and rounds > 30:  # alone 4.4 to 5.8
-                    least = 2.0 if way == "prefix" else 3.2
-                    assert tokens > least * rounds, f"{pair.family}, {way}: {tokens} tokens in {rounds} rounds"
+                    least = 2.0 if draft_name == "prefix" else 3.2
+                    assert tokens > least * rounds, f"{pair.family}, {draft_name}: {tokens} tokens in {rounds} rounds"
 
 
 def _summed(counts: Counter, place: int) -> Counter:
@@ -106,12 +111,13 @@ def pairs_of(*families: str, compiled: dict[str, dict] | None = None, **options)
 def drawn(seconds: float, clients: Clients) -> None:
     """Waves of one to four threads."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
+    while time.monotonic() < deadline:
+        left = deadline - time.monotonic()
         clients.run(clients.random.randint(1, 4), min(max(seconds / 8, 1.0), left))
 
 
 def test_many_calls_at_once():
-    """Eager rounds, trees, plain calls; of every way of rolling back."""
+    """Eager rounds, trees, plain calls; with every kind of rollback."""
     names = ("greedy", "batch", "criterion", "sampled", "ngrams")
     clients = Clients(pairs_of("qwen3", "gemma3", "llama", "qwen3_5_text", "jamba", "bloom", names=names), 0)
     for count in (4, 2, 4):

@@ -1,6 +1,6 @@
 """
 A drafter that sees only the last tokens of a text, and the first: a draft that sees one token more, or fewer, is not
-recognised, and nothing is accepted. What is drafted within a window is tried in `test_same_text.py`.
+recognised, and nothing is accepted. What is drafted within a window is tested in `test_same_text.py`.
 """
 
 import gc
@@ -18,7 +18,7 @@ from dflash_hf.decoding.drafter import CONTEXTS, Drafter
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
-def known(target, rows: int, longest: int, window: int):
+def known_text(target, rows: int, longest: int, window: int):
     """A call, its text, and a drafter with a window that knows the text."""
     options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
     call = Call(target, *ragged_prompts(rows, longest), options)
@@ -29,7 +29,7 @@ def known(target, rows: int, longest: int, window: int):
 
 def test_another_window_is_not_recognised(target):
     """The test of the tests: one token more or fewer, and drafts are rejected."""
-    call, text, draft = known(target, 1, 40, window=11)
+    call, text, draft = known_text(target, 1, 40, window=11)
     for window in (10, 11, 12, None):
         draft.decoding_config.window = window
         drafted = call(draft)
@@ -38,7 +38,7 @@ def test_another_window_is_not_recognised(target):
 
 @pytest.mark.parametrize(("longest", "window"), [(130, 13), (40, 1), (40, 500)])
 def test_text_may_be_far_longer_than_the_window(longest, window, target):
-    call, text, draft = known(target, 2, longest, window)
+    call, text, draft = known_text(target, 2, longest, window)
     for nodes in (None, 9):
         draft.decoding_config.tree_nodes = nodes
         drafted = call(draft)
@@ -65,32 +65,31 @@ def test_features_outside_the_window_do_not_matter(window, target):
 
 def test_window_is_the_longest_text_learned_from(target):
     """By itself; a drafter that does not know sees all, and so does one that is told to."""
-    call, text, draft = known(target, 1, 40, window=11)
+    call, text, draft = known_text(target, 1, 40, window=11)
     of_all = recognising(target, call.texts(text))
-    for one, trained_length, window, accepts in (
+    for drafter, trained_length, window, accepts in (
         (draft, 11, "trained", True),
         (draft, None, "trained", False),
         (of_all, 11, "trained", False),
         (of_all, None, "trained", True),
         (of_all, 11, None, True),
     ):
-        one.config.trained_length, one.decoding_config.window = trained_length, window
-        drafted = call(one)
+        drafter.config.trained_length = trained_length
+        drafter.decoding_config.window = window
+        drafted = call(drafter)
         assert torch.equal(drafted.sequences, text) and (max(drafted.lengths[0]) > 3) == accepts
 
 
 @pytest.mark.parametrize(
     ("length", "cut", "fits"), [(60, 10, True), (60, 40, True), (300, 60, True), (300, 90, False)]
 )
-def test_ring_goes_on_as_far_as_it_holds(length, cut, fits, target):
+def test_ring_continues_after_a_cut_conversation(length, cut, fits, target):
     """A conversation that lost its last tokens: a ring still has those before, but for what they overwrote."""
     features = torch.randn(1, 310, 3 * target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     draft = recognising(target, [torch.arange(40)], window=20)
-    features, offset, cache = (
-        features[..., : draft.fc.in_features],
-        torch.zeros(1, 1, dtype=torch.long),
-        DynamicCache(),
-    )
+    features = features[..., : draft.fc.in_features]
+    offset = torch.zeros(1, 1, dtype=torch.long)
+    cache = DynamicCache()
 
     def read(start: int, stop: int, continued=None) -> Drafter:
         drafter = Drafter(draft, target)
@@ -98,15 +97,17 @@ def test_ring_goes_on_as_far_as_it_holds(length, cut, fits, target):
         drafter.context.prefill([0], stop, offset, continued)
         return drafter
 
-    drafter, anchor = read(0, length), torch.tensor([7])
+    drafter = read(0, length)
+    anchor = torch.tensor([7])
     drafter.hidden_states(anchor)  # a block takes slots past the text
     drafter.context.release(cache)
-    after, expected = read(length - cut, length - cut + 3, cache), read(0, length - cut + 3)
+    after = read(length - cut, length - cut + 3, cache)
+    expected = read(0, length - cut + 3)
     same = torch.allclose(after.hidden_states(anchor), expected.hidden_states(anchor), atol=1e-5)
     assert (after.context.first_column == 0) == fits == same
 
 
-def test_contexts_go_with_their_caches(target):
+def test_contexts_are_freed_with_their_caches(target):
     """Slots and their layers refer to each other: without a garbage collector, each output would keep a context."""
     draft = recognising(target, [torch.arange(40)], window=None)
     gc.collect()
@@ -116,10 +117,10 @@ def test_contexts_go_with_their_caches(target):
             output = target.generate(
                 torch.arange(2, 30)[None], assistant_model=draft, max_new_tokens=8, return_dict_in_generate=True
             )
-            (kept,) = CONTEXTS[getattr(output, CACHE_NAME)].values()
-            buffer = weakref.ref(kept.cache.layers[0].keys)
+            (context,) = CONTEXTS[getattr(output, CACHE_NAME)].values()
+            buffer = weakref.ref(context.cache.layers[0].keys)
             assert buffer() is not None
-            del kept, output
+            del context, output
             assert buffer() is None
     finally:
         gc.enable()
