@@ -29,7 +29,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def warnings_anew():
-    """What is said once in a process is said once in a test."""
+    """A warning that is shown once in a process is shown once in each test."""
     logging.get_logger("dflash_hf").warning_once.cache_clear()
 
 

@@ -1,5 +1,5 @@
 """
-What the tracked Markdown files say of commands, options, settings and files, against the parsers, classes and files
+What the tracked Markdown files state of commands, options, settings and files, against the parsers, classes and files
 that they speak of; and the figures that they quote, against the dated files that they quote.
 
 `test_guides.py` runs the pages; here is all else: options in a sentence, `key=value`, a path in passing, the commands

@@ -19,7 +19,7 @@ PARTS = ["machine", "lossless", "tests", "smollm2", "qwen3", "stops", "training"
 
 @pytest.mark.parametrize("nodes", [None, 15])
 def test_oracle_confidence_equals_its_accuracy(nodes):
-    """An oracle that was always certain hid from the plain call that trees pay off: every size was a chain."""
+    """An oracle that was always certain made every tree a chain: trees never looked faster than blocks."""
     target, draft, prompts = random_pair("tiny", torch.float32, "cpu", 1, prompt_length=8)
     oracle = ScriptedDraft.of(draft, [torch.tensor(prompts[0])], certainty=0.7)
     oracle.is_certain_in_blocks = False
@@ -46,8 +46,8 @@ def test_dry_run_finds_every_figure(tmp_path):
     assert not [row for row in rows if row["what"].startswith(("FAILED", "CUT"))]
     assert all(row["same text"] for row in rows if "same text" in row)
     speeds = {row["what"]: row["tokens/s"] for row in rows if row["part"] == "qwen3"}
-    ways = {"target alone", "a loop of the published shape", "block of 8", "plain call", "tree of 15", "tree of 63"}
-    assert ways <= set(speeds) and all(speed > 0 for speed in speeds.values())
+    methods = {"target alone", "a loop of the published shape", "block of 8", "plain call", "tree of 15", "tree of 63"}
+    assert methods <= set(speeds) and all(speed > 0 for speed in speeds.values())
     tables = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert all(f"\n## {part}\n" in tables for part in PARTS)
 

@@ -147,7 +147,7 @@ def run(words: list[str]) -> None:
     if words[1] == "prompts":  # the tiny pair writes no requests; tests/synthetic/test_magpie.py has one that does
         return write_prompts(words[words.index("--output") + 1])
     code = main(smaller(words[1:]))
-    # The stand-in's own drafter is random: what `doctor` says of it is no failure.
+    # The stand-in's drafter is random: findings of `doctor` are no failure.
     assert code == 0 or words[1] == "doctor", shlex.join(words)
 
 
@@ -189,7 +189,7 @@ def test_examples_of_help_can_be_parsed(command, tmp_path, monkeypatch):
 
 
 def test_commands_of_a_script_can_be_parsed(tmp_path):
-    """`dflash` only writes down what it is asked, for each way through the script."""
+    """`dflash` only writes down what it is asked, for each setting of the script."""
     log = tmp_path / "log.jsonl"
     stub = tmp_path / "bin" / "dflash"
     stub.parent.mkdir()
@@ -198,8 +198,8 @@ def test_commands_of_a_script_can_be_parsed(tmp_path):
     )
     stub.chmod(0o755)
     script = ROOT / "examples" / "smollm2-135m-dflash" / "make.sh"
-    for ways in ({}, {"FRESH_DATA": "9"}):
-        environment = {"PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}", **ways}
+    for settings in ({}, {"FRESH_DATA": "9"}):
+        environment = {"PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}", **settings}
         subprocess.run(["bash", script, tmp_path / "work"], env=environment, check=True)
     commands = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert {"prompts", "regenerate", "features", "train", "eval", "publish"} <= {words[0] for words in commands}

@@ -1,4 +1,4 @@
-"""The house: what a build holds, who may import whom, and that statements are read one at a time."""
+"""The project: what a build holds, which folder imports which, and that each line is one statement."""
 
 import ast
 import configparser
@@ -29,10 +29,10 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf, and which others each may import; all may import the ground floor. Of
-# the other files only `cli` imports a wing.
-GROUND = {"_io", "decoding", "layouts", "targets", "_registration", "pairs", "conversion"}
-WINGS: dict[str, set[str]] = {
+# The folders of src/dflash_hf, and which others each may import besides the shared ones. Of the files beside the
+# folders only `cli` imports folders that are not shared.
+SHARED_FOLDERS = {"_io", "decoding", "layouts", "targets", "_registration", "pairs", "conversion"}
+FOLDERS: dict[str, set[str]] = {
     "_io": set(),
     "targets": set(),
     "layouts": set(),
@@ -221,20 +221,20 @@ def test_every_requirement_has_an_exact_pin():
     assert not required - set(pins), "add them to constraints.txt"
 
 
-# -------------------------------------------------------------------------------------------------------------- rooms
+# -------------------------------------------------------------------------------------------------------------- rules
 
 # A rule is a function of a file, which gives what breaks it.
 
 
 def undeclared(path: Path) -> set[str]:
     """
-    Imported with the module: a requirement, or the extra that is named as the wing. Imported inside a function: a
+    Imported with the module: a requirement, or the extra that is named as the folder. Imported inside a function: a
     requirement or one of the extras.
     """
     parser = configuration()
     tree = tree_of(path)
-    of_wing = parser["options.extras_require"].get(path.parent.name, "")
-    required = requirement_names(parser["options"]["install_requires"]) | requirement_names(of_wing)
+    of_extra = parser["options.extras_require"].get(path.parent.name, "")
+    required = requirement_names(parser["options"]["install_requires"]) | requirement_names(of_extra)
     optional = set().union(*map(requirement_names, parser["options.extras_require"].values()))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
@@ -278,17 +278,18 @@ def top_level(path: Path) -> set[str]:
 
 
 def relative(path: Path) -> list[str]:
-    return [f"line {node.lineno}: write `from dflash_hf.wing.room import x`" for node in relative_imports(path)]
+    return [f"line {node.lineno}: write `from dflash_hf.folder.file import x`" for node in relative_imports(path)]
 
 
 def other_wings(path: Path) -> set[str]:
     here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    return {name.partition(".")[0] for name in ours(path)} & set(WINGS) - {here} - GROUND - WINGS.get(here, set())
+    allowed = {here, *SHARED_FOLDERS, *FOLDERS.get(here, set())}
+    return {name.partition(".")[0] for name in ours(path)} & (set(FOLDERS) - allowed)
 
 
 def above_ground(path: Path) -> set[str]:
     folder = path.parent.name
-    return {name for name in ours(path) if name.partition(".")[0] not in {"modeling", folder, *WINGS[folder]}}
+    return {name for name in ours(path) if name.partition(".")[0] not in {"modeling", folder, *FOLDERS[folder]}}
 
 
 def other_tests(path: Path) -> set[str]:
@@ -339,7 +340,7 @@ RULES = {
     top_level: EVERYTHING,
     relative: PACKAGE,
     other_wings: [path for path in PACKAGE if path != SOURCE / "cli.py"],
-    above_ground: [path for path in PACKAGE if path.parent.name in GROUND],
+    above_ground: [path for path in PACKAGE if path.parent.name in SHARED_FOLDERS],
     other_tests: EVERYTHING,
     folded: READABLE,
     unnamed: READABLE,
@@ -358,8 +359,8 @@ def test_root_holds_what_users_import():
 
 
 def test_package_folders_import_without_circles():
-    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(WINGS)
-    graphlib.TopologicalSorter(WINGS).prepare()  # raises where there is a circle
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(FOLDERS)
+    graphlib.TopologicalSorter(FOLDERS).prepare()  # raises where there is a circle
 
 
 def test_remote_code_lies_in_one_folder():

@@ -98,7 +98,7 @@ def test_native_computes_the_same_and_converts_back(target, draft, folder, tmp_p
     back = convert(native, tmp_path / "back", to="z-lab")
     assert_equal_tensors(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
     again = DFlashDraftModel.from_pretrained(back)
-    # A native folder says neither how deep the target is nor, for us, that absent means bidirectional.
+    # A native folder holds neither the depth of the target nor a key for bidirectional attention.
     assert check(back) == []
     with torch.no_grad():
         assert torch.equal(

@@ -318,7 +318,7 @@ def test_replaced_file_is_read_again(folder, tiny_file, tmp_path):
 
 
 def test_gguf_suffix_chooses_the_file_format(folder, tiny_file, tmp_path, capsys):
-    """It had to be said twice; and the file that came of it was called a folder."""
+    """`--to gguf` was required besides; and the file was reported as a folder."""
     out = tmp_path / "dflash.gguf"
     assert main(["convert", str(folder), str(out), "--target", str(tiny_file)]) == 0
     assert main(["check", str(out)]) == 0
@@ -326,7 +326,7 @@ def test_gguf_suffix_chooses_the_file_format(folder, tiny_file, tmp_path, capsys
 
 
 def test_missing_gguf_package_is_named(folder, tiny_file, tmp_path, monkeypatch):
-    """The file was said to be incomplete: "download it again"."""
+    """The file was reported as incomplete: "download it again"."""
     convert(folder, tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
     monkeypatch.setitem(sys.modules, "gguf", None)
     (finding,) = check(tmp_path / "dflash.gguf", ["llama.cpp"])
@@ -393,7 +393,7 @@ def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
 
 
 def test_tokenizer_of_another_target_is_refused(saved, tmp_path):
-    """A drafter that was trained here knows its target's, whose size says nothing."""
+    """A drafter that was trained here knows its target's; an equal size proves nothing."""
     folder, draft = saved
     file = tmp_path / "dflash.gguf"
     target = AutoModelForCausalLM.from_pretrained(folder)
@@ -414,7 +414,7 @@ def test_tokenizer_of_another_target_is_refused(saved, tmp_path):
 
 
 def test_file_of_another_converter_is_read(tiny, tiny_file, tmp_path):
-    """Without our key the configuration is what llama.cpp's own keys say."""
+    """Without our key the configuration is read from llama.cpp's own keys."""
     draft = made(tiny, "DFlash 2, reduced vocabulary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dflash_hf.conversion.gguf_format._CONFIG", "theirs.config")
@@ -444,7 +444,7 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         answer, lengths = complete(drafted, prompt, 120)
         assert answer == text and len(answer) == 120
         expected = our_lengths(tiny, draft, prompt, answer)
-        assert lengths[:-2] == expected[: len(lengths) - 2]  # both ends are cut, in ways of their own
+        assert lengths[:-2] == expected[: len(lengths) - 2]  # the two programs cut the last blocks differently
         accepted += sum(lengths) - len(lengths)
         if accepted > 5:
             return

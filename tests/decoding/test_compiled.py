@@ -1,4 +1,4 @@
-"""Compiled forwards: as many graphs as models and buckets, whatever the prompts; and the way back."""
+"""Compiled forwards: as many graphs as models and cache buckets; else eager decoding, with its reason."""
 
 import pytest
 import torch

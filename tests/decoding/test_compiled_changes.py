@@ -243,10 +243,10 @@ def test_graphs_are_freed_with_their_models():
     draft.decoding_config.compile = "eager"
     target.generate(**PROMPT, **SETTINGS, assistant_model=draft)
     graphs = weakref.ref(ModelGraphs.of(target))
-    alive = weakref.ref(target), weakref.ref(draft)
+    models = weakref.ref(target), weakref.ref(draft)
     del target, draft
     gc.collect()
-    assert [reference() for reference in (*alive, graphs)] == [None] * 3
+    assert [reference() for reference in (*models, graphs)] == [None] * 3
 
 
 def test_transient_failure_is_compiled_again(pair, caplog):

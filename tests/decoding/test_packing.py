@@ -108,7 +108,7 @@ def test_compiled_optimizer_steps_are_seen(fresh_compiler):
 
 
 def test_packed_drafter_is_evaluated_as_trained(tmp_path, products):
-    """By the optimizer that the trainer takes where nothing else is said, which does not count what it writes."""
+    """By the trainer's default optimizer, which does not count what it writes."""
     target = make_target()
     rows = counting_rows(4)
     trainer = make_trainer(tmp_path, target, rows, make_draft(target), rows, max_steps=5, warmup_steps=0)

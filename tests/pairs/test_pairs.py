@@ -119,7 +119,7 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
 
 
 def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
-    """A drafter in float16 took as long as 47 rounds without drafts, and nothing said why."""
+    """A drafter in float16 took as long as 47 rounds without drafts, and no warning explained it."""
     monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: dtype == torch.float16)
     target = make_target()
     draft = make_draft(target).half()

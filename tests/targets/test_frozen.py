@@ -122,7 +122,7 @@ def test_responses_keep_the_order_of_prompts(precise_target):
 
 
 def test_responses_never_hold_the_mask_token(precise_target):
-    """The mask token is chosen among the tokens that the target would say."""
+    """The mask token is chosen among the tokens that the target would write."""
     free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
     spoken = free[0][3]
     config = GenerationConfig(pad_token_id=0, suppress_tokens=[free[0][4]])
