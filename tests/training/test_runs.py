@@ -73,7 +73,7 @@ def write(path, answer="as you wish"):
 
 
 def train(capsys, folder, output, *overrides, config=DEMO):
-    settings = [*TINY, *(() if config == OFFLINE else ONLINE), *overrides]
+    settings = [*TINY, *overrides] if config == OFFLINE else [*TINY, *ONLINE, *overrides]
     code = main(
         ["train", "--config", str(config), *as_options([f"target={folder}", f"output_dir={output}", *settings])]
     )
