@@ -61,7 +61,8 @@ class Carrying(nn.Module):
 
     def __init__(self, draft, gate: float | None):
         super().__init__()
-        self.draft, config = copy.deepcopy(draft), draft.config
+        self.draft = copy.deepcopy(draft)
+        config = draft.config
         self.mark = nn.Parameter(torch.zeros(config.hidden_size))
         shape = (config.num_hidden_layers, config.num_attention_heads, 1, 1)
         self.gate = nn.Parameter(torch.full(shape, gate or 0.0), requires_grad=gate is not None)
@@ -70,7 +71,8 @@ class Carrying(nn.Module):
             layer.self_attn.register_forward_pre_hook(self._gated)
 
     def forward(self, **inputs):
-        size, columns = self.draft.config.block_size, inputs["context_hidden_states"].shape[1]
+        size = self.draft.config.block_size
+        columns = inputs["context_hidden_states"].shape[1]
         first = columns - inputs["noise_embeds"].shape[1] // size * (size - 1)
         self.carried = (torch.arange(columns) >= first).float()  # [C]
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -89,7 +91,8 @@ class Arm:
     """A drafter that is trained: its model, its loss, and how it drafts."""
 
     def __init__(self, draft, target, seen: bool, gate: float | None):
-        self.model, self.target = Carrying(draft, gate), target
+        self.model = Carrying(draft, gate)
+        self.target = target
         options = {"output_dir": "unused", "use_cpu": True, "bf16": True, "report_to": "none", "loss_type": "dpace_kl"}
         self.objective = DFlow(self.model.draft, target, DFlashTrainingArguments(**options), with_rejected)
         self.objective.sees_rejected = seen
@@ -114,7 +117,8 @@ class Arm:
     @torch.no_grad()
     def drafts(self, batch: dict) -> tuple[torch.LongTensor, torch.LongTensor]:
         """The blocks `[N, A, B]` that are drafted at a batch's anchors, and how many drafts of each are right."""
-        draft, blocks = self.model.draft, self.objective.build_blocks(batch)
+        draft = self.model.draft
+        blocks = self.objective.build_blocks(batch)
         hidden = self.model(
             noise_embeds=draft.embed(self.target, blocks.input_ids).to(draft.dtype),
             context_hidden_states=with_rejected(batch).features.to(draft.dtype),
@@ -132,14 +136,17 @@ class Arm:
 def read(target, layers: list[int], ids, mask, positions, cache) -> tuple[torch.Tensor, torch.Tensor]:
     """Features and final states of tokens that follow those in a cache."""
     with FeatureTap(target, layers) as tap, tap.running():
-        given = {"attention_mask": mask, "position_ids": positions, "use_cache": True, CACHE_NAME: cache}
-        states = target.get_decoder()(input_ids=ids, **given).last_hidden_state
+        inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, CACHE_NAME: cache}
+        states = target.get_decoder()(input_ids=ids, **inputs).last_hidden_state
         return tap.take(), states
 
 
 def opened(batch: dict, pair, anchors: int, seed: int) -> dict:
     """A batch that the target has read, with random anchors and nothing carried."""
-    ids, mask, config, cache = batch["input_ids"], batch["attention_mask"], pair.draft.config, DynamicCache()
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
+    config = pair.draft.config
+    cache = DynamicCache()
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     features, states = read(pair.target, config.target_layer_ids, ids, mask, positions, cache)
     begun, valid = sample_anchors(batch["loss_mask"], anchors, seeds=example_seeds(ids, mask, seed, 0))
@@ -150,8 +157,11 @@ def opened(batch: dict, pair, anchors: int, seed: int) -> dict:
 
 def verified(batch: dict, pair, drafted: torch.LongTensor, accepted: torch.LongTensor) -> dict:
     """The batch with the next anchors, and the target's features of the rejected drafts from there on."""
-    config, mask, begun = pair.draft.config, batch["loss_mask"], batch["anchors"]
-    size, length = config.block_size, mask.shape[1]
+    config = pair.draft.config
+    mask = batch["loss_mask"]
+    begun = batch["anchors"]
+    size = config.block_size
+    length = mask.shape[1]
     # 1. The target reads each block after its own prefix, with the keys and values of the text.
     seen = additive(block_mask(begun, batch["attention_mask"], size, causal=True), pair.target.dtype)
     positions = (begun[..., None] + torch.arange(size)).flatten(1)
@@ -176,15 +186,16 @@ def texts(name: str, tokenizer, longest: int, count: int, seed: int = 0) -> list
     """Random rows of a file of answers, as ids and masks, in the order of their lengths."""
     with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
-    encoder, found = RowEncoder(tokenizer, max_length=longest, mask_token_id=16), list[dict]()
+    encoder = RowEncoder(tokenizer, max_length=longest, mask_token_id=16)
+    examples = list[dict]()
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():
-        if len(found) >= count:
+        if len(examples) >= count:
             break
         try:
-            found += encoder(rows[index])
+            examples += encoder(rows[index])
         except UnusableRow:
             pass
-    return sorted(found[:count], key=lambda row: len(row["input_ids"]))
+    return sorted(examples[:count], key=lambda row: len(row["input_ids"]))
 
 
 def batches(rows: list[dict], pair, anchors: int, seed: int) -> Iterator[dict]:
@@ -200,10 +211,10 @@ def measure(arms: dict[str, Arm], first: Arm, pair, rows: list[dict], anchors: i
     arm, after equal first blocks, and if carried slots are hidden from it; and those in the third blocks, which follow
     the arm's own second ones.
     """
-    found: dict[str, list] = {}
+    values_by_name: dict[str, list] = {}
 
     def note(name: str, values: torch.Tensor, state: dict) -> None:
-        found.setdefault(name, []).extend(row[kept].tolist() for row, kept in zip(values, state["valid"]))
+        values_by_name.setdefault(name, []).extend(row[valid].tolist() for row, valid in zip(values, state["valid"]))
 
     for batch in batches(rows, pair, anchors, seed=0):
         second = verified(batch, pair, *first.drafts(batch))
@@ -215,7 +226,7 @@ def measure(arms: dict[str, Arm], first: Arm, pair, rows: list[dict], anchors: i
             note(f"{name}, third", arm.drafts(third)[1], third)
             if ARMS[name][0]:
                 note(f"{name}, hidden", arm.drafts(second | {"count": torch.zeros_like(second["count"])})[1], second)
-    return found
+    return values_by_name
 
 
 def table(line: dict) -> str:
@@ -223,20 +234,21 @@ def table(line: dict) -> str:
     An evaluation as Markdown: tau, its difference from the arm without carried slots with the standard error over
     2,000 bootstraps of rows, and tau where few and many slots were rejected.
     """
-    groups, own = ((0, 0), (1, 3), (4, 6), (7, 7)), [name for name in line if name in ARMS or ", hidden" in name]
+    groups = ((0, 0), (1, 3), (4, 6), (7, 7))
+    own = [name for name in line if name in ARMS or ", hidden" in name]
     blocks = torch.tensor([len(row) for row in line["rejected"]])
     count = torch.tensor([slots for row in line["rejected"] for slots in row])
     drawn = torch.randint(len(blocks), (2000, len(blocks)), generator=torch.Generator().manual_seed(0))
     sums = {name: torch.tensor([float(sum(row)) for row in line[name]]) for name in own}
     lines = [f"{line['texts']}, step {line['step']}, {len(count):,} blocks; rejected " + str(groups), "|---" * 7 + "|"]
     for name in own:
-        accepted = torch.tensor([one for row in line[name] for one in row]).float()
+        accepted = torch.tensor([value for row in line[name] for value in row]).float()
         parts = [accepted[(count >= low) & (count <= high)].mean().item() + 1 for low, high in groups]
         gap = sums[name] - sums["without"]
         spread = (gap[drawn].sum(1) / blocks[drawn].sum(1)).std().item()
         figures = f"{accepted.mean() + 1:.3f} | {gap.sum() / blocks.sum():+.3f} +- {spread:.3f}"
         lines.append(f"| {name} | {figures} | " + " | ".join(f"{part:.2f}" for part in parts) + " |")
-    third = {name: [one for row in line[f"{name}, third"] for one in row] for name in own if name in ARMS}
+    third = {name: [value for row in line[f"{name}, third"] for value in row] for name in own if name in ARMS}
     means = {name: round(sum(each) / len(each) + 1, 3) for name, each in third.items()}
     return "\n".join([*lines, f"third blocks: {means}", ""])
 
@@ -271,12 +283,14 @@ def main() -> None:
     for arm in arms.values():
         arm.optimise(arguments.rate)
     rows = texts("conversations", pair.tokenizer, arguments.longest, 4000, arguments.seed)
-    begun, steps = time.monotonic(), 0
+    begun = time.monotonic()
+    steps = 0
     for batch in batches(rows, pair, arguments.anchors, arguments.seed):
         done = (time.monotonic() - begun) / (60 * arguments.minutes or 1e-9)
         if done >= 1:
             break
-        batch, steps = verified(batch, pair, *first.drafts(batch)), steps + 1
+        batch = verified(batch, pair, *first.drafts(batch))
+        steps += 1
         for arm in arms.values():
             arm.learn(batch, min(steps / 10, (1 + math.cos(math.pi * done)) / 2))
         if steps % 20 == 0:

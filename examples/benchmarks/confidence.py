@@ -26,23 +26,25 @@ class Observer(Objective):
 
     def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
         draft = self.draft
-        head, known = draft.config.head(draft, partial(draft.embed, self.target)), counted & (labels >= 0)
-        queries = forced_queries(head, before, hidden, known)
-        ids, logits = head.candidates(self.draft_head(hidden[known]))
+        head = draft.config.head(draft, partial(draft.embed, self.target))
+        draftable = counted & (labels >= 0)
+        queries = forced_queries(head, before, hidden, draftable)
+        ids, logits = head.candidates(self.draft_head(hidden[draftable]))
         log_probs = head.scores(queries, ids, logits).log_softmax(-1)  # [M, V]
-        wanted = teacher.head(teacher.states[teacher.rows[known]])[..., : log_probs.shape[-1]]
+        target_probs = teacher.head(teacher.states[teacher.rows[draftable]])[..., : log_probs.shape[-1]]
         chosen = log_probs.argmax(-1)
-        right = torch.zeros_like(counted).masked_scatter(known, chosen == labels[known])
-        reached = torch.nn.functional.pad(right[..., 1:-1].int().cumprod(-1), (2, 0), value=1).bool()[known]
-        said = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
-        seen = torch.stack([said, queries[:, head.width].float(), chosen == wanted.argmax(-1)], dim=1)
-        self.seen = seen[reached]
+        correct = torch.zeros_like(counted).masked_scatter(draftable, chosen == labels[draftable])
+        reached = torch.nn.functional.pad(correct[..., 1:-1].int().cumprod(-1), (2, 0), value=1).bool()[draftable]
+        logit = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
+        observed = torch.stack([logit, queries[:, head.width].float(), chosen == target_probs.argmax(-1)], dim=1)
+        self.seen = observed[reached]
         return super().head_losses(hidden, labels, counted, before, teacher, progress)
 
 
 def foreseen(signals: torch.Tensor, taken: torch.Tensor) -> float:
     """Cross-entropy in nats, on the second half, of a logistic regression fitted to the first half."""
-    half, inputs = len(taken) // 2, torch.cat([signals, torch.ones(len(taken), 1)], dim=1)
+    half = len(taken) // 2
+    inputs = torch.cat([signals, torch.ones(len(taken), 1)], dim=1)
     weight = torch.zeros(inputs.shape[1], requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100)
 
@@ -66,16 +68,18 @@ def main():
     rows = StoredFeatures(args.features)
     settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
     check_stored(rows, True, digest_of_target(target), layer_ids=draft.config.target_layer_ids)
-    read, collate, found = partial(stored_output, states=True), DFlashCollator(), []
+    read = partial(stored_output, states=True)
+    collate = DFlashCollator()
+    recorded = []
     observer = Observer(draft.float().eval(), target, settings, read)
     with torch.no_grad():
         for row in rows:
             batch = collate([row])
             observer.draw_anchors(batch, step=0)
             observer(draft, batch)
-            found.append(observer.seen)
-    seen = torch.cat(found)
-    signals, taken = seen[:, :2], seen[:, 2]
+            recorded.append(observer.seen)
+    observed = torch.cat(recorded)
+    signals, taken = observed[:, :2], observed[:, 2]
     print(f"{len(taken)} tokens, {taken.mean():.1%} accepted; cross-entropy of the prediction, in nats:")
     print(f"neither     {foreseen(signals[:, :0], taken):.4f}")
     print(f"probability {foreseen(signals[:, :1], taken):.4f}")

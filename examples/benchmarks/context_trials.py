@@ -75,8 +75,9 @@ class Cat(Objective):
     kind = "kl"
 
     def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
-        known = counted & (labels >= 0)
-        gold, nll = labels[known], []
+        draftable = counted & (labels >= 0)
+        gold = labels[draftable]
+        nll = []
 
         def head(states):
             logits = teacher.head(states)
@@ -86,8 +87,8 @@ class Cat(Objective):
             return logits
 
         teacher = replace(teacher, head=head, kind=self.kind)
-        found = super().head_losses(hidden, labels, counted, before, teacher, progress)
-        return replace(found, nll=torch.zeros_like(found.nll).masked_scatter(known, torch.cat(nll)))
+        losses = super().head_losses(hidden, labels, counted, before, teacher, progress)
+        return replace(losses, nll=torch.zeros_like(losses.nll).masked_scatter(draftable, torch.cat(nll)))
 
 
 class CatCrossEntropy(Cat):
@@ -112,7 +113,8 @@ class WithRejected(torch.utils.data.Dataset):
     """Stored features of some answers, with the blocks of [`store_rejected`] and their rejected slots."""
 
     def __init__(self, features, blocks: Path):
-        self.features, self.blocks = features, torch.load(blocks, mmap=True)
+        self.features = features
+        self.blocks = torch.load(blocks, mmap=True)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -126,9 +128,9 @@ class WithRejected(torch.utils.data.Dataset):
 class RejectedCollator(DFlashCollator):
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         names = ("anchors", "valid", "count", "rejected")
-        stacked = {name: torch.stack([one[name] for one in examples]) for name in names}
+        stacked = {name: torch.stack([example[name] for example in examples]) for name in names}
         states = ("features", "states")
-        padded = {name: nn.utils.rnn.pad_sequence([one[name] for one in examples], True) for name in states}
+        padded = {name: nn.utils.rnn.pad_sequence([example[name] for example in examples], True) for name in states}
         return super().__call__(examples) | stacked | padded
 
 
@@ -147,14 +149,16 @@ class DFlow(Objective):
         """They are stored."""
 
     def build_blocks(self, batch):
-        blocks, length = super().build_blocks(batch), batch["input_ids"].shape[1]
+        blocks = super().build_blocks(batch)
+        length = batch["input_ids"].shape[1]
         places = batch["anchors"][..., None] + torch.arange(batch["rejected"].shape[2])  # [N, A, B - 1]
         context, slots = blocks.position_ids[:, :length], blocks.position_ids[:, length:]
         blocks.position_ids = torch.cat([context, places.flatten(1), slots], dim=1)
         return blocks
 
     def attention_masks(self, batch):
-        size, length = self.config.block_size, batch["input_ids"].shape[1]
+        size = self.config.block_size
+        length = batch["input_ids"].shape[1]
         visible = block_mask(batch["anchors"], batch["attention_mask"], size)  # [N, 1, A*B, S + A*B]
         seen = torch.arange(size - 1) < batch["count"][..., None]  # [N, A, B - 1]
         own = torch.eye(seen.shape[1], dtype=torch.bool)[:, :, None] & seen[:, None] & self.sees_rejected
@@ -170,7 +174,8 @@ class Blind(DFlow):
 
 
 class DFlowTrainer(DFlashTrainer):
-    folder, objective_class = Path(), DFlow
+    folder = Path()
+    objective_class = DFlow
 
     def __init__(self, draft, target, args, train_dataset, eval_dataset, **kwargs):
         train_dataset = WithRejected(train_dataset, self.folder / "train.pt")
@@ -191,8 +196,11 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Draft at `ANCHORS` places of an answer. For each: the next anchor, after the accepted drafts and the target's own
     token, and the target's features at the drafts from there on, which have seen true tokens before that anchor only.
     """
-    draft, ids, mask = pair.draft, row["input_ids"][None].long(), row["loss_mask"][None]
-    size, length = draft.config.block_size, ids.shape[1]
+    draft = pair.draft
+    ids = row["input_ids"][None].long()
+    mask = row["loss_mask"][None]
+    size = draft.config.block_size
+    length = ids.shape[1]
 
     # 1. Drafts at random places.
     begun, valid = sample_anchors(mask, ANCHORS, seeds=example_seeds(ids, torch.ones_like(ids), 0, 0))
@@ -217,9 +225,10 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     # 3. One forward of the target: the answer, then the rejected drafts of all blocks.
     slot = torch.arange(size - 1)
-    kept = slot < count[:, None]  # [A, B - 1]
-    tokens = drafted.gather(1, (accepted[:, None] + slot).clamp(max=size - 2))[kept]  # [M]
-    places, block = (anchors[:, None] + slot)[kept], torch.arange(len(anchors))[:, None].expand_as(kept)[kept]
+    is_rejected = slot < count[:, None]  # [A, B - 1]
+    tokens = drafted.gather(1, (accepted[:, None] + slot).clamp(max=size - 2))[is_rejected]  # [M]
+    places = (anchors[:, None] + slot)[is_rejected]
+    block = torch.arange(len(anchors))[:, None].expand_as(is_rejected)[is_rejected]
     true = torch.ones(length, length, dtype=torch.bool).tril()
     before = torch.arange(length) < anchors[block][:, None]  # [M, S]
     earlier = (block[:, None] == block) & (places[:, None] >= places)  # [M, M]
@@ -231,28 +240,30 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         attention_mask=additive(seen[None, None], pair.target.dtype),
         position_ids=torch.cat([torch.arange(length), places])[None],
     )[0]
-    rejected = torch.zeros(*kept.shape, features.shape[-1], dtype=torch.bfloat16)
-    rejected[kept] = features[length:].bfloat16()
+    rejected = torch.zeros(*is_rejected.shape, features.shape[-1], dtype=torch.bfloat16)
+    rejected[is_rejected] = features[length:].bfloat16()
     return {"anchors": anchors, "valid": valid, "count": count, "rejected": rejected}
 
 
 def store_rejected(arguments) -> None:
     """The rejected slots of random answers, `--answers` for training and a third as many that are held out."""
-    pair, folder = load_pair(torch.bfloat16, arguments.draft), arguments.work / "dflow"
+    pair = load_pair(torch.bfloat16, arguments.draft)
+    folder = arguments.work / "dflow"
     folder.mkdir(parents=True, exist_ok=True)
     pair.draft.float()
     parts = {
         "train": (arguments.features, arguments.answers),
         "eval": (arguments.eval_features, arguments.answers // 3),
     }
-    for name, (given, wanted) in parts.items():
-        features, found = open_features(given), []
+    for name, (features_path, limit) in parts.items():
+        features = open_features(features_path)
+        examples = []
         for index in torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).tolist():
             row = features[index]
-            if len(row["input_ids"]) <= LONGEST and len(found) != wanted:
-                found.append(rejected_of(pair, row) | {"row": index})
-        torch.save(found, folder / f"{name}.pt")
-        print(name, len(found), sum(int(one["valid"].sum()) for one in found), flush=True)
+            if len(row["input_ids"]) <= LONGEST and len(examples) != limit:
+                examples.append(rejected_of(pair, row) | {"row": index})
+        torch.save(examples, folder / f"{name}.pt")
+        print(name, len(examples), sum(int(example["valid"].sum()) for example in examples), flush=True)
 
 
 class StepPace(TimeBudgetSchedule):
@@ -315,8 +326,8 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
             patched.enter_context(patch.object(training, "TimeBudgetSchedule", StepPace))
         if issubclass(trainer, CatTrainer):
             patched.enter_context(patch.object(losses, "dpace_weights", cat_weights))
-        given = arguments.features, arguments.eval_features
-        figures = trained(keys, *given, str(folder), 60 * arguments.minutes, arguments.seed)
+        feature_paths = arguments.features, arguments.eval_features
+        figures = trained(keys, *feature_paths, str(folder), 60 * arguments.minutes, arguments.seed)
     append(arguments.output, place | figures)
 
 
@@ -326,9 +337,9 @@ def measure(trainer: type, folder: Path, arguments) -> dict:
     draft = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
     options = {"use_cpu": True, "per_device_eval_batch_size": 16, "report_to": "none", "loss_type": "dpace_kl"}
     args = DFlashTrainingArguments(output_dir=str(arguments.work / "measured"), bf16=halves(), **options)
-    given = arguments.features, arguments.eval_features
-    both = [open_features(one) for one in given]
-    figures = trainer(draft, target, args, *both).evaluate()
+    feature_paths = arguments.features, arguments.eval_features
+    datasets = [open_features(path) for path in feature_paths]
+    figures = trainer(draft, target, args, *datasets).evaluate()
     return {"tau": round(figures["eval_simulated_tau"], 4), "slot_1": round(figures["eval_accuracy_1"], 4)}
 
 

@@ -67,7 +67,7 @@ class Windowed(DraftContext):
 
 def answered(pair: Pair) -> list[list[dict]]:
     """Held-out conversations, each as messages that end with an answer."""
-    found = []
+    conversations = []
     for name in ("held_out", "held_out_conversations"):
         with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
             for row in map(json.loads, file):
@@ -75,8 +75,8 @@ def answered(pair: Pair) -> list[list[dict]]:
                 if messages[-1]["role"] == "user":
                     answer = pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
                     messages.append({"role": "assistant", "content": answer})
-                found.append(messages)
-    return found
+                conversations.append(messages)
+    return conversations
 
 
 class Conversation:
@@ -85,7 +85,8 @@ class Conversation:
     def __init__(self, pair: Pair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
-        self.pair, self.messages = pair, []
+        self.pair = pair
+        self.messages = []
         self.ends = []  # of each depth: messages and tokens before it
         for messages in rows[QUESTIONS:]:
             self.messages += messages
@@ -105,7 +106,8 @@ class Conversation:
 
     def lines(self):
         """Yields a line for each depth, question and way: the tokens that each block committed."""
-        target, drafter = self.pair.target, Drafter(self.pair.draft, self.pair.target)
+        target = self.pair.target
+        drafter = Drafter(self.pair.draft, self.pair.target)
         drafter.context = Windowed(self.pair.draft)
         drafter.context.prefill([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
@@ -147,7 +149,9 @@ class Copy(Conversation):
     def __init__(self, pair: Pair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
-        self.pair, self.messages, self.ends = pair, [], [(0, 0)]
+        self.pair = pair
+        self.messages = []
+        self.ends = [(0, 0)]
         text = "\n\n".join(messages[-1]["content"] for messages in rows[:30])
         text = pair.tokenizer.decode(pair.tokenizer(text)["input_ids"][:600])
         self.questions = [[{"role": "user", "content": f"Repeat the following text word for word.\n\n{text}"}]]
@@ -158,8 +162,10 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     The tokens that each block commits if the target writes `text` `[S]` from `start` on; `features` are those of the
     tokens from `first` on. Blocks that reach past the end of an answer that was cut off are left out.
     """
-    size, ended = drafter.draft.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
-    lengths, drafter.context.lengths = [], [start]
+    size = drafter.draft.config.block_size
+    ended = int(text[-1]) == drafter.target.generation_config.eos_token_id
+    lengths = []
+    drafter.context.lengths = [start]
     while start + (1 if ended else size) < len(text):
         block = drafter.draft_block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
@@ -172,7 +178,8 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
 
 def times(pair: Pair, repeats: int = 30) -> None:
     """Prints milliseconds of CPU time, quartiles, of a draft and of a verification, by depth and window."""
-    size, zero = pair.draft.config.block_size, torch.zeros(1, 1, dtype=torch.long)
+    size = pair.draft.config.block_size
+    zero = torch.zeros(1, 1, dtype=torch.long)
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
         drafters[window] = Drafter(variant(pair.draft, window=window), pair.target)
@@ -188,18 +195,21 @@ def times(pair: Pair, repeats: int = 30) -> None:
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.context.lengths, drafter.context.pending = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
+        drafter.context.lengths = [int(slots[0, 0])]
+        drafter.context.pending = [(features, slots[:, :2] - 2)]
         drafter.draft_block(slots[:, 0], [])
 
-    work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
-    found = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}
+    work = {"verify": verify} | {
+        f"draft {window}": partial(draft, drafter=drafter_of_window) for window, drafter_of_window in drafters.items()
+    }
+    seconds_of = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}
     for _ in range(repeats):
-        for (depth, name), seconds in found.items():
+        for (depth, name), seconds in seconds_of.items():
             slots = torch.arange(depth, depth + size)[None]
             begin = time.thread_time()
             work[name](slots)
             seconds.append(1e3 * (time.thread_time() - begin))
-    for (depth, name), seconds in found.items():
+    for (depth, name), seconds in seconds_of.items():
         print(depth, name, *(f"{q:.1f}" for q in statistics.quantiles(seconds, n=4)), flush=True)
 
 
@@ -207,20 +217,24 @@ def report(lines: list[dict]) -> None:
     """tau by depth and way; the difference from the whole context per answer, with twice its standard error."""
     for depth, until in ((0, 1), (1, 1024), (1024, 2048), (2048, 4096), (4096, 8192)):  # 0: copies
         here = [line for line in lines if depth <= line["depth"] < until]
-        whole = {(one["name"], one["depth"], one["question"]): one for one in here if one["window"] is None}
+        full_context = {
+            (answer["name"], answer["depth"], answer["question"]): answer
+            for answer in here
+            if answer["window"] is None
+        }
         for window, sink in WAYS:
-            some = [one for one in here if (one["window"], one["sink"]) == (window, sink)]
-            if not some:
+            answers = [answer for answer in here if (answer["window"], answer["sink"]) == (window, sink)]
+            if not answers:
                 continue
-            tau = statistics.fmean(n for one in some for n in one["lengths"])
+            tau = statistics.fmean(n for answer in answers for n in answer["lengths"])
             changes = [
-                statistics.fmean(one["lengths"])
-                - statistics.fmean(whole[one["name"], one["depth"], one["question"]]["lengths"])
-                for one in some
+                statistics.fmean(answer["lengths"])
+                - statistics.fmean(full_context[answer["name"], answer["depth"], answer["question"]]["lengths"])
+                for answer in answers
             ]
             error = 2 * statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0
             change = f"{statistics.fmean(changes):+.3f} ± {error:.3f}"
-            print(f"| {depth}-{until} | {window} | {sink} | {len(some)} | {tau:.3f} | {change} |")
+            print(f"| {depth}-{until} | {window} | {sink} | {len(answers)} | {tau:.3f} | {change} |")
 
 
 def main() -> None:

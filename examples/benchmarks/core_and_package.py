@@ -32,7 +32,7 @@ def main():
     pair = load_pair(arguments.dtype)
     core = copy.deepcopy(pair.draft)
     core.decoding_config.policy = DraftPolicy
-    ways = {"target": None, "core": core, "package": pair.draft}
+    methods = {"target": None, "core": core, "package": pair.draft}
     packed = {"target, packed": None, "package, packed": copy.deepcopy(pair.draft)}
     kinds = lookup.prompts(arguments.prompts)
     print(
@@ -40,26 +40,32 @@ def main():
     )
     ratios = {"core": [], "package": [], "packed": [], "all": []}
     for kind, some in {"warm": next(iter(kinds.values()))[:2], **kinds}.items():
-        found, equal, number = {name: [] for name in ratios}, 0, 0
+        speedups = {name: [] for name in ratios}
+        equal = 0
+        number = 0
         for messages in some:
-            inputs, times, texts = lookup.inputs_of(pair, messages), {}, {}
-            for way, draft in ways.items():
+            inputs = lookup.inputs_of(pair, messages)
+            times = {}
+            texts = {}
+            for method, draft in methods.items():
                 spent, length, output = lookup.decode(pair, draft, inputs, arguments)
-                times[way], texts[way] = spent / length, output.sequences
+                times[method] = spent / length
+                texts[method] = output.sequences
             with packed_weights(pair.target, packed["package, packed"]):
-                for way, draft in packed.items():
+                for method, draft in packed.items():
                     spent, length, _ = lookup.decode(pair, draft, inputs, arguments)
-                    times[way] = spent / length
-            number, equal = number + 2, equal + sum(torch.equal(texts["target"], texts[way]) for way in list(ways)[1:])
-            found["core"].append(times["target"] / times["core"])
-            found["package"].append(times["target"] / times["package"])
-            found["packed"].append(times["target, packed"] / times["package, packed"])
-            found["all"].append(times["target"] / times["package, packed"])
+                    times[method] = spent / length
+            number = number + 2
+            equal = equal + sum(torch.equal(texts["target"], texts[method]) for method in list(methods)[1:])
+            speedups["core"].append(times["target"] / times["core"])
+            speedups["package"].append(times["target"] / times["package"])
+            speedups["packed"].append(times["target, packed"] / times["package, packed"])
+            speedups["all"].append(times["target"] / times["package, packed"])
         if kind == "warm":
             continue
-        for name, values in found.items():
+        for name, values in speedups.items():
             ratios[name] += values
-        cells = " | ".join(f"{statistics.median(values):.2f}x" for values in found.values())
+        cells = " | ".join(f"{statistics.median(values):.2f}x" for values in speedups.values())
         print(f"| {kind} | {cells} | {equal} of {number} |", flush=True)
     print(f"| all | {' | '.join(f'{statistics.median(values):.2f}x' for values in ratios.values())} | |")
 

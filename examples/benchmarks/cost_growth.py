@@ -46,7 +46,9 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
     torch.manual_seed(context + rows)
     ids = torch.randint(target.config.vocab_size - 1, (rows, context))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": rounds, "do_sample": False}
-    clock, times, accept = Clock(), [], GenerationState.accept
+    clock = Clock()
+    times = []
+    accept = GenerationState.accept
 
     def noted(self, *args):
         verdict = accept(self, *args)

@@ -36,7 +36,7 @@ def tiny_case() -> Case:
     target = train_chat_target(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         draft = train_chat_draft(target, tokenizer, folder)
-    rows = [{"prompt": said} for said in requests(40, seed=9)]
+    rows = [{"prompt": request} for request in requests(40, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
     return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
@@ -47,7 +47,8 @@ def real_case(arguments) -> Case:
     draft = load_draft(arguments.draft, loading, "cpu")
     kwargs = (draft.config.dflash_config or {}).get("chat_template_kwargs", {})
     encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
-    rows, lengths = rows_of_every_kind(arguments.prompts), (arguments.max_new_tokens, arguments.blocks)
+    rows = rows_of_every_kind(arguments.prompts)
+    lengths = (arguments.max_new_tokens, arguments.blocks)
     return Case(target, draft, rows, encoder, None, *lengths)
 
 
@@ -63,27 +64,33 @@ def main() -> None:
     arguments = parser.parse_args()
     case = real_case(arguments) if arguments.target else tiny_case()
     left_out = {thinking, anchor_first} if arguments.target else set()
-    wanted = arguments.faults.split(",") if arguments.faults else ["none", *(one.__name__ for one in FAULTS)]
-    faults = {"none": (lambda case, **_: None, None)} | {one.__name__: (one, FAULTS[one]) for one in FAULTS}
+    names = arguments.faults.split(",") if arguments.faults else ["none", *(fault.__name__ for fault in FAULTS)]
+    faults = {"none": (lambda case, **_: None, None)} | {fault.__name__: (fault, FAULTS[fault]) for fault in FAULTS}
     pair = Path(arguments.draft).name if arguments.draft else "the pair of tests/support/chat_pair.py"
     print(
         f"{pair}, {hardware(case.target.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
     print("\n| fault | tau | named | tau then | standard errors | right |\n|---|---|---|---|---|---|", flush=True)
-    for name in wanted:
+    for name in names:
         put_in, expected = faults[name]
         if put_in in left_out:
             continue
-        start, patient = time.perf_counter(), copy.copy(case)
+        start = time.perf_counter()
+        patient = copy.copy(case)
         with tempfile.TemporaryDirectory() as folder:
             put_in(patient, folder=folder)
-            found = diagnose(patient)
-        cells = ["nothing" if found.cause is None else found.cause.key, "", ""]
-        if result := next((one for one in found.results if one.experiment is found.cause), None):
+            diagnosis = diagnose(patient)
+        cells = ["nothing" if diagnosis.cause is None else diagnosis.cause.key, "", ""]
+        of_cause = [result for result in diagnosis.results if result.experiment is diagnosis.cause]
+        if of_cause:
+            result = of_cause[0]
             cells = [result.experiment.name, f"{result.after.tau:.2f}", f"{result.accepted[1]:+.1f}"]
-        right = "yes" if (found.cause and found.cause.key) == expected else "no"
-        print(f"| {name.replace('_', ' ')} | {found.as_given.tau:.2f} | {' | '.join(cells)} | {right} |", flush=True)
-        print(*found.lines(), f"{time.perf_counter() - start:.0f} s", sep="\n", file=sys.stderr, flush=True)
+        is_right = "yes" if (diagnosis.cause and diagnosis.cause.key) == expected else "no"
+        print(
+            f"| {name.replace('_', ' ')} | {diagnosis.as_given.tau:.2f} | {' | '.join(cells)} | {is_right} |",
+            flush=True,
+        )
+        print(*diagnosis.lines(), f"{time.perf_counter() - start:.0f} s", sep="\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

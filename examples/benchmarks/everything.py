@@ -75,7 +75,8 @@ def main() -> None:
         native = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
         pair.target.save_pretrained(Path(scratch) / "target")
         reference = Reference(arguments.reference, scratch, arguments.peers_draft, pair.target, length)
-        methods, other = methods_of(pair, native), psutil.Process(reference.process.pid)
+        methods = methods_of(pair, native)
+        other = psutil.Process(reference.process.pid)
 
         def clock() -> float:
             return time.process_time() + sum(other.cpu_times()[:2])
@@ -99,15 +100,15 @@ def main() -> None:
             for prompt in prompts * (WARM_UP if "compile" in name else 1):
                 seconds_per_token(name, prompt)
             print(f"{name}: warm after {time.perf_counter() - start:.0f} s", flush=True)
-        found: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
+        seconds_of: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
         for run in range(arguments.runs):
             for index, prompt in enumerate(prompts):
                 shift = (run + index) % len(names)
                 for name in names[shift:] + names[:shift]:
-                    found[name][index].append(seconds_per_token(name, prompt))
+                    seconds_of[name][index].append(seconds_per_token(name, prompt))
         reference.close()
 
-    medians = {name: [statistics.median(one) for one in by_prompt] for name, by_prompt in found.items()}
+    medians = {name: [statistics.median(seconds) for seconds in by_prompt] for name, by_prompt in seconds_of.items()}
 
     def over(base: str, name: str) -> float:
         return statistics.geometric_mean(a / b for a, b in zip(medians[base], medians[name], strict=True))

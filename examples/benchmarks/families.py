@@ -38,12 +38,12 @@ TITLES = {
 
 
 def line(outcome: Outcome) -> str:
-    said = outcome.detail.replace("|", "/").removesuffix(".")
+    detail = outcome.detail.replace("|", "/").removesuffix(".")
     if outcome.verdict != "right":
-        return f"| {outcome.name or '-'} | {outcome.model_type} | {TITLES[outcome.verdict]} | | | | {said} |"
+        return f"| {outcome.name or '-'} | {outcome.model_type} | {TITLES[outcome.verdict]} | | | | {detail} |"
     one_row, four_rows = outcome.tau
     growth = f"{outcome.growth / 1024:.0f}"
-    return f"| {outcome.name} | {outcome.model_type} | {said} | {one_row:.2f} | {four_rows:.2f} | {growth} | |"
+    return f"| {outcome.name} | {outcome.model_type} | {detail} | {one_row:.2f} | {four_rows:.2f} | {growth} | |"
 
 
 def main() -> None:

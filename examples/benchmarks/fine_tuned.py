@@ -52,7 +52,7 @@ def fine_tune(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=5e-4)
+    optimizer = torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=5e-4)
     for number, row in enumerate(rows_of("answers.jsonl.gz")[:TAUGHT]):
         answer = in_style(tokenizer.decode(row["response_ids"], skip_special_tokens=True))
         prompt = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
@@ -92,7 +92,9 @@ def main() -> None:
     torch.set_num_threads(1)
     TimeBudgetSchedule.clock = staticmethod(time.process_time)
     work = arguments.work
-    target, answers, held_out = work / "target", work / "answers.jsonl", work / "held_out.jsonl"
+    target = work / "target"
+    answers = work / "answers.jsonl"
+    held_out = work / "held_out.jsonl"
     work.mkdir(parents=True, exist_ok=True)
     if not (target / "config.json").exists():
         fine_tune(target)
@@ -106,11 +108,11 @@ def main() -> None:
     dflash("regenerate", "--data", unseen, "--output", held_out, *greedy)
 
     drafters = {"the base model's drafter": drafter_folder()}
-    for name, given in {"trained on": [f"draft={drafter_folder()}"], "from nothing": ["mask_token_id=16"]}.items():
+    for name, settings in {"trained on": [f"draft={drafter_folder()}"], "from nothing": ["mask_token_id=16"]}.items():
         drafters[name] = work / name.replace(" ", "-")
         if not (drafters[name] / "model.safetensors").exists():
-            given = [*given, f"max_minutes={arguments.minutes}", "disable_tqdm=true", "report_to=none"]
-            dflash("train", f"target={target}", f"data={answers}", f"output_dir={drafters[name]}", *given)
+            settings = [*settings, f"max_minutes={arguments.minutes}", "disable_tqdm=true", "report_to=none"]
+            dflash("train", f"target={target}", f"data={answers}", f"output_dir={drafters[name]}", *settings)
 
     counted = sum(1 for _ in answers.open())
     lines = [
@@ -131,9 +133,9 @@ def main() -> None:
             pair = ("--target", target, "--draft", folder, "--threads", 1)
             amount = ("--prompts", arguments.prompts, "--max-new-tokens", arguments.max_new_tokens, "--runs", 1)
             dflash("eval", *pair, "--data", held_out, *amount, "--output", report)
-        found = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
-        packed = found.methods[AUTO]
-        lines.append(f"| {name} | {found.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
+        evaluation = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
+        packed = evaluation.methods[AUTO]
+        lines.append(f"| {name} | {evaluation.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

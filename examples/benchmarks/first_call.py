@@ -25,7 +25,8 @@ def calls(drafted: bool, max_new_tokens: int) -> list[float]:
     from dflash_hf.smollm2 import load_pair
 
     torch.set_num_threads(1)
-    pair, seconds = load_pair("bfloat16"), []
+    pair = load_pair("bfloat16")
+    seconds = []
     packed_weights(pair.target, pair.draft)
     chat = [{"role": "user", "content": QUESTION}]
     inputs = pair.tokenizer.apply_chat_template(
@@ -61,10 +62,10 @@ def main() -> None:
     ratios = []
     for _ in range(arguments.processes):
         plain, drafted = in_a_process(False, arguments), in_a_process(True, arguments)
-        ratios.append([ours / theirs for ours, theirs in zip(drafted, plain, strict=True)])
+        ratios.append([with_drafter / target_only for with_drafter, target_only in zip(drafted, plain, strict=True)])
         print(f"plain {plain[0]:.2f} s, with the drafter {drafted[0]:.2f} s: {ratios[-1][0]:.2f}x", flush=True)
-    for name, found in zip(("first", "second", "third"), zip(*ratios, strict=True), strict=True):
-        print(f"{name} call {statistics.median(found):.2f}x ({min(found):.2f}-{max(found):.2f}) of plain")
+    for name, values in zip(("first", "second", "third"), zip(*ratios, strict=True), strict=True):
+        print(f"{name} call {statistics.median(values):.2f}x ({min(values):.2f}-{max(values):.2f}) of plain")
 
 
 if __name__ == "__main__":

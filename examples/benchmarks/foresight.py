@@ -40,10 +40,10 @@ def main():
     torch.set_num_threads(1)
     pair = load_pair("bfloat16")
     # Separate drafters: what is known of one of them does not help the others.
-    ways = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without")}
-    ways["without"].decoding_config.policy = Unforeseen
-    packed_weights(pair.target, *ways.values())
-    ways = {"target": None, **ways}
+    drafters = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without")}
+    drafters["without"].decoding_config.policy = Unforeseen
+    packed_weights(pair.target, *drafters.values())
+    drafters = {"target": None, **drafters}
 
     def decode(draft, batch, seed: int):
         torch.manual_seed(seed)
@@ -61,30 +61,30 @@ def main():
         )
         return time.thread_time() - start, sum(getattr(output, "acceptance_lengths", []), [])
 
-    means = {name: [] for name in ways}
-    print(f"| | {' | '.join(list(ways)[1:])} |\n{'|---' * len(ways)}|")
+    means = {name: [] for name in drafters}
+    print(f"| | {' | '.join(list(drafters)[1:])} |\n{'|---' * len(drafters)}|")
     for kind in TEXTS:
-        first, *rest = batches(
+        warm_up, *timed = batches(
             pair.tokenizer, Situation(kind, rows=arguments.rows, temperature=1), arguments.prompts + 1
         )
-        for draft in ways.values():
+        for draft in drafters.values():
             for seed in range(2):
-                decode(draft, first, seed)
-        seconds, lengths = {name: [] for name in ways}, {name: [] for name in ways}
-        for seed, batch in enumerate(rest):
-            for name in ways if seed % 2 else reversed(ways):
-                spent, committed = decode(ways[name], batch, seed)
+                decode(draft, warm_up, seed)
+        seconds, lengths = {name: [] for name in drafters}, {name: [] for name in drafters}
+        for seed, batch in enumerate(timed):
+            for name in drafters if seed % 2 else reversed(drafters):
+                spent, committed = decode(drafters[name], batch, seed)
                 seconds[name].append(spent)
                 lengths[name] += committed
         cells = []
-        for name in list(ways)[1:]:
+        for name in list(drafters)[1:]:
             ratio = statistics.median(a / b for a, b in zip(seconds["target"], seconds[name], strict=True))
             means[name].append(sum(seconds["target"]) / sum(seconds[name]))
             cells.append(f"{ratio:.2f} ({means[name][-1]:.2f}), {statistics.fmean(lengths[name]):.2f}")
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)
     print(
         "| geometric mean | "
-        + " | ".join(f"{statistics.geometric_mean(means[name]):.2f}" for name in list(ways)[1:])
+        + " | ".join(f"{statistics.geometric_mean(means[name]):.2f}" for name in list(drafters)[1:])
         + " |"
     )
 

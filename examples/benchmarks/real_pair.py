@@ -66,7 +66,7 @@ def position(pair: Pair) -> list[str]:
         for length in output.acceptance_lengths[0]:
             buckets.setdefault(place // 250 * 250, []).append(length)
             place += length
-    return [f"tau by position: {', '.join(f'{at}+ {mean(found):.2f}' for at, found in sorted(buckets.items()))}"]
+    return [f"tau by position: {', '.join(f'{at}+ {mean(lengths):.2f}' for at, lengths in sorted(buckets.items()))}"]
 
 
 def long_prompt(pair: Pair) -> list[str]:
@@ -86,7 +86,9 @@ def turns(pair: Pair) -> list[str]:
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     texts, taus = [], []
     for drafted in (True, False):
-        messages, cache, said = [], None, []
+        messages = []
+        cache = None
+        answers = []
         for question in ("What is a prime number?", "Give me three of them.", "And why is nine none?"):
             messages.append({"role": "user", "content": question})
             row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages})
@@ -95,13 +97,13 @@ def turns(pair: Pair) -> list[str]:
             cache = output[CACHE_NAME]
             text = pair.tokenizer.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
-            said.append(text)
+            answers.append(text)
             if drafted:
                 taus.append(mean(output.acceptance_lengths[0]))
             row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": [*messages, {"role": "user", "content": "?"}]})
             if row[: output.sequences.shape[1]] != output.sequences[0].tolist():
                 cache = None  # the answer was cut, or encodes differently
-        texts.append(said)
+        texts.append(answers)
     same = "equal" if texts[0] == texts[1] else "OTHER TEXT"
     return [f"three turns on one cache: tau {', '.join(f'{tau:.2f}' for tau in taus)}, {same}"]
 
@@ -155,7 +157,8 @@ def batches(pair: Pair) -> list[str]:
 
 def threads(pair: Pair) -> list[str]:
     """One thread and two."""
-    rows, lines = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)], []
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]
+    lines = []
     for count in (1, 2):
         torch.set_num_threads(count)
         ratios = [decode(pair, [row], 64, drafted=False)[1] / decode(pair, [row], 64)[1] for row in rows]
@@ -171,14 +174,16 @@ def samples(pair: Pair) -> list[str]:
     options = {"do_sample": True, "temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_new_tokens": 3}
     counts = []
     for drafted in (True, False):
-        found: Counter = Counter()
+        counter: Counter = Counter()
         for seed in range(25):
             torch.manual_seed(1000 * drafted + seed)
             output, _ = decode(pair, [row] * 80, 3, drafted, **options)
-            found.update(map(tuple, output.sequences[:, len(row) :].tolist()))
-        counts.append(found)
+            counter.update(map(tuple, output.sequences[:, len(row) :].tolist()))
+        counts.append(counter)
     common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 10]
-    table = [[one[key] for key in common] + [sum(one.values()) - sum(one[k] for k in common)] for one in counts]
+    table = [
+        [tally[key] for key in common] + [sum(tally.values()) - sum(tally[k] for k in common)] for tally in counts
+    ]
     table = [list(column) for column in zip(*table) if sum(column)]
     p = chi2_contingency(table).pvalue
     return [f"2,000 samples of three tokens each way, {len(table)} kinds: p = {p:.3f} (chi-square, fp32)"]
@@ -192,14 +197,15 @@ def equal(pair: Pair) -> list[str]:
         asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)]
     rows = [prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages}) for messages in asked]
     rows.sort(key=len)
-    same, lengths = 0, []
+    same = 0
+    lengths = []
     with packed_weights(pair.target, pair.draft):
         for start in range(0, len(rows), 6):
             some = rows[start : start + 6]
             drafted, _ = decode(pair, some, 48)
             alone, _ = decode(pair, some, 48, drafted=False)
             same += sum(map(torch.equal, drafted.sequences, alone.sequences))
-            lengths += [length for one in drafted.acceptance_lengths for length in one]
+            lengths += [length for row_lengths in drafted.acceptance_lengths for length in row_lengths]
     return [f"{same} of {len(rows)} answers of 48 tokens equal, tau {mean(lengths):.2f} (fp32, six rows at a time)"]
 
 
@@ -223,8 +229,11 @@ class Asking(LogitsProcessor):
     """Changes nothing, and at every eighth call runs another request on the same pair."""
 
     def __init__(self, pair: Pair, row: list[int], drafted: bool):
-        self.pair, self.row, self.drafted = pair, row, drafted
-        self.calls, self.answers = 0, []
+        self.pair = pair
+        self.row = row
+        self.drafted = drafted
+        self.calls = 0
+        self.answers = []
 
     def __call__(self, input_ids, scores):
         self.calls += 1
@@ -252,8 +261,8 @@ def nested(pair: Pair) -> list[str]:
 
 
 PARTS = {
-    one.__name__: one
-    for one in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested)
+    experiment.__name__: experiment
+    for experiment in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested)
 }
 
 

@@ -68,8 +68,9 @@ class Server:
         )
         self.log: list[str] = []
         if "--model-timeout" in command:  # upstream's server, which does not print its address
-            said = dict(itertools.pairwise(command))
-            self.model, self.url = said["serve"], f"http://127.0.0.1:{said['--port']}/v1"
+            options = dict(itertools.pairwise(command))
+            self.model = options["serve"]
+            self.url = f"http://127.0.0.1:{options['--port']}/v1"
         else:
             self._read()
         threading.Thread(target=lambda: self.log.extend(map(str.rstrip, self.process.stderr)), daemon=True).start()
@@ -156,7 +157,8 @@ def load(
     server: Server, texts: dict[str, str], requests: int, clients: int, max_tokens: int, leave: float | None = 0.3
 ):
     """Request `texts` repeatedly from several concurrent clients; a tenth of them leave after `leave` seconds."""
-    result, lock = Load(), threading.Lock()
+    result = Load()
+    lock = threading.Lock()
     prompts = list(itertools.islice(itertools.cycle(texts), requests))
 
     def one(number: int) -> None:
@@ -166,7 +168,10 @@ def load(
             text, tokens = server.ask(
                 prompts[number], stream, leave if left else None, max_tokens=max_tokens, temperature=0
             )
-            kind = "abandoned" if text is None else "finished" if text == texts[prompts[number]] else "other"
+            if text is None:
+                kind = "abandoned"
+            else:
+                kind = "finished" if text == texts[prompts[number]] else "other"
         except openai.APIError as error:
             print(f"request {number}: {error!r}", file=sys.stderr)
             kind, tokens = "failed", 0
@@ -221,19 +226,19 @@ def paired(servers: dict[str, Server], prompts: list[str], arguments) -> dict[st
     """
     cells = {name: [] for name in servers}
     for clients in arguments.at_once:
-        found = {name: [] for name in servers}  # seconds and CPU seconds for a token
+        times_of = {name: [] for name in servers}  # seconds and CPU seconds for a token
         for turn in range(-1, arguments.timed):  # the first is a warm-up
             count = max(4, clients)
             asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
             for name, server in servers.items():
                 before = server.cpu()
                 run = load(server, asked, count, clients, arguments.max_tokens, leave=None)
-                found[name].append((run.seconds / run.tokens, (server.cpu() - before) / run.tokens))
-        first = next(iter(found.values()))
-        for name, times in found.items():
+                times_of[name].append((run.seconds / run.tokens, (server.cpu() - before) / run.tokens))
+        first = next(iter(times_of.values()))
+        for name, times in times_of.items():
             cells[name].append(f"{1 / statistics.median(wall for wall, _ in times[1:]):.1f}")
             for kind in (0, 1):
-                ratios = [alone[kind] / ours[kind] for alone, ours in zip(first[1:], times[1:], strict=True)]
+                ratios = [alone[kind] / other[kind] for alone, other in zip(first[1:], times[1:], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
                 cells[name].append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
     return cells
@@ -241,22 +246,25 @@ def paired(servers: dict[str, Server], prompts: list[str], arguments) -> dict[st
 
 def turns_of(server: Server, arguments) -> list[str]:
     """Seconds and CPU seconds to the first token in each turn of a conversation that begins with many words."""
-    sentences = (f"{form.format(subject)} {n}" for n in itertools.count() for subject in SUBJECTS for form in REQUESTS)
-    words = " ".join(itertools.islice((word for one in sentences for word in one.split()), arguments.words))
+    requests = [form.format(subject) for subject in SUBJECTS for form in REQUESTS]
+    sentences = (f"{request} {n}" for n in itertools.count() for request in requests)
+    words = " ".join(itertools.islice((word for sentence in sentences for word in sentence.split()), arguments.words))
     messages: list[dict] = []
     cells = []
     for turn in range(arguments.turns):
         messages.append(
             {"role": "user", "content": f"What is asked here? {words}" if turn == 0 else REQUESTS[turn % 4]}
         )
-        begun, cpu, text = time.perf_counter(), server.cpu(), ""
+        begun = time.perf_counter()
+        cpu = server.cpu()
+        text = ""
         for piece in server.client.chat.completions.create(
             model=server.model, messages=messages, max_tokens=24, temperature=0, stream=True
         ):
-            said = piece.choices[0].delta.content if piece.choices else None
-            if said and not text:
+            delta = piece.choices[0].delta.content if piece.choices else None
+            if delta and not text:
                 cells.append(f"{time.perf_counter() - begun:.2f} s, {server.cpu() - cpu:.2f} CPU s")
-            text += said or ""
+            text += delta or ""
         messages.append({"role": "assistant", "content": text})
     return cells
 
@@ -282,7 +290,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # upstream's servers have no option for it
-    target, draft = folder_of(arguments.target), ["--draft", arguments.draft]
+    target = folder_of(arguments.target)
+    draft = ["--draft", arguments.draft]
     prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS][: arguments.prompts]
     serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", target, "--port", "0", "--device", "cpu"]
     serve += ["--threads", str(arguments.threads), "--packed" if arguments.packed else "--no-packed"]

@@ -57,7 +57,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.scripted_draft import ScriptedDraft
 
 
-NATIVE, REFERENCE, STATIC, ASSISTANT = "native", "reference", "target_static", "assistant"
+NATIVE = "native"
+REFERENCE = "reference"
+STATIC = "target_static"
+ASSISTANT = "assistant"
 METHODS = (TARGET, AUTO, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
 ON_CPU = (TARGET, TARGET_PACKED, *METHODS[1:])  # the default there
 ALL = (TARGET, TARGET_PACKED, *DRAFTED, NATIVE, STATIC, PROMPT_LOOKUP)
@@ -105,8 +108,10 @@ class RoundReport:
         peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
         if peers:
             best = max(peer.speedup for peer in peers)
-            ours = {name: method.speedup / best for name, method in report.methods.items() if name in DRAFTED}
-            ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ours.items())
+            ratios_of_methods = {
+                name: method.speedup / best for name, method in report.methods.items() if name in DRAFTED
+            }
+            ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ratios_of_methods.items())
             lines.append(f"over best peer    {ratios}{'' if self.packed is None else '; ours alone is packed'}")
         return lines
 
@@ -146,35 +151,43 @@ def bench(
         `ValueError`: `forced_acceptance` is outside 1..block size.
     """
     size = draft.config.block_size
-    texts, drafter = None, draft
+    texts = None
+    drafter = draft
     if forced_acceptance is not None:
         texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
         drafter = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(forced_acceptance, size))
         drafter.is_certain_in_blocks = False  # the plain call chooses sizes by how sure the drafter is
-    others: dict = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
+    other_methods: dict = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
     if assistant is not None:
-        others[ASSISTANT] = {"assistant_model": assistant}
-    theirs = draft if peers_draft is None else peers_draft
+        other_methods[ASSISTANT] = {"assistant_model": assistant}
+    their_draft = draft if peers_draft is None else peers_draft
     with tempfile.TemporaryDirectory() as scratch:
         if NATIVE in methods:
             try:
-                folder = convert(_saved(theirs, scratch), Path(scratch) / "native", to="native")
+                folder = convert(_saved(their_draft, scratch), Path(scratch) / "native", to="native")
                 native = AutoModel.from_pretrained(folder, dtype=draft.dtype).to(draft.device).eval()
-                others[NATIVE] = {"assistant_model": native, "speculation_type": "dflash"}
+                other_methods[NATIVE] = {"assistant_model": native, "speculation_type": "dflash"}
             except ValueError as error:
                 print(f"native            left out: {error}")
         server = None
         if reference is not None:
             target.save_pretrained(Path(scratch) / "target")
             server = Reference(
-                reference, scratch, _saved(theirs, scratch), target, max_new_tokens, texts, reference_python
+                reference, scratch, _saved(their_draft, scratch), target, max_new_tokens, texts, reference_python
             )
-            others[REFERENCE] = server
-        ours = [method for method in methods if method not in (NATIVE, STATIC)]
+            other_methods[REFERENCE] = server
+        our_methods = [method for method in methods if method not in (NATIVE, STATIC)]
         try:
             with native_oracle(texts, prompts):
                 report = evaluate(
-                    target, drafter, prompts, max_new_tokens, runs, ours, other_methods=others, tree_nodes=tree_nodes
+                    target,
+                    drafter,
+                    prompts,
+                    max_new_tokens,
+                    runs,
+                    our_methods,
+                    other_methods=other_methods,
+                    tree_nodes=tree_nodes,
                 )
         finally:
             if server is not None:
@@ -209,7 +222,7 @@ def _round_report(
         for name, drafter in drafters.items():
             times[name].append(time_round(target, drafter, prompt, max_new_tokens))
     medians = {
-        packs: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
+        packs: Forwards(*map(statistics.median, zip(*(vars(sample).values() for sample in timed), strict=True)))
         for packs, timed in forwards.items()
     }
     rounds = {name: statistics.median(seconds) for name, seconds in times.items()}
@@ -273,7 +286,8 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.dtype == "auto":
         parser.error(f"--dtype auto: timings need a fixed dtype; choose {', '.join(DTYPES)}")
     arguments.methods = None if arguments.methods is None else arguments.methods.split(",")
-    if unknown := set(arguments.methods or ()) - set(ALL):
+    unknown = set(arguments.methods or ()) - set(ALL)
+    if unknown:
         parser.error(f"--methods names {sorted(unknown)[0]}; choose from {', '.join(ALL)}")
     return arguments
 
@@ -290,7 +304,9 @@ def load(arguments) -> tuple:
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
     pair = NamedPair(arguments, note)
     rows = eval_rows(arguments.data, arguments.prompts)
-    encoder, target, draft = pair.encoder(pair.template()), pair.target(), pair.draft()
+    encoder = pair.encoder(pair.template())
+    target = pair.target()
+    draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # trees are methods of their own
     asked = (rows, encoder, arguments.data)
     return target, draft, prompts_of(*asked, target=target, max_new_tokens=arguments.max_new_tokens)

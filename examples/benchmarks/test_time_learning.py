@@ -59,19 +59,23 @@ class Writer:
     """The next token of a text: of a request as long as there is one, else the target's own."""
 
     def __init__(self, temperature: float, requests: list[list[int]], endless: bool, seed: int):
-        self.temperature, self.requests, self.endless = temperature, requests, endless
+        self.temperature = temperature
+        self.requests = requests
+        self.endless = endless
         self.generator = torch.Generator().manual_seed(seed)
-        self.ids, self.answers, self.given = [], [], list(requests[0])
+        self.ids = []
+        self.answers = []
+        self.unread = list(requests[0])
         self.turn = 0
 
     def write(self, logits: torch.Tensor | None) -> int:
-        if not self.given and self._ended():
+        if not self.unread and self._ended():
             self.turn += 1
-            self.given = list(self.requests[self.turn])
+            self.unread = list(self.requests[self.turn])
             if self.ids[-1] != END_OF_TURN:
-                self.given.insert(0, END_OF_TURN)
-        if self.given:
-            token = self.given.pop(0)
+                self.unread.insert(0, END_OF_TURN)
+        if self.unread:
+            token = self.unread.pop(0)
         else:
             if not self.answers or self.answers[-1][0] <= self.answers[-1][1] < len(self.ids):
                 self.answers.append([len(self.ids), len(self.ids)])
@@ -93,7 +97,8 @@ class Writer:
 
 
 def writers_of(tokenizer) -> dict[str, Writer]:
-    encoder, writers = RowEncoder(tokenizer), {}
+    encoder = RowEncoder(tokenizer)
+    writers = {}
     for seed, (name, (temperature, request)) in enumerate(WRITTEN.items()):
         ids = prompt_ids(encoder, {"messages": [{"role": "user", "content": request}]})
         writers[name] = Writer(temperature, [ids], True, seed)
@@ -112,17 +117,21 @@ class Batch:
 
     def __init__(self, target, rows: int, room: int, layer_ids: list[int]):
         config = target.config
-        self.model, self.head, self.layer_ids = target.model, target.lm_head, layer_ids
+        self.model = target.model
+        self.head = target.lm_head
+        self.layer_ids = layer_ids
         self.heads, self.dim = config.num_key_value_heads, config.head_dim
         shape = (config.num_hidden_layers, rows, self.heads, room, self.dim)
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
 
     def read(self, tokens: torch.LongTensor, at: int):
         """Logits `[R, V]`, features `[R, L * H]` and final states `[R, H]`."""
-        x, features = self.model.embed_tokens(tokens), []  # [R, H]
+        x = self.model.embed_tokens(tokens)
+        features = []  # [R, H]
         cos, sin = self.model.rotary_emb(x[:, None], torch.tensor([[at]]))
         for index, layer in enumerate(self.model.layers):
-            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
             query, key = (p(normed).unflatten(-1, (-1, 1, self.dim)) for p in (attention.q_proj, attention.k_proj))
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)  # [R, heads, 1, dim]
             self.keys[index, :, :, at] = key[:, :, 0]
@@ -147,15 +156,18 @@ def record(work: Path, tokens: int, names: list[str] | None = None):
     pair = load_pair("float32")
     writers = {k: v for k, v in writers_of(pair.tokenizer).items() if names is None or k in names}
     batch = Batch(pair.target, len(writers), tokens, pair.draft.config.target_layer_ids)
-    logits, kept = [None] * len(writers), []
+    logits = [None] * len(writers)
+    hidden_states = []
     with packed_weights(pair.target):
         for at in range(tokens):
             written = [writer.write(row) for writer, row in zip(writers.values(), logits, strict=True)]
-            logits, *one = batch.read(torch.tensor(written), at)
-            kept.append(one)
+            logits, *outputs = batch.read(torch.tensor(written), at)
+            hidden_states.append(outputs)
             if (at + 1) % 400 == 0:
                 print(f"{at + 1} tokens of each text, {time.process_time():.0f} s", flush=True)
-                features, states = (torch.stack(all_of, dim=1) for all_of in zip(*kept, strict=True))
+                features, states = (
+                    torch.stack(states_of_read, dim=1) for states_of_read in zip(*hidden_states, strict=True)
+                )
                 for row, (name, writer) in enumerate(writers.items()):
                     text = {"ids": writer.ids, "answers": writer.answers, "temperature": writer.temperature}
                     text |= {"features": features[row].clone(), "states": states[row].clone()}
@@ -210,7 +222,9 @@ class Lora(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int = 8):
         super().__init__()
-        self.base, self.in_features, self.weight = base, base.in_features, base.weight
+        self.base = base
+        self.in_features = base.in_features
+        self.weight = base.weight
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * base.in_features**-0.5)
         self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
@@ -277,7 +291,10 @@ class Learner:
     """Updates a private drafter from verified rounds."""
 
     def __init__(self, draft, parameters, drafter: Drafter, settings: Settings):
-        self.draft, self.parameters, self.drafter, self.settings = draft, parameters, drafter, settings
+        self.draft = draft
+        self.parameters = parameters
+        self.drafter = drafter
+        self.settings = settings
         self.recent: deque[Round] = deque(maxlen=settings.rounds)
         self.weights = slot_weights(draft.config.block_size)[1:]
         self.seen = self.steps = 0
@@ -285,9 +302,9 @@ class Learner:
         kind = {"adam": torch.optim.Adam}.get(settings.optimizer, torch.optim.SGD)
         self.optimizer = kind(parameters, lr=settings.rate)
 
-    def observe(self, one: Round, features: torch.Tensor) -> None:
+    def observe(self, drafted_round: Round, features: torch.Tensor) -> None:
         """Take a round, and the features `[S, L * H]` of all tokens before its anchor; make a step if it is time."""
-        self.recent.append(one)
+        self.recent.append(drafted_round)
         self.seen += 1
         if self.settings.rate and self.seen % self.settings.stride == 0:
             start = time.process_time()
@@ -297,36 +314,41 @@ class Learner:
             self.steps += 1
 
     def step(self, features: torch.Tensor) -> None:
-        rounds, settings = list(self.recent), self.settings
+        rounds = list(self.recent)
+        settings = self.settings
         # 1. Hidden states of the rounds' blocks, under the present weights.
         if settings.train in OUTSIDE:
-            hidden = torch.stack([one.hidden for one in rounds])  # [n, B - 1, H]
+            hidden = torch.stack([drafted_round.hidden for drafted_round in rounds])  # [n, B - 1, H]
         else:
             hidden = self.hidden_states(rounds, features)
         # 2. The slots to learn from.
-        end, size = rounds[-1].start + rounds[-1].committed, self.draft.config.block_size
-        limits = [end - one.start if settings.slots == "later" else one.committed for one in rounds]
-        known = torch.arange(1, size) <= torch.tensor(limits)[:, None]  # [n, B - 1]
-        weights = self.weights.expand(len(rounds), -1)[known] / len(rounds)  # [M]
-        wanted = torch.stack([one.teacher for one in rounds])[known]  # [M, V]
+        end = rounds[-1].start + rounds[-1].committed
+        size = self.draft.config.block_size
+        limits = [
+            end - drafted_round.start if settings.slots == "later" else drafted_round.committed
+            for drafted_round in rounds
+        ]
+        learned = torch.arange(1, size) <= torch.tensor(limits)[:, None]  # [n, B - 1]
+        weights = self.weights.expand(len(rounds), -1)[learned] / len(rounds)  # [M]
+        target_probs = torch.stack([drafted_round.teacher for drafted_round in rounds])[learned]  # [M, V]
         # 3. The target's distribution against the drafter's: of independent slots, and of the path.
         if settings.optimizer == "rows":
-            logits = rounds[-1].logits[known[-1]].requires_grad_()
+            logits = rounds[-1].logits[learned[-1]].requires_grad_()
         else:
-            logits = self.draft.draft_logits(hidden[known], None)  # [M, V]
-        loss = (weights * -(wanted * logits.log_softmax(-1)).sum(-1)).sum()
+            logits = self.draft.draft_logits(hidden[learned], None)  # [M, V]
+        loss = (weights * -(target_probs * logits.log_softmax(-1)).sum(-1)).sum()
         if settings.path:
             head = self.drafter.head
-            before = torch.stack([one.tokens[:-1] for one in rounds])[known]  # [M]
+            before = torch.stack([drafted_round.tokens[:-1] for drafted_round in rounds])[learned]  # [M]
             ids, unary = head.candidates(logits)  # [M, k]
-            query, _ = head.step(None, before, hidden[known])
+            query, _ = head.step(None, before, hidden[learned])
             scores = head.scores(query, self.draft.target_ids(ids), unary)  # [M, k]
-            loss = loss + (weights * -(wanted.gather(-1, ids) * scores.log_softmax(-1)).sum(-1)).sum()
+            loss = loss + (weights * -(target_probs.gather(-1, ids) * scores.log_softmax(-1)).sum(-1)).sum()
         # 4. One step.
         if settings.optimizer == "rows":
             (grad,) = torch.autograd.grad(loss, logits)  # [M, V]
             rows = (grad.abs().amax(0) > SMALL).nonzero()[:, 0]
-            self.parameters[0].data.index_add_(0, rows, grad[:, rows].T @ hidden[known], alpha=-settings.rate)
+            self.parameters[0].data.index_add_(0, rows, grad[:, rows].T @ hidden[learned], alpha=-settings.rate)
             return
         loss.backward()
         self.optimizer.step()
@@ -336,9 +358,9 @@ class Learner:
         """`[n, B - 1, H]` with gradients; all blocks in one forward, over keys and values that stay as they are."""
         size, last = self.draft.config.block_size, rounds[-1].start
         fresh = min(FRESH, rounds[0].start)
-        starts = torch.tensor([one.start for one in rounds])
+        starts = torch.tensor([drafted_round.start for drafted_round in rounds])
         ids = torch.full((len(rounds), size), self.draft.config.mask_token_id)
-        ids[:, 0] = torch.stack([one.tokens[0] for one in rounds])
+        ids[:, 0] = torch.stack([drafted_round.tokens[0] for drafted_round in rounds])
         context = torch.arange(last - fresh, last)
         block = (starts[:, None] + torch.arange(size)).flatten()  # [n * B]
         mask = None
@@ -368,8 +390,8 @@ class Drafting(Drafter):
         return self.hidden
 
     def logits(self, hidden, lengths):
-        self.said = super().logits(hidden, lengths)  # [R, B - 1, V]
-        return self.said
+        self.block_logits = super().logits(hidden, lengths)  # [R, B - 1, V]
+        return self.block_logits
 
     def _masks(self, block):
         masks = super()._masks(block)
@@ -384,7 +406,9 @@ class Lookup:
     """Where each n-gram of a text occurred last."""
 
     def __init__(self, size: int):
-        self.size, self.places, self.read = size, {}, size
+        self.size = size
+        self.places = {}
+        self.read = size
 
     def after(self, ids: list[int], length: int, count: int) -> list[int]:
         """Up to `count` tokens that followed the last `size` tokens of `ids[:length]` where they occurred before."""
@@ -413,7 +437,10 @@ class Recording:
 
     def __init__(self, path: Path, target, draft):
         text = torch.load(path)
-        self.name, self.ids, self.answers, self.features = path.stem, text["ids"], text["answers"], text["features"]
+        self.name = path.stem
+        self.ids = text["ids"]
+        self.answers = text["answers"]
+        self.features = text["features"]
         self.tokens = torch.tensor(self.ids)
         rows = target.get_output_embeddings().weight[draft.target_ids(torch.arange(draft.config.draft_vocab_size))]
         with torch.no_grad():
@@ -434,7 +461,9 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
     drafter = Drafting(draft, pair.target, settings.window)
     learner = Learner(draft, parameters, drafter, settings) if settings.rate else None
     lookup = Lookup(settings.lookup) if settings.lookup else None
-    run, size, place = Run(text.name, settings), draft.config.block_size, 0
+    run = Run(text.name, settings)
+    size = draft.config.block_size
+    place = 0
     fixed = settings.train in OUTSIDE or not settings.rate  # hidden states are the same in every run
     first = text.answers[0][0]
     drafter.context.append(text.features[None, :first])
@@ -445,17 +474,18 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
         while start < stop - 1:
             # 1. Draft from the features of all tokens before the anchor.
             clock = time.process_time()
-            found = [] if lookup is None else lookup.after(text.ids, start + 1, size - 1)
+            looked_up = [] if lookup is None else lookup.after(text.ids, start + 1, size - 1)
             key = (settings.window, start)
-            if found:
-                drafted = found
+            if looked_up:
+                drafted = looked_up
             elif key in text.hidden and fixed:
                 drafter.hidden = text.hidden[key]
                 drafted = drafter.decode_block(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
             else:
                 if read < start:
                     drafter.context.read(text.features[None, read:start], Acceptance([start - read]))
-                drafted, read = drafter.draft_block(text.tokens[None, start], []).tokens[0, 1:].tolist(), start
+                drafted = drafter.draft_block(text.tokens[None, start], []).tokens[0, 1:].tolist()
+                read = start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock
                 if fixed:
@@ -464,13 +494,14 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             agreed = 0
             while agreed < min(len(drafted), stop - 2 - start) and drafted[agreed] == text.ids[start + 1 + agreed]:
                 agreed += 1
-            run.rounds.append((place, agreed + 1, not found))
+            run.rounds.append((place, agreed + 1, not looked_up))
             # 3. Learn.
-            if learner is not None and not found and start + size <= len(text.ids):
+            if learner is not None and not looked_up and start + size <= len(text.ids):
                 tokens, teacher = text.tokens[start : start + size], text.teacher[start : start + size - 1]
-                one = Round(start, agreed + 1, tokens, teacher, drafter.hidden[0], drafter.said[0])
-                learner.observe(one, text.features)
-            start, place = start + agreed + 1, place + agreed + 1
+                finished = Round(start, agreed + 1, tokens, teacher, drafter.hidden[0], drafter.block_logits[0])
+                learner.observe(finished, text.features)
+            start = start + agreed + 1
+            place = place + agreed + 1
             if most is not None and place >= most:
                 break
         if most is not None and place >= most:
@@ -490,7 +521,7 @@ def tau(rounds, low: int = 0, high: int = 1 << 30) -> float:
 
 def summary(runs: list[Run]) -> str:
     """One line: tau by place in the output and in all, and milliseconds of a draft and a step."""
-    rounds = [one for run in runs for one in run.rounds]
+    rounds = [drafted_round for run in runs for drafted_round in run.rounds]
     bins = " ".join(f"{tau(rounds, *pair):.3f}" for pair in zip(BINS, BINS[1:]))
     draft = sum(run.draft_seconds for run in runs) / max(sum(run.drafts for run in runs), 1) * 1e3
     steps = sum(run.steps for run in runs)
@@ -502,7 +533,7 @@ def summary(runs: list[Run]) -> str:
 
 def setting_of(words: str) -> Settings:
     """From `rate=1e-4 stride=4`."""
-    kinds = {one.name: type(one.default) for one in fields(Settings)}
+    kinds = {field.name: type(field.default) for field in fields(Settings)}
     pairs = [word.split("=") for word in words.split()]
     return Settings(**{k: v == "True" if kinds[k] is bool else kinds[k](v) for k, v in pairs})
 
@@ -514,9 +545,9 @@ def replays(work: Path, texts: list[str], lines: list[str], most: int | None):
         settings = setting_of(line)
         runs = []
         for text in recordings:
-            known = len(text.hidden)
+            read_before = len(text.hidden)
             runs.append(replay(pair, text, settings, most))
-            if len(text.hidden) > known:
+            if len(text.hidden) > read_before:
                 torch.save(text.hidden, text.drafts)
         print(f"{str(settings):60} | {summary(runs)}", flush=True)
         with open(work / "runs.jsonl", "a") as file:

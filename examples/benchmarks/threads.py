@@ -51,8 +51,8 @@ def main():
         texts = list(run(call, range(arguments.calls)))
         taken = time.perf_counter() - start
         if texts != expected:
-            wrong = sum(ours != theirs for ours, theirs in zip(texts, expected))
-            raise SystemExit(f"{wrong} of {arguments.calls} texts are not those of the target alone.")
+            mismatches = sum(text != expected_text for text, expected_text in zip(texts, expected))
+            raise SystemExit(f"{mismatches} of {arguments.calls} texts are not those of the target alone.")
         return taken
 
     with ThreadPoolExecutor(arguments.threads) as pool:

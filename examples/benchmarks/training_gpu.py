@@ -72,7 +72,9 @@ class Clock(TrainerCallback):
     """Seconds of each optimizer step, on a CPU those of the processor."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds, self.start = device, [], 0.0
+        self.device = device
+        self.seconds = []
+        self.start = 0.0
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -92,13 +94,16 @@ class Alive(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes = self.peak = 0
-        self.known = weakref.WeakSet()
+        self.storages = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        for one in tree_leaves(output):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()) not in self.known:
-                self.known.add(storage)
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage not in self.storages:
+                self.storages.add(storage)
                 self.change(storage.nbytes())
                 weakref.finalize(storage, self.change, -storage.nbytes())
         return output
@@ -147,7 +152,9 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results/training_gpu.json")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, length, anchors = TINY if arguments.tiny else QWEN3_8B, arguments.length, arguments.anchors
+    shape = TINY if arguments.tiny else QWEN3_8B
+    length = arguments.length
+    anchors = arguments.anchors
 
     # 1. A random target in bf16 on the device, and a fresh drafter in fp32.
     torch.manual_seed(0)

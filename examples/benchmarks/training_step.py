@@ -85,7 +85,8 @@ def measure_memory(shape: dict, kind: str) -> dict:
     LOSSES[kind](hidden[:, :1], head, labels[:, :1], small, weights).backward()
     hidden.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before, start = status("VmRSS"), time.perf_counter()
+    before = status("VmRSS")
+    start = time.perf_counter()
     loss = LOSSES[kind](hidden, head, labels, counted, weights)
     loss.backward()
     return {
@@ -136,15 +137,15 @@ def measure_time(shape: dict, pairs: int) -> dict:
     _, dense, dense_gradients = step("dense")
     _, chunked, gradients = step("chunked")
     torch.testing.assert_close(chunked, dense, atol=0, rtol=1e-5)
-    for one, other in zip(dense_gradients, gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-3)
+    for expected, gradient in zip(dense_gradients, gradients, strict=True):
+        torch.testing.assert_close(expected, gradient, atol=1e-6, rtol=1e-3)
     taken = {"dense": [], "chunked": []}  # for each step, CPU and wall-clock seconds
     for pair in range(pairs):
         for kind in ("dense", "chunked") if pair % 2 else ("chunked", "dense"):
             taken[kind].append(step(kind)[0])
     result = {"pairs": pairs}
     for i, clock in enumerate(("processor", "clock")):
-        seconds = {kind: [one[i] for one in values] for kind, values in taken.items()}
+        seconds = {kind: [pair[i] for pair in values] for kind, values in taken.items()}
         ratios = [chunked / dense for dense, chunked in zip(*seconds.values(), strict=True)]
         result[clock] = {
             "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
@@ -189,9 +190,9 @@ def write(results: dict) -> None:
         lines.append(
             f"| peak memory of the loss part | {peaks[0]:.2f} GB | {peaks[1]:.2f} GB | {peaks[1] / peaks[0]:.2f} |"
         )
-    for what, name in (("Step", "timed"), ("Loss part", "small")):
+    for title, name in (("Step", "timed"), ("Loss part", "small")):
         shape = ", ".join(f"{key} {value}" for key, value in SHAPES[name].items())
-        lines += ["", f"{what}: {shape}{'; two draft layers' if name == 'timed' else ''}."]
+        lines += ["", f"{title}: {shape}{'; two draft layers' if name == 'timed' else ''}."]
     lines.append("")
     if "paper" in results:
         paper, shape = results["paper"], SHAPES["paper"]

@@ -51,8 +51,10 @@ def main():
 
         return decode
 
-    others = {f"{nodes} nodes": way(nodes) for nodes in arguments.nodes}
-    report = evaluate(pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), other_methods=others)
+    tree_methods = {f"{nodes} nodes": way(nodes) for nodes in arguments.nodes}
+    report = evaluate(
+        pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), other_methods=tree_methods
+    )
     blocks = report.methods[DFLASH]
     lines = [
         f"The pair of `make demo`, {arguments.prompts} held-out requests, greedy, fp32, eager; blocks of "

@@ -38,9 +38,18 @@ NEW_TOKENS = 30
 BLOCK_SIZE = 6
 PROMPT = torch.tensor([[5, 9, 17, 33, 21, 8, 60, 44, 13]])
 FAMILIES = (
-    *("qwen3", "mixtral", "gpt2", "deepseek_v3", "gpt_oss"),
-    *("gemma3", "mistral_sliding", "llama4_text"),
-    *("lfm2", "lfm2_moe", "qwen3_5_text", "falcon_h1"),
+    "qwen3",
+    "mixtral",
+    "gpt2",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma3",
+    "mistral_sliding",
+    "llama4_text",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5_text",
+    "falcon_h1",
 )
 SAMPLES = 400  # per cell of the chi-square test; its statistic is compared with the 99.9 % quantile
 
@@ -103,8 +112,16 @@ def options_of(case: str, plain_text: list[int]) -> dict:
 
 
 CASES = (
-    *("greedy", "end inside a block", "repetition penalty", "minimum length", "processor with a state"),
-    *("criterion with a state", "streamer", "prompt of one token", "padded prompt", "outputs"),
+    "greedy",
+    "end inside a block",
+    "repetition penalty",
+    "minimum length",
+    "processor with a state",
+    "criterion with a state",
+    "streamer",
+    "prompt of one token",
+    "padded prompt",
+    "outputs",
 )
 
 
@@ -125,7 +142,9 @@ def compared(target, case: str) -> str:
     if not torch.equal(written, text):
         return "other text"
     if "streamer" in options:
-        streams = [torch.cat(one.tokens).tolist() for one in (options["streamer"], expected_options["streamer"])]
+        streams = [
+            torch.cat(streamer.tokens).tolist() for streamer in (options["streamer"], expected_options["streamer"])
+        ]
         if streams[0] != streams[1]:
             return "other stream"
     if case == "outputs":

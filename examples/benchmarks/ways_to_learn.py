@@ -58,8 +58,11 @@ WAYS: dict[str, dict] = {
 
 def text(pair, rows: int = 0):
     """The last rows of the conversations, or all of them, encoded, and their encoder."""
-    encoder, found = RowEncoder(pair.tokenizer, mask_token_id=16), load_rows(str(DATA / "conversations.jsonl.gz"))
-    return prepare_dataset(found.select(range(len(found) - rows if rows else 0, len(found))), encoder)[0], encoder
+    encoder = RowEncoder(pair.tokenizer, mask_token_id=16)
+    rows_of_file = load_rows(str(DATA / "conversations.jsonl.gz"))
+    return prepare_dataset(
+        rows_of_file.select(range(len(rows_of_file) - rows if rows else 0, len(rows_of_file))), encoder
+    )[0], encoder
 
 
 def after_text(folder: Path, seed: int, pair, arguments) -> float:
@@ -76,8 +79,12 @@ def after_text(folder: Path, seed: int, pair, arguments) -> float:
     config = type(learned.config).from_dict(learned.config.to_dict(), target_layer_ids=BASE["target_layer_ids"])
     draft = DFlashDraftModel(config)
     initialize_from_target(draft, pair.target, BASE["init_layers"])
-    kept = {name: one for name, one in learned.state_dict().items() if name not in ("fc.weight", "hidden_norm.weight")}
-    draft.load_state_dict(draft.state_dict() | kept)
+    learned_weights = {
+        name: weight
+        for name, weight in learned.state_dict().items()
+        if name not in ("fc.weight", "hidden_norm.weight")
+    }
+    draft.load_state_dict(draft.state_dict() | learned_weights)
     draft.save_pretrained(folder)
     return minutes
 
@@ -97,12 +104,13 @@ def with_codebooks(folder: Path, seed: int, pair, arguments) -> float:
     """The same with a selector that begins with codebooks of text, and `W h` about `--scale`, at no cost."""
     without_selector(folder)
     draft = with_parts(DFlashDraftModel.from_pretrained(folder, dtype=torch.float32), SELECTOR["draft_config"])
-    own, stored = draft.candidate_selector, StoredFeatures(arguments.features[0])
+    own = draft.candidate_selector
+    stored = StoredFeatures(arguments.features[0])
     states = torch.cat([stored[i]["stored"].read("states").float() for i in range(100)])  # [T, H]
     weights = torch.linalg.lstsq(states, torch.full((len(states), 1), arguments.scale)).solution  # [H, 1]
     before, after = codebooks(text(pair)[0], *own.predecessor_codebook.shape)
-    for ours, values in ((own.predecessor_codebook, before), (own.successor_codebook, after)):
-        ours.copy_(values)
+    for codebook, values in ((own.predecessor_codebook, before), (own.successor_codebook, after)):
+        codebook.copy_(values)
     own.hidden_projection.weight.copy_(weights.T.expand(len(before.T), -1))
     draft.save_pretrained(folder)
     return 0.0
@@ -111,8 +119,9 @@ def with_codebooks(folder: Path, seed: int, pair, arguments) -> float:
 def codebooks(rows, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codebooks `[V, r]` of predecessors and successors: a truncated SVD of the bigrams' positive information."""
     counts = Counter(pair for ids in rows["input_ids"] for pair in pairwise(ids))
-    pairs, times = torch.tensor(list(counts)).T, torch.tensor(list(counts.values()), dtype=torch.float64)
-    before, after = (torch.bincount(one, times, size)[one] for one in pairs)
+    pairs = torch.tensor(list(counts)).T
+    times = torch.tensor(list(counts.values()), dtype=torch.float64)
+    before, after = (torch.bincount(tokens, times, size)[tokens] for tokens in pairs)
     information = (times * times.sum() / (before * after)).log().clamp(min=0.0).float()
     u, s, v = torch.svd_lowrank(torch.sparse_coo_tensor(pairs, information, (size, size)), rank, niter=6)
     return u * s.sqrt(), v * s.sqrt()
@@ -128,18 +137,22 @@ STARTS = {
 def decoded(folder: Path, pair, arguments) -> dict:
     """tau of a drafter, decoded in whole blocks."""
     draft = DFlashDraftModel.from_pretrained(folder, dtype=pair.target.dtype).eval()
-    encoder, rows = RowEncoder(pair.tokenizer), load_rows(str(DATA / "held_out.jsonl.gz"))
+    encoder = RowEncoder(pair.tokenizer)
+    rows = load_rows(str(DATA / "held_out.jsonl.gz"))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
-    limit, methods = arguments.max_new_tokens, (TARGET, DFLASH)
+    limit = arguments.max_new_tokens
+    methods = (TARGET, DFLASH)
     report = evaluate(pair.target, in_blocks(draft), prompts, limit, runs=1, methods=methods)
     return {"tau_decoded": round(report.tau, 3), "wrong": report.is_wrong}
 
 
 def cell(name: str, seed: int, pair, arguments) -> dict:
-    """Train and measure one way."""
+    """Train and measure one method."""
     folder = arguments.work / f"{name}-{seed}".replace(",", "").replace(" ", "-")
-    draft, minutes = folder_of(arguments.draft, drafter=True), arguments.minutes
-    if begin := STARTS.get(name):
+    draft = folder_of(arguments.draft, drafter=True)
+    minutes = arguments.minutes
+    begin = STARTS.get(name)
+    if begin is not None:
         draft = f"{folder}-start"
         minutes -= begin(Path(draft), seed, pair, arguments)
     keys = ({"draft": draft} if draft else FRESH) | SHARED | WAYS[name]
@@ -150,9 +163,9 @@ def cell(name: str, seed: int, pair, arguments) -> dict:
 def table(cells: list[dict]) -> str:
     """The cells as Markdown, best first."""
     lines = ["| way | tau, teacher-forced | tau, decoded | sequences |", "|---|---|---|---|"]
-    for one in sorted(cells, key=lambda one: -one["tau"]):
-        name = one["name"] + (f", seed {one['seed']}" if one["seed"] else "")
-        lines.append(f"| {name} | {one['tau']:.3f} | {one['tau_decoded']:.2f} | {one['sequences']:,} |")
+    for cell in sorted(cells, key=lambda cell: -cell["tau"]):
+        name = cell["name"] + (f", seed {cell['seed']}" if cell["seed"] else "")
+        lines.append(f"| {name} | {cell['tau']:.3f} | {cell['tau_decoded']:.2f} | {cell['sequences']:,} |")
     return "\n".join(lines)
 
 
@@ -177,13 +190,13 @@ def main() -> None:
     pair = load_pair()
     for seed in arguments.seeds:
         for name in arguments.only or WAYS:
-            if any((one["name"], one["seed"], one["minutes"]) == (name, seed, arguments.minutes) for one in cells):
+            if any((line["name"], line["seed"], line["minutes"]) == (name, seed, arguments.minutes) for line in cells):
                 continue
             cells.append(cell(name, seed, pair, arguments))
             print(json.dumps(cells[-1]), flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(cells[-1]) + "\n")
-    print(table([one for one in cells if one["minutes"] == arguments.minutes]))
+    print(table([cell for cell in cells if cell["minutes"] == arguments.minutes]))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,12 @@ class FastLlama:
         config, self.body = model.config, model.model
         self.embedding, self.device = self.body.embed_tokens.weight, model.device
         longest = 64 * -(-longest // 64)  # as the caches are rounded
-        self.rows, self.eos, self.banned = rows, eos, banned
-        self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.rows = rows
+        self.eos = eos
+        self.banned = banned
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.width = config.head_dim
         self.layers = [_Layer(layer) for layer in self.body.layers]
         size = len(self.layers) * 2 * rows * self.kv_heads * longest * self.width
         self.pool = self.embedding.new_zeros(size)  # a masked NaN would still be multiplied by 0
@@ -30,13 +34,15 @@ class FastLlama:
         self.cos, self.sin = cos[0], sin[0]  # [longest, width]
         self.token, self.place, self.step = (place.new_zeros(count) for count in (rows, rows, 1))
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        self.row, self.written = torch.arange(rows, device=self.device), place.new_zeros(rows, longest)
+        self.row = torch.arange(rows, device=self.device)
+        self.written = place.new_zeros(rows, longest)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
     def answers(self, prompts: list[list[int]], max_new_tokens: int, top_p: float | None = None) -> list[list[int]]:
         """The ids of the answers, with the token that ends them if they end; greedy, or sampled with `top_p`."""
-        self.top_p, found = top_p, {}
+        self.top_p = top_p
+        texts = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for start in range(0, len(order), self.rows):
             places = order[start : start + self.rows]
@@ -51,8 +57,8 @@ class FastLlama:
                 if number % 16 == 0 and bool((self.ended | (self.token == self.eos)).all()):
                     break
             for i, ids in zip(places, self.written[:, : int(self.step)].tolist(), strict=False):
-                found[i] = ids[: ids.index(self.eos) + 1] if self.eos in ids else ids
-        return [found[i] for i in range(len(prompts))]
+                texts[i] = ids[: ids.index(self.eos) + 1] if self.eos in ids else ids
+        return [texts[i] for i in range(len(prompts))]
 
     def _caches(self, length: int) -> list[torch.Tensor]:
         """Keys and values `[2, rows, kv_heads, length, width]` of each layer, in memory that all lengths share."""
@@ -80,16 +86,19 @@ class FastLlama:
     def _read(self, batch: list[list[int]], caches) -> None:
         """Read the prompts, some rows at a time, and write the first token of each answer."""
         lengths = torch.tensor([len(ids) for ids in batch])
-        longest, first = int(lengths.max()), []
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in batch], batch_first=True).to(self.device)
+        longest = int(lengths.max())
+        first = []
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids_of_prompt) for ids_of_prompt in batch], batch_first=True
+        ).to(self.device)
         at_once = max(65536 // longest, 1)
         for start in range(0, self.rows, at_once):
             rows = slice(start, min(start + at_once, self.rows))
 
             def attend(cache, query, key, value, rows=rows):
-                query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+                query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
                 cache[0, rows, :, :longest], cache[1, rows, :, :longest] = key, value
-                key, value = (one.repeat_interleave(self.heads // self.kv_heads, 1) for one in (key, value))
+                key, value = (tensor.repeat_interleave(self.heads // self.kv_heads, 1) for tensor in (key, value))
                 return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
             states = self._layers(ids[rows], self.cos[:longest, None], self.sin[:longest, None], caches, attend)
@@ -102,7 +111,7 @@ class FastLlama:
 
     def _decode(self, caches, length: int) -> None:
         """One token of each row; all that changes lies in tensors of the object, as a graph needs it."""
-        cos, sin = (one[self.place][:, None, None] for one in (self.cos, self.sin))
+        cos, sin = (table[self.place][:, None, None] for table in (self.cos, self.sin))
         seen = torch.arange(length, device=self.device) <= self.place[:, None]  # padding is overwritten before
         mask = seen[:, None, None].expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
 
@@ -121,8 +130,8 @@ class FastLlama:
         states = F.embedding(ids, self.embedding)
         for layer, cache in zip(self.layers, caches, strict=True):
             shape = (*ids.shape, -1, self.width)
-            parts = [one.view(shape) for one in layer.query_key_value(states).split(layer.sizes, -1)]
-            query, key = (one * cos + _turned(one) * sin for one in parts[:2])
+            parts = [tensor.view(shape) for tensor in layer.query_key_value(states).split(layer.sizes, -1)]
+            query, key = (tensor * cos + _turned(tensor) * sin for tensor in parts[:2])
             states = states + layer.output(attend(cache, query, key, parts[2]).reshape(*ids.shape, -1))
             states = states + layer.mlp(states)
         return states
@@ -143,9 +152,11 @@ class _Layer:
     """A layer of the model, with its projections joined."""
 
     def __init__(self, layer):
-        self.layer, attention = layer, layer.self_attn
-        parts = [one.weight for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        self.weight, self.sizes = torch.cat(parts), [len(part) for part in parts]
+        self.layer = layer
+        attention = layer.self_attn
+        parts = [linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.weight = torch.cat(parts)
+        self.sizes = [len(part) for part in parts]
         self.output = attention.o_proj
 
     def query_key_value(self, states):
@@ -156,5 +167,5 @@ class _Layer:
 
 
 def _turned(states: torch.Tensor) -> torch.Tensor:
-    one, other = states.chunk(2, -1)
-    return torch.cat([-other, one], -1)
+    first_half, second_half = states.chunk(2, -1)
+    return torch.cat([-second_half, first_half], -1)

@@ -71,24 +71,31 @@ class Part:
     """One part: `1-requests.jsonl`, `1-answers.jsonl`, `2-requests.jsonl` and so on, each made from the one before."""
 
     def __init__(self, work: Path, number: int, tokenizer, asks: bool, dtype: str):
-        self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
+        self.folder = work / f"part-{number:03}"
+        self.number = number
+        self.tokenizer = tokenizer
+        self.asks = asks
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loaded = ("--dtype", dtype)
         self.others = [path for path in sorted(work.glob("part-*")) if path != self.folder]
 
     def make(self) -> None:
         for turn in range(1, TURNS + 1):
-            requests, answers = self.folder / f"{turn}-requests.jsonl", self.folder / f"{turn}-answers.jsonl"
+            requests = self.folder / f"{turn}-requests.jsonl"
+            answers = self.folder / f"{turn}-answers.jsonl"
+            done = self.folder / f"{turn}-done"
             if not requests.exists():
                 write(requests, self.first() if turn == 1 else self.next(turn))
-            if not (done := self.folder / f"{turn}-done").exists():
+            if not done.exists():
                 options = ("--target", smollm2_folder(), "--output", answers, *GREEDY, *self.loaded)
                 dflash("regenerate", "--data", requests, *options)
                 done.touch()
 
     def first(self) -> list[dict]:
         """Requests that are like none before."""
-        draw, seen, rows = random.Random(f"first {self.number}"), DistinctTexts(), []
+        draw = random.Random(f"first {self.number}")
+        seen = DistinctTexts()
+        rows = []
         earlier = [path for part in self.others for path in part.glob("1-requests.jsonl")]
         for row in (row for path in [*earlier, *sorted(data_folder().glob("*.jsonl.gz"))] for row in rows_of(path)):
             seen.add(row["messages"][0]["content"])
@@ -99,12 +106,17 @@ class Part:
             options = ("--target", smollm2_folder(), "--count", ASKED, "--seed", self.number + 100, "--output", asked)
             dflash("prompts", *options, "--kinds", ASKED_KINDS, *self.loaded)
             rows += [(row["kind"], row["prompt"]) for row in rows_of(asked) if seen.add(row["prompt"])]
-        texts = [one["content"] for row in self.earlier() for one in row["messages"] if one["role"] == "assistant"]
+        texts = [
+            message["content"]
+            for row in self.earlier()
+            for message in row["messages"]
+            if message["role"] == "assistant"
+        ]
         texts = [text for text in texts if 80 < len(text) < 500 and "```" not in text]
         for kind, count in RULES.items():
-            found = (by_rules(kind, draw, texts) for _ in range(20 * count))
-            new = (request for request in found if len(request) < 700 and seen.add(request))
-            rows += [(kind, request) for request in islice(new, count)]
+            candidates = (by_rules(kind, draw, texts) for _ in range(20 * count))
+            requests = (request for request in candidates if len(request) < 700 and seen.add(request))
+            rows += [(kind, request) for request in islice(requests, count)]
         draw.shuffle(rows)
         return [{"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in rows]
 
@@ -122,17 +134,18 @@ class Part:
 
     def next(self, turn: int) -> list[dict]:
         """The conversations of the turn before, of those that can go on, with what the user says then."""
-        draw, rows = random.Random(f"{turn} {self.number}"), self.answered(turn - 1)
+        draw = random.Random(f"{turn} {self.number}")
+        rows = self.answered(turn - 1)
         gone = [path for part in self.others for path in part.glob(f"{turn}-requests.jsonl")]
         went_on = {row["messages"][0]["content"] for path in gone for row in rows_of(path)}
         earlier = [row for row in self.earlier() if len(row["messages"]) == 2 * turn - 2]
         earlier = [row for row in earlier if row["messages"][0]["content"] not in went_on]
         rows += draw.sample(earlier, min(EARLIER, len(earlier)))
-        rows = [row for row in rows if sum(len(one["content"]) for one in row["messages"]) < LONGEST]
+        rows = [row for row in rows if sum(len(message["content"]) for message in row["messages"]) < LONGEST]
         rows = [row for row in rows if draw.random() < GOES_ON[turn]]
-        said = self.said_by_target(turn, rows, draw)
+        questions = self.said_by_target(turn, rows, draw)
         for i, row in enumerate(rows):
-            text = said.get(i) or follow_up(row["kind"], draw)
+            text = questions.get(i) or follow_up(row["kind"], draw)
             row["messages"] = [*row["messages"], {"role": "user", "content": text}]
         return rows
 
@@ -145,17 +158,19 @@ class Part:
         write(source, [{"prompt": text} for text in texts])
         options = ("--target", smollm2_folder(), "--output", output, *SAMPLED, "--seed", turn)
         dflash("regenerate", "--data", source, *options, *self.loaded)
-        said = {}
+        questions = {}
         for row in rows_of(output):
-            text, i = row["completion"].strip(), chosen[row["row"]]
-            before = {one["content"] for one in rows[i]["messages"]}
+            text = row["completion"].strip()
+            i = chosen[row["row"]]
+            before = {message["content"] for message in rows[i]["messages"]}
             if row["finish_reason"] == "stop" and 12 <= len(text) <= 250 and "<|" not in text and text not in before:
-                said[i] = text
-        return said
+                questions[i] = text
+        return questions
 
     def answered(self, turn: int, all_of_them: bool = False) -> list[dict]:
         """Conversations with an answer that ended by itself and does not repeat itself; or those cut off, too."""
-        requests, rows = rows_of(self.folder / f"{turn}-requests.jsonl"), []
+        requests = rows_of(self.folder / f"{turn}-requests.jsonl")
+        rows = []
         for answer in sorted(rows_of(self.folder / f"{turn}-answers.jsonl"), key=lambda row: row["row"]):
             text, reason = answer["messages"][-1]["content"], answer["finish_reason"]
             ended = reason == "stop" and text.strip()

@@ -29,7 +29,10 @@ from dflash_hf.synthetic.magpie import PromptSettings, _prompt_ids, user_turn
 
 RULES = cycle(["rewrite"] * 10 + ["task"] * 9 + ["chat"] * 5 + ["code"] * 3 + ["math"] * 3 + ["json"] * 2)
 ASKED = PromptSettings(kinds="chat,chat,task,chat,code,chat,rewrite,math,chat,task,json".split(","))
-MASK, END, NEW, LONGEST = 16, 2, 128, 768
+MASK = 16
+END = 2
+NEW = 128
+LONGEST = 768
 
 
 class Maker:
@@ -37,7 +40,8 @@ class Maker:
 
     def __init__(self, rows: int, processes: int, seed: int):
         folder = smollm2_folder()
-        self.tokenizer, self.seed = AutoTokenizer.from_pretrained(folder), seed
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.seed = seed
         self.turn = user_turn(self.tokenizer, ASKED)
         global _maker
         _maker = self  # forked processes find it there
@@ -45,7 +49,8 @@ class Maker:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
         torch.manual_seed(seed)
-        self.target, self.finished = FastLlama(model, rows, LONGEST, END, MASK), {}
+        self.target = FastLlama(model, rows, LONGEST, END, MASK)
+        self.finished = {}
 
     def each(self, name: str, jobs: Sequence) -> list:
         """What a method of this class makes of each of `jobs`."""
@@ -53,7 +58,9 @@ class Maker:
 
     def first(self, by_rule: int, asked: int) -> list[dict]:
         """Conversations of one request: of the rules, and of the target in the user's place."""
-        draw, seen, found = random.Random(f"first {self.seed}"), DistinctTexts(), []
+        draw = random.Random(f"first {self.seed}")
+        seen = DistinctTexts()
+        requests = []
         old = [row for path in sorted(data_folder().glob("*.jsonl.gz")) for row in make_data.rows_of(path)]
         for row in old:
             seen.add(row["messages"][0]["content"])
@@ -63,12 +70,16 @@ class Maker:
         texts = [text for text in texts if 80 < len(text) < 500 and "```" not in text and not make_data.loops(text)]
         for _, kind in zip(range(20 * by_rule), RULES, strict=False):
             request = by_rules(kind, draw, texts)
-            if len(found) < by_rule and len(request) < 700 and seen.add(request):
-                found.append((kind, request))
+            if len(requests) < by_rule and len(request) < 700 and seen.add(request):
+                requests.append((kind, request))
         starts = self.each("start", range(asked))
         written = self.target.answers(starts, 64, top_p=0.95) if asked else []
-        found += [one for one in self.each("request", list(enumerate(written))) if one and seen.add(one[1])]
-        return [{"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in found]
+        requests += [
+            kind_and_request
+            for kind_and_request in self.each("request", list(enumerate(written)))
+            if kind_and_request and seen.add(kind_and_request[1])
+        ]
+        return [{"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in requests]
 
     def start(self, number: int) -> list[int]:
         """The ids after which the target writes a request."""
@@ -76,7 +87,8 @@ class Maker:
 
     def request(self, job) -> tuple[str, str] | None:
         """Kind and text of a request that the target wrote, if it is one."""
-        (kind, begin), ids = ASKED.of_sample(job[0]), job[1]
+        kind, begin = ASKED.of_sample(job[0])
+        ids = job[1]
         if ids[-1] != END:
             return None
         start = self.start(job[0])
@@ -88,10 +100,13 @@ class Maker:
         """Rows with the target's next answer, those that can go on; all that are good are kept."""
         prompts = self.each("prompt", [row["messages"] for row in rows])
         fit = [i for i, ids in enumerate(prompts) if len(ids) + NEW <= LONGEST - 64]
-        answers, going = self.target.answers([prompts[i] for i in fit], NEW), []
+        answers = self.target.answers([prompts[i] for i in fit], NEW)
+        going = []
         jobs = [(rows[i]["messages"], prompts[i], ids) for i, ids in zip(fit, answers, strict=True)]
         for i, ids, (text, good, same) in zip(fit, answers, self.each("judged", jobs), strict=True):
-            kind, asked, ended = rows[i]["kind"], rows[i]["messages"], ids[-1] == END
+            kind = rows[i]["kind"]
+            asked = rows[i]["messages"]
+            ended = ids[-1] == END
             row = {"kind": kind, "messages": asked, "finish_reason": "stop" if ended else "length"}
             if good and not same and len(asked) == 1:  # what is learned is the text, so these ids are kept
                 self.finished[asked[0]["content"]] = {**row, "response_ids": ids}
@@ -116,17 +131,20 @@ class Maker:
     def go_on(self, rows: list[dict], turn: int) -> list[dict]:
         """Conversations with the user's next turn: by rules, and in every third by the target in the user's place."""
         draw = random.Random(f"{turn} {self.seed}")
-        short = [row for row in rows if sum(len(one["content"]) for one in row["messages"]) < make_data.LONGEST]
+        short = [
+            row for row in rows if sum(len(message["content"]) for message in row["messages"]) < make_data.LONGEST
+        ]
         rows = [row for row in short if draw.random() < make_data.GOES_ON[turn]]
         chosen = [row for row in rows if draw.random() < 0.33]
         texts = self.target.answers(self.each("said", [row["messages"] for row in chosen]), 40, top_p=0.95)
-        said = {}
+        questions = {}
         for row, ids in zip(chosen, texts, strict=True):
-            text, before = self.tokenizer.decode(ids[:-1]).strip(), [one["content"] for one in row["messages"]]
+            text = self.tokenizer.decode(ids[:-1]).strip()
+            before = [message["content"] for message in row["messages"]]
             if ids[-1] == END and 12 <= len(text) <= 250 and "<|" not in text and text not in before:
-                said[row["messages"][0]["content"]] = text
+                questions[row["messages"][0]["content"]] = text
         for row in rows:
-            text = said.get(row["messages"][0]["content"]) or follow_up(row["kind"], draw)
+            text = questions.get(row["messages"][0]["content"]) or follow_up(row["kind"], draw)
             row["messages"] = [*row["messages"], {"role": "user", "content": text}]
         return rows
 
@@ -157,10 +175,10 @@ def main() -> None:
     sets: dict[str, list[dict]] = {"conversations": [], "held_out_conversations": []}
     for request, row in maker.finished.items():
         sets["held_out_conversations" if make_data.is_held_out(request) else "conversations"].append(row)
-    for name, found in sets.items():
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    for name, rows in sets.items():
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (arguments.work / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"{name}: {len(found)} conversations, {sum((len(row['messages']) + 1) // 2 for row in found)} answers")
+        print(f"{name}: {len(rows)} conversations, {sum((len(row['messages']) + 1) // 2 for row in rows)} answers")
 
 
 if __name__ == "__main__":

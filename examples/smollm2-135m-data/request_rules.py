@@ -250,14 +250,17 @@ I am not sure that I understand the first point.""",
 
 
 def _split(text: str) -> list[str]:
-    return [one.strip() for one in re.split(r"[|\n]", text) if one.strip()]
+    return [part.strip() for part in re.split(r"[|\n]", text) if part.strip()]
 
 
 def problem(draw: random.Random) -> str:
     """A problem of reasoning-gym."""
     import reasoning_gym
 
-    names = [name for one in PROBLEMS.split() for name, _, n in [one.partition("*")] for _ in range(int(n or 1))]
+    names: list[str] = []
+    for entry in PROBLEMS.split():
+        name, _, weight = entry.partition("*")
+        names += [name] * int(weight or 1)
     question = reasoning_gym.create_dataset(draw.choice(names), size=1, seed=draw.getrandbits(31))[0]["question"]
     if draw.random() < 0.6:
         question = _TERSE.sub("", question).strip() + draw.choice(STEPS)
@@ -298,8 +301,8 @@ def rewriting(words: Words, texts: list[str]) -> str:
     """A text by rules, or one of the texts that the target wrote, to be written in another way."""
     draw = words.draw
     long = draw.choice(texts) if draw.random() < 0.5 else text_by_rules(words)
-    text = draw.choice([one for one in re.split(r"(?<=[.!?])\s+", long) if len(one) > 20] or [long])
-    notes = ", ".join(one for one in re.findall(r"[\w']+", text.lower()) if len(one) > 3 or one.isdigit())
+    text = draw.choice([sentence for sentence in re.split(r"(?<=[.!?])\s+", long) if len(sentence) > 20] or [long])
+    notes = ", ".join(word for word in re.findall(r"[\w']+", text.lower()) if len(word) > 3 or word.isdigit())
     words |= {"text": text, "long": long, "broken": with_mistakes(text, draw), "notes": notes}
     words["style"] = words.fill(draw.choice(_split(STYLES)))
     return words.fill(draw.choice(REWRITE_FORMS))

@@ -188,4 +188,4 @@ Describe a {animal} without using the word {colour}.
 Spell the name "{first} {last}" backwards.
 Make a new word from {animal} and {product}, and explain it.""",
 }
-FORMS = {task: [one.replace(r"\n", "\n") for one in some.split("\n")] for task, some in _FORMS.items()}
+FORMS = {task: [form.replace(r"\n", "\n") for form in forms.split("\n")] for task, forms in _FORMS.items()}

@@ -86,24 +86,24 @@ We saw a {animal} next to the road.|The ferry costs {price} dollars and leaves a
 We would like to go back in {month}.
 The streets smell of {dish}.|You should bring a {product} and good shoes.""",
 }
-SUBJECTS = {subject: re.split(r"[|\n]", some) for subject, some in _SENTENCES.items()}
+SUBJECTS = {subject: re.split(r"[|\n]", sentences) for subject, sentences in _SENTENCES.items()}
 _MISTAKES: dict[str, list[str]] = {}
-for _one in """is/are are/is was/were were/was has/have have/has a/ the/ an/a to/for not/no their/there went/goed
+for _pair in """is/are are/is was/were were/was has/have have/has a/ the/ an/a to/for not/no their/there went/goed
 bought/buyed took/taked ate/eated gave/gived does/do that/what because/becouse friend/freind received/recieved
 before/befor tomorrow/tommorow until/untill will/would in/on on/at too/to it/its are/be and/an who/which""".split():
-    _right, _, _wrong = _one.partition("/")
+    _right, _, _wrong = _pair.partition("/")
     _MISTAKES.setdefault(_right, []).append(_wrong)
 
 
 def text_by_rules(words: Words, subject: str | None = None) -> str:
     """Sentences of one subject, else of any."""
-    some = SUBJECTS[subject or words.draw.choice(sorted(SUBJECTS))]
-    text = words.fill(" ".join(words.draw.sample(some, words.draw.choice((1, 2, 2, 3, 3, 4)))))
-    return re.sub(r"(^|[.!?]\s+)(\w)", lambda found: found[0].upper(), text)
+    sentences = SUBJECTS[subject or words.draw.choice(sorted(SUBJECTS))]
+    text = words.fill(" ".join(words.draw.sample(sentences, words.draw.choice((1, 2, 2, 3, 3, 4)))))
+    return re.sub(r"(^|[.!?]\s+)(\w)", lambda match: match[0].upper(), text)
 
 
 def with_mistakes(text: str, draw: random.Random) -> str:
     """Wrong words, missing words, and half of the time neither capitals nor full stops."""
-    made = [draw.choice(_MISTAKES.get(one, [one])) if draw.random() < 0.6 else one for one in text.split(" ")]
-    text = " ".join(one for one in made if one)
+    words = [draw.choice(_MISTAKES.get(word, [word])) if draw.random() < 0.6 else word for word in text.split(" ")]
+    text = " ".join(word for word in words if word)
     return re.sub(r"[.,!?'\"]", "", text.lower()) if draw.random() < 0.5 else text

@@ -84,8 +84,8 @@ GROUPS = {name: words.split() for name, words in (line.split(": ") for line in _
 class Words(dict):
     """Words for `str.format_map`: a name, such as `town`, draws once; `town2` draws another word for a town."""
 
-    def __init__(self, draw: random.Random, **given: str):
-        super().__init__(given)
+    def __init__(self, draw: random.Random, **chosen: str):
+        super().__init__(chosen)
         self.draw = draw
 
     def __missing__(self, name: str) -> str:
@@ -98,10 +98,10 @@ class Words(dict):
 
     def groups(self) -> None:
         """Draws what is sorted: `items` of one group, `mixed` ones of two, and `odd` ones, all but one of a group."""
-        (self["group"], some), (self["group2"], others) = self.draw.sample(sorted(GROUPS.items()), 2)
-        some, others = self.draw.sample(some, 6), self.draw.sample(others, 3)
-        self["items"] = ", ".join(some[: self.draw.randint(3, 6)])
-        for name, mixed in {"mixed": some[:3] + others, "odd": some[:3] + others[:1]}.items():
+        (self["group"], items), (self["group2"], strangers) = self.draw.sample(sorted(GROUPS.items()), 2)
+        items, strangers = self.draw.sample(items, 6), self.draw.sample(strangers, 3)
+        self["items"] = ", ".join(items[: self.draw.randint(3, 6)])
+        for name, mixed in {"mixed": items[:3] + strangers, "odd": items[:3] + strangers[:1]}.items():
             self.draw.shuffle(mixed)
             self[name] = ", ".join(mixed)
         self["numbers"] = ", ".join(str(self.draw.randint(1, 999)) for _ in range(self.draw.randint(4, 8)))

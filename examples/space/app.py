@@ -72,7 +72,10 @@ class Side:
     """
 
     def __init__(self, title: str, answer: Callable, tokenizer, changed: threading.Event):
-        self.title, self.pieces, self.changed, self.error = title, [], changed, ""
+        self.title = title
+        self.pieces = []
+        self.changed = changed
+        self.error = ""
         self.gone = False  # whether the visitor has left
         self.streamer = PieceStreamer(tokenizer, self._take)
         self.thread = threading.Thread(target=self._answer, args=(answer,), daemon=True)
@@ -133,10 +136,11 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
         """Both columns, again and again until both are complete; what a visitor has left is computed no further."""
         if not prompt.strip():
             raise gr.Error("Ask something first.")
-        ids, changed = ids_of_prompt(encoder, [{"role": "user", "content": prompt}]), threading.Event()
+        ids = ids_of_prompt(encoder, [{"role": "user", "content": prompt}])
+        changed = threading.Event()
         sides = [
-            Side(title, partial(answer, ids, int(max_new_tokens), one), tokenizer, changed)
-            for title, one in zip(titles, (None, draft), strict=True)
+            Side(title, partial(answer, ids, int(max_new_tokens), assistant), tokenizer, changed)
+            for title, assistant in zip(titles, (None, draft), strict=True)
         ]
         try:
             while any(side.thread.is_alive() for side in sides):
@@ -178,7 +182,8 @@ def main() -> None:
     drafter = folder_of(os.environ.get("DFLASH_DRAFT", NAME), drafter=True)
     loading = Loading(os.environ.get("DFLASH_DTYPE", "float32"))
     check_names(folder, drafter, loading)
-    target, draft = load_target(folder, loading), load_draft(drafter, loading)
+    target = load_target(folder, loading)
+    draft = load_draft(drafter, loading)
     pack(target.device.type == "cpu", target, draft)  # both columns are packed
     draft.decoding_config.tree_nodes = NODES
     target.generate(torch.tensor([[0, 1]]), assistant_model=draft, max_new_tokens=4)  # the first call tries ways out

@@ -11,7 +11,8 @@ from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prompts import prompt_ids
 
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello."}
 TWO_TURNS = [USER, ANSWER, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 
@@ -21,7 +22,9 @@ def encoder(template, max_length=None, mask_token_id=None, vocab_size=None, **te
 
 def supervised(encode, example):
     """Its supervised stretches, as text."""
-    stretches, ids, mask = [], example["input_ids"], example["loss_mask"]
+    stretches = []
+    ids = example["input_ids"]
+    mask = example["loss_mask"]
     assert len(ids) == len(mask) and set(mask) <= {0, 1}
     for i, value in enumerate(mask):
         if value and (i == 0 or not mask[i - 1]):
@@ -66,23 +69,26 @@ def test_thoughts_of_the_target_are_learned():
     (example,) = encode({"messages": [USER, reasoned]})
     assert supervised(encode, example) == ["<think>\nA greeting.\n</think>\n\nHello.<|im_end|>"]
     for thought in ("<think>\nA greeting.\n</think>\n\n", "<think>\n\n</think>\n\n"):
-        written = {"role": "assistant", "content": thought + "Hello."}
-        (example,) = encode({"messages": [USER, written]})
+        with_thought = {"role": "assistant", "content": thought + "Hello."}
+        (example,) = encode({"messages": [USER, with_thought]})
         assert supervised(encode, example) == [thought + "Hello.<|im_end|>"]
 
 
 def test_rewritten_turns_give_an_example_each():
     """As the target reads them when it writes each turn."""
     encode = encoder(THINKING)
-    first = {"role": "assistant", "content": "<think>\nOh.\n</think>\n\nHello."}
-    one, two = encode({"messages": [USER, first, *TWO_TURNS[2:]]})
-    assert supervised(encode, one) == ["<think>\nOh.\n</think>\n\nHello.<|im_end|>"]
-    assert text(encode, one) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + supervised(encode, one)[0]
-    assert supervised(encode, two) == ["So.<|im_end|>"]
-    assert "Oh." not in text(encode, two) and "assistant\nHello.<|im_end|>" in text(encode, two)
+    first_answer = {"role": "assistant", "content": "<think>\nOh.\n</think>\n\nHello."}
+    first_example, second_example = encode({"messages": [USER, first_answer, *TWO_TURNS[2:]]})
+    assert supervised(encode, first_example) == ["<think>\nOh.\n</think>\n\nHello.<|im_end|>"]
+    assert (
+        text(encode, first_example)
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + supervised(encode, first_example)[0]
+    )
+    assert supervised(encode, second_example) == ["So.<|im_end|>"]
+    assert "Oh." not in text(encode, second_example) and "assistant\nHello.<|im_end|>" in text(encode, second_example)
 
 
-def test_turn_that_leaves_its_prompt_is_left_out():
+def test_turn_that_changes_its_prompt_is_left_out():
     with pytest.raises(UnusableRow, match="generation prompt do not begin"):
         encoder(CROOKED)({"messages": TWO_TURNS})
 
@@ -149,7 +155,7 @@ def test_mask_and_labels_mark_the_same_ids():
         ({"input_ids": [5, 6], "loss_mask": [0, 1], "document_ids": [0]}, "2 input_ids but 1 document_ids"),
     ],
 )
-def test_wrong_rows_are_errors(row, message):
+def test_malformed_rows_raise_errors(row, message):
     with pytest.raises(ValueError, match=f"(?i){message}") as error:
         RowEncoder(make_tokenizer(), vocab_size=50)(row)
     assert not isinstance(error.value, UnusableRow)
@@ -206,9 +212,9 @@ def test_end_of_unfinished_turn_is_not_learned():
 
 
 def test_long_example_is_cut_at_its_end():
-    (whole,) = encoder(CHATML)({"messages": TWO_TURNS})
+    (uncut,) = encoder(CHATML)({"messages": TWO_TURNS})
     (cut,) = encoder(CHATML, max_length=30)({"messages": TWO_TURNS})
-    assert cut == {name: values[:30] for name, values in whole.items()}
+    assert cut == {name: values[:30] for name, values in uncut.items()}
 
 
 def test_response_ids_are_learned_unchanged():
@@ -247,18 +253,18 @@ USERS_PARTS = CHATML.replace(
     ],
     ids=["printed", "trimmed", "json", "users", "parts", "only parts"],
 )
-def test_parts_of_text_are_text(template, joined, role):
+def test_text_parts_are_joined_to_text(template, joined, role):
     """Their Python source was learned wherever a template prints `content`."""
     encode = encoder(template)
     messages = [USER, ANSWER, {"role": role, "content": TEXTS}, USER, ANSWER]
     expected = [
-        {**one, "content": "Hi there" if role in joined else "Hithere"}
-        if one["role"] == role and one["content"] == TEXTS
-        else one
-        for one in messages
+        {**message, "content": "Hi there" if role in joined else "Hithere"}
+        if message["role"] == role and message["content"] == TEXTS
+        else message
+        for message in messages
     ]
-    (example,), (plain,) = encode({"messages": messages}), encode({"messages": expected})
-    assert example == plain and "'type'" not in text(encode, example)
+    (example,), (expected_example,) = encode({"messages": messages}), encode({"messages": expected})
+    assert example == expected_example and "'type'" not in text(encode, example)
     assert ("Hi there" if role in joined else "Hithere") in text(encode, example)
 
 
@@ -274,13 +280,14 @@ def test_parts_of_text_are_text(template, joined, role):
     ],
 )
 def test_tool_calls_are_learned(answer, arguments):
-    answer, encode = json.loads(answer.replace("ARGUMENTS", arguments)), encoder(TOOLS)
-    texts = (
+    answer = json.loads(answer.replace("ARGUMENTS", arguments))
+    encode = encoder(TOOLS)
+    calls_as_text = (
         {"role": "assistant", "tool_calls": json.dumps(_calls_of(answer))},
         {"from": "function_call", "value": json.dumps(_calls_of(answer)[0])},
     )
-    for one in (answer, *texts):
-        (example,) = encode({"messages": [USER, one]})
+    for form in (answer, *calls_as_text):
+        (example,) = encode({"messages": [USER, form]})
         assert supervised(encode, example) == ["<call>f(x=null;y=1;)<|im_end|>"]
 
 
@@ -299,20 +306,21 @@ def framed_tokenizer(template, begin=True, end=True):
 
 
 @pytest.mark.parametrize(("begin", "end"), [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("written", ["", SPECIAL[START]], ids=["plain", "written"])
-def test_text_begins_once_and_does_not_end(begin, end, written):
+@pytest.mark.parametrize("bos_in_text", ["", SPECIAL[START]], ids=["plain", "written"])
+def test_text_gets_one_bos_and_no_eos(begin, end, bos_in_text):
     """With a tokenizer that appends EOS no row was learned from; a second BOS passed in silence."""
     tokenizer = framed_tokenizer(CHATML, begin, end)
-    encode, plain = RowEncoder(tokenizer), make_tokenizer()
-    (example,) = encode({"prompt": written + "1 + 1 =", "completion": " 2 "})
-    first = [START] if begin or written else []
-    assert example["input_ids"] == [*first, *plain("1 + 1 = 2 ")["input_ids"]]
+    encode = RowEncoder(tokenizer)
+    unframed = make_tokenizer()
+    (example,) = encode({"prompt": bos_in_text + "1 + 1 =", "completion": " 2 "})
+    bos = [START] if begin or bos_in_text else []
+    assert example["input_ids"] == [*bos, *unframed("1 + 1 = 2 ")["input_ids"]]
     assert supervised(encode, example) == [" 2 "]
-    ids = prompt_ids(encode, {"prompt": written + "1 + 1 ="}, raw=True)
-    assert ids == [*first, *plain("1 + 1 =")["input_ids"]]
+    ids = prompt_ids(encode, {"prompt": bos_in_text + "1 + 1 ="}, raw=True)
+    assert ids == [*bos, *unframed("1 + 1 =")["input_ids"]]
 
 
-def test_ids_that_begin_twice_are_left_out():
+def test_ids_with_two_bos_tokens_are_left_out():
     encode = RowEncoder(framed_tokenizer(CHATML))
     with pytest.raises(UnusableRow, match=r"begins with <\|im_start\|> twice"):
         encode({"input_ids": [START, START, 5, 6], "loss_mask": [0, 0, 1, 1]})

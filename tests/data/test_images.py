@@ -47,8 +47,9 @@ def png(image) -> bytes:
     return file.getvalue()
 
 
-def test_every_form_of_an_image_is_the_same(tmp_path):
-    image, path = picture(3, 20), tmp_path / "a.png"
+def test_every_image_form_gives_the_same_pixels(tmp_path):
+    image = picture(3, 20)
+    path = tmp_path / "a.png"
     path.write_bytes(png(image))
     data = base64.b64encode(png(image)).decode()
     processor = processor_of("gemma3")
@@ -66,34 +67,32 @@ def test_every_form_of_an_image_is_the_same(tmp_path):
     examples = [example for row in rows for example in encode(row)]
     collator = DFlashCollator(0, encode.reader)
     expected = collator.read_images(collator(examples[:1]))
-    assert {tuple(one["input_ids"]) for one in examples} == {tuple(examples[0]["input_ids"])}
+    assert {tuple(example["input_ids"]) for example in examples} == {tuple(examples[0]["input_ids"])}
     for example in examples:
-        found = collator.read_images(collator([example]))
-        assert all(torch.equal(found[name], one) for name, one in expected.items())
+        images = collator.read_images(collator([example]))
+        assert all(torch.equal(images[name], pixels) for name, pixels in expected.items())
 
 
-def test_damaged_image_of_a_table_costs_its_row(tmp_path):
+def test_damaged_image_drops_only_its_row(tmp_path):
     """Nested in messages, it stopped the whole run: `datasets` decodes images when it reads them."""
     processor = processor_of("gemma3")
-    encode, image, stored = (
-        RowEncoder(processor.tokenizer, reader=ImageReader(processor)),
-        picture(3, 20),
-        datasets.Image(),
-    )
+    encode = RowEncoder(processor.tokenizer, reader=ImageReader(processor))
+    image = picture(3, 20)
+    image_feature = datasets.Image()
     expected = encode(chat({"type": "image", "image": image}))[0]["input_ids"]
-    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": stored}
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": image_feature}
     message = {"role": datasets.Value("string"), "content": datasets.List(part)}
     contents = ({"bytes": png(image), "path": None}, {"bytes": png(image)[:60], "path": None})
-    beside = [chat({"type": "image"}, images=[one]) for one in contents]
-    nested = [chat({"type": "image", "image": one}) for one in contents]
+    rows_with_column = [chat({"type": "image"}, images=[content]) for content in contents]
+    nested_rows = [chat({"type": "image", "image": content}) for content in contents]
     for rows, features in (
-        (beside, {"messages": datasets.List(message), "images": datasets.List(stored)}),
-        (nested, {"messages": datasets.List(message)}),
+        (rows_with_column, {"messages": datasets.List(message), "images": datasets.List(image_feature)}),
+        (nested_rows, {"messages": datasets.List(message)}),
     ):
         table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
         table.to_parquet(tmp_path / "rows.parquet")
-        for found in (table, load_rows(tmp_path / "rows.parquet")):
-            dataset, report = prepare_dataset(found, encode)
+        for source in (table, load_rows(tmp_path / "rows.parquet")):
+            dataset, report = prepare_dataset(source, encode)
             assert [row["input_ids"] for row in dataset] == [expected] and sum(report.dropped.values()) == 1
             assert "an image cannot be read" in next(iter(report.dropped))
 
@@ -121,28 +120,31 @@ def test_rows_with_broken_images_are_left_out(row, reason):
         encode(row)
 
 
-def test_targets_of_text_leave_images_out():
+def test_text_only_target_drops_rows_with_images():
     (example,) = RowEncoder(make_tokenizer())(TEXT)
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
         RowEncoder(make_tokenizer())(chat({"type": "image", "image": picture(1)}))
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
         RowEncoder(make_tokenizer())({**example, "images": [picture(1)]})
-    seen = chat({"type": "image", "image": f"data:image/png;base64,{base64.b64encode(png(picture(1))).decode()}"})
+    with_image = chat(
+        {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(png(picture(1))).decode()}"}
+    )
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
-        RowEncoder(make_tokenizer())({**example, "messages": json.dumps(seen["messages"])})
+        RowEncoder(make_tokenizer())({**example, "messages": json.dumps(with_image["messages"])})
 
 
 @pytest.mark.parametrize("kind", PLACE)
-def test_training_reads_what_decoding_reads(kind):
+def test_training_features_equal_decoding_features(kind):
     """Features, positions of several axes and all, of a batch with a row of text."""
     processor = processor_of(kind)
-    target, reader = target_of(kind, processor), ImageReader(processor)
+    target = target_of(kind, processor)
+    reader = ImageReader(processor)
     encode = RowEncoder(processor.tokenizer, reader=reader)
     examples = encode(chat({"type": "image", "image": picture(3, 20)})) + encode(TEXT)
     collator = DFlashCollator(0, reader)
     batch = pickle.loads(pickle.dumps(collator(examples)))  # as of a worker, which sent the processor with each
     masks = {"attention_mask": batch["attention_mask"], "images": collator.read_images(batch)}
-    found = target_forward(target, [0, 2], batch["input_ids"], **masks, states=False).features
+    features = target_forward(target, [0, 2], batch["input_ids"], **masks, states=False).features
     user = [{"type": "image", "image": picture(3, 20)}, {"type": "text", "text": "Hi"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -150,16 +152,19 @@ def test_training_reads_what_decoding_reads(kind):
     assert inputs["input_ids"][0].tolist() == examples[0]["input_ids"]
     with FeatureTap(target, [0, 2]) as tap, tap.running():
         target(**inputs, use_cache=False)
-        torch.testing.assert_close(found[:1, : inputs["input_ids"].shape[1]], tap.take(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features[:1, : inputs["input_ids"].shape[1]], tap.take(), atol=1e-4, rtol=1e-4)
     text = torch.tensor([examples[1]["input_ids"]])
-    alone = target_forward(target, [0, 2], text, states=False).features
-    torch.testing.assert_close(found[1:, : text.shape[1]], alone, atol=1e-4, rtol=1e-4)
+    text_features = target_forward(target, [0, 2], text, states=False).features
+    torch.testing.assert_close(features[1:, : text.shape[1]], text_features, atol=1e-4, rtol=1e-4)
 
 
 def test_images_are_read_when_their_batch_runs(tmp_path, monkeypatch):
     """Those of all batches of a step were held at once: 677 MB for eight rows of 16 images, now 175 MB."""
-    processor, events, inputs = processor_of("gemma3"), [], ImageReader.inputs
-    target, reader = target_of("gemma3", processor), ImageReader(processor)
+    processor = processor_of("gemma3")
+    events = []
+    inputs = ImageReader.inputs
+    target = target_of("gemma3", processor)
+    reader = ImageReader(processor)
     rows = RowEncoder(processor.tokenizer, reader=reader)(chat({"type": "image", "image": picture(3)})) * 3
     options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "max_steps": 1}
     draft = make_draft(target, block_size=4)
@@ -193,9 +198,18 @@ def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatc
         print(printed.err)
         return status, printed.out
 
-    named = ("--target", tmp_path / "target")
+    target_options = ("--target", tmp_path / "target")
     status, out = run(
-        "regenerate", *named, "--data", data, "--output", answers, "--max-new-tokens", 8, "--mask-token-id", 270
+        "regenerate",
+        *target_options,
+        "--data",
+        data,
+        "--output",
+        answers,
+        "--max-new-tokens",
+        8,
+        "--mask-token-id",
+        270,
     )
     assert status == 0 and "7 of 7 rows are in" in out and "1 rows are left out: there is no image file" in out
     for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines()):
@@ -211,29 +225,29 @@ def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatc
         inputs = processor.apply_chat_template(messages, **options)
         expected = target.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=[270])
         assert row["input_ids"] == expected[0].tolist(), row["row"]
-    status, out = run("prepare", *named, "--data", answers, "--output", tmp_path / "ids.parquet")
+    status, out = run("prepare", *target_options, "--data", answers, "--output", tmp_path / "ids.parquet")
     assert status == 0 and "examples          7" in out
-    training = [f"target={named[1]}", *TRAINING.split()]
+    training = [f"target={target_options[1]}", *TRAINING.split()]
     rows = (f"data={tmp_path / 'ids.parquet'}", f"eval_data={answers}", "eval_strategy=steps", "eval_steps=2")
     assert run("train", *training, *rows, f"output_dir={tmp_path / 'draft'}")[0] == 0
     ids = json.loads((tmp_path / "draft" / "config.json").read_text())["dflash_config"]["target_layer_ids"]
-    stored = ("--output", tmp_path / "features", "--target-layer-ids", *ids, "--store-dtype", "float32")
-    assert run("features", *named, "--data", answers, *stored)[0] == 0
+    storing = ("--output", tmp_path / "features", "--target-layer-ids", *ids, "--store-dtype", "float32")
+    assert run("features", *target_options, "--data", answers, *storing)[0] == 0
     folders = (f"features={tmp_path / 'features'}", f"draft={tmp_path / 'draft'}", f"output_dir={tmp_path / 'again'}")
     assert run("train", *training, *folders)[0] == 0
-    pair = (*named, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
+    pair = (*target_options, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
     status, out = run("eval", *pair, "--dtype", "float32", "--runs", 1)
     assert status == 0 and "7 of 7 outputs equal the target's own" in out
 
 
-def test_servers_get_the_content_of_images(tmp_path):
+def test_server_receives_images_as_data(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(png(picture(1)))
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(chat({"type": "image", "path": str(path)})), encoding="utf-8")
     with chat_server(lambda body: "A picture.") as (url, received):
-        named = ("--target", "served", "--server", url, "--data", data, "--output", tmp_path / "out.jsonl")
-        assert main(["regenerate", *map(str, named)]) == 0
+        options = ("--target", "served", "--server", url, "--data", data, "--output", tmp_path / "out.jsonl")
+        assert main(["regenerate", *map(str, options)]) == 0
     (body,) = received
     address = body["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(address.partition("base64,")[2]) == path.read_bytes()

@@ -71,10 +71,10 @@ def test_name_with_brackets_is_one_file(tmp_path):
 
 def test_changed_file_is_read_again(tmp_path):
     """Even if it has the size that it had before."""
-    for second, said in enumerate(("one", "two")):
-        path = write(tmp_path / "a.jsonl", [{"prompt": said}])
+    for second, prompt in enumerate(("one", "two")):
+        path = write(tmp_path / "a.jsonl", [{"prompt": prompt}])
         os.utime(path, (second, second))
-        assert list(load_rows(path)) == [{"prompt": said}]
+        assert list(load_rows(path)) == [{"prompt": prompt}]
 
 
 def test_trailing_separator_shifts_no_column(tmp_path):
@@ -92,7 +92,7 @@ def test_each_table_has_its_own_header(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["prompt,completion\n" + "z" * 140_000 + ",b\nq,r,lost\n", 'prompt,"completion\n'])
-def test_long_cell_hides_no_damage(text, tmp_path):
+def test_damaged_csv_with_a_long_cell_is_refused(text, tmp_path):
     (tmp_path / "a.csv").write_text(text + "x" * 140_000, encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.csv"):
         load_rows(tmp_path / "a.csv")
@@ -106,37 +106,37 @@ def test_line_without_an_object_is_named(line, tmp_path):
         list(load_rows(path))
 
 
-def test_counts_are_of_the_rows_that_are_left(tmp_path):
+def test_report_counts_the_usable_rows(tmp_path):
     encoder = RowEncoder(make_tokenizer(), max_length=60)
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
     examples = [example for row in ROWS[:20] for example in encoder(row)]
     assert list(dataset) == examples
     validate_and_count(dataset)
     assert (report.rows, report.examples) == (21, 20)
-    assert report.tokens == sum(len(one["input_ids"]) for one in examples)
-    assert report.supervised == sum(sum(one["loss_mask"]) for one in examples)
-    assert report.longest == max(len(one["input_ids"]) for one in examples) <= 60
+    assert report.tokens == sum(len(example["input_ids"]) for example in examples)
+    assert report.supervised == sum(sum(example["loss_mask"]) for example in examples)
+    assert report.longest == max(len(example["input_ids"]) for example in examples) <= 60
     assert report.dropped == {"it has no assistant message": 1}
 
 
 def test_ids_are_read_alike_from_every_table(tmp_path):
     """Lists of integers without a null are read as arrays; the counts are those of the lists."""
-    whole = [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}, {"input_ids": [6, 7, 2], "labels": [-100, 7, 2]}]
-    for more in ([], [{"input_ids": None, "labels": None}]):
-        rows = datasets.Dataset.from_list([*whole, *more])
+    usable_rows = [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}, {"input_ids": [6, 7, 2], "labels": [-100, 7, 2]}]
+    for null_rows in ([], [{"input_ids": None, "labels": None}]):
+        rows = datasets.Dataset.from_list([*usable_rows, *null_rows])
         dataset, report = prepare_dataset(rows, RowEncoder(mask_token_id=2))
         assert list(dataset) == [{"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}]
         assert (report.rows, report.examples, report.tokens, report.supervised, report.longest) == (
-            2 + len(more),
+            2 + len(null_rows),
             1,
             3,
             2,
             3,
         )
-        assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(more)
+        assert report.dropped["it holds the mask token 2"] == 1 and sum(report.dropped.values()) == 1 + len(null_rows)
 
 
-def test_dataset_without_lessons_is_refused(tmp_path):
+def test_dataset_without_usable_rows_is_refused(tmp_path):
     rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
@@ -170,9 +170,9 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
         assert code == 0
         assert out.count("--- example") == 2 and "[1, as you wish.1, as you wish.<|im_end|>]" in out
         assert "rows              21" in out and "  1: it has no assistant message" in out
-        again, report = prepare_dataset(load_rows(output), RowEncoder())
+        reread, report = prepare_dataset(load_rows(output), RowEncoder())
         assert report.examples == 20 and not report.dropped
-        assert again[3] == RowEncoder(make_tokenizer())(ROWS[3])[0]
+        assert reread[3] == RowEncoder(make_tokenizer())(ROWS[3])[0]
     assert not list(tmp_path.glob(".*half"))
     code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
     assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out
@@ -182,7 +182,8 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
 
 def test_prepare_overwrites_nothing(tmp_path, tokenizer_folder, capsys):
     """`--output data.jsonl` replaced the data by its ids."""
-    data, output = write(tmp_path / "a.jsonl", ROWS), tmp_path / "out.jsonl"
+    data = write(tmp_path / "a.jsonl", ROWS)
+    output = tmp_path / "out.jsonl"
     output.write_text("precious", encoding="utf-8")
     before = data.read_bytes()
     command = (data, "--target", tokenizer_folder, "--output")
@@ -195,17 +196,17 @@ def test_prepare_overwrites_nothing(tmp_path, tokenizer_folder, capsys):
 
 
 def test_prepare_reports_errors_in_one_line(tmp_path, tokenizer_folder, capsys):
-    good = json.dumps(ROWS[0])
+    good_row = json.dumps(ROWS[0])
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "half.jsonl").write_text(good + "\n" + good[:-9], encoding="utf-8")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode())[:-12])
-    (tmp_path / "plain.jsonl.gz").write_text(good, encoding="utf-8")
+    (tmp_path / "half.jsonl").write_text(good_row + "\n" + good_row[:-9], encoding="utf-8")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good_row.encode())[:-12])
+    (tmp_path / "plain.jsonl.gz").write_text(good_row, encoding="utf-8")
     (tmp_path / "mark.csv").write_text("\ufeff", encoding="utf-8")
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
     (tmp_path / "notes.md").write_text("Hi", encoding="utf-8")
     (tmp_path / "commas.csv").write_text("id,prompt,completion\n1,Hi,Yes, indeed.\n", encoding="utf-8")
     (tmp_path / "latin.csv").write_text("prompt,completion\nHi,Größe\n", encoding="latin-1")
-    (tmp_path / "wide.jsonl").write_text(good + "\n", encoding="utf-16")
+    (tmp_path / "wide.jsonl").write_text(good_row + "\n", encoding="utf-16")
     (tmp_path / "none.json").write_text("[]", encoding="utf-8")
     (tmp_path / "null.json").write_text('[{"prompt": "a"}, null]', encoding="utf-8")
     (tmp_path / "open.json").write_text('[{"prompt": "a"}', encoding="utf-8")
@@ -255,7 +256,7 @@ def test_prepare_reports_errors_in_one_line(tmp_path, tokenizer_folder, capsys):
     assert code == 1 and error == f"dflash prepare: error: --target {tmp_path / 'absent'}: there is no such folder."
 
 
-def test_prepare_knows_the_ids_of_its_target(tmp_path, capsys):
+def test_prepare_refuses_ids_outside_the_vocabulary(tmp_path, capsys):
     """It accepted ids that training would refuse."""
     target = save_target(tmp_path / "target", CHATML)
     data = write(tmp_path / "ids.jsonl", [{"input_ids": [5, 6, 300000], "loss_mask": [0, 1, 1]}])
@@ -267,7 +268,7 @@ def test_prepare_knows_the_ids_of_its_target(tmp_path, capsys):
     ("name", "message"),
     [("someone/data", "The dataset 'someone/data' could not"), ("./absent", "'absent': there is no")],
 )
-def test_list_may_hold_one_name(name, message):
+def test_list_of_one_name_is_loaded_by_name(name, message):
     """The Hub was asked for a dataset called `['someone/data']`."""
     with pytest.raises(OSError, match=message):
         load_rows([name])
@@ -285,7 +286,7 @@ def test_tokenizer_without_added_tokens_loads(tokenizer_folder, monkeypatch):
     assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)
 
 
-def test_path_is_named_as_written():
+def test_missing_path_is_named_as_written():
     """On Windows it had each backslash twice."""
     with pytest.raises(FileNotFoundError, match=re.escape(r"data='.\rows\a.jsonl': there is no such file")):
         load_rows(r".\rows\a.jsonl")

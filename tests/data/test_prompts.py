@@ -8,7 +8,8 @@ import pytest
 from dflash_hf.data.prompts import template_kwargs
 
 
-OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+OFF = {"enable_thinking": False}
+ON = {"enable_thinking": True}
 
 
 def drafter(kwargs):
@@ -16,7 +17,7 @@ def drafter(kwargs):
 
 
 @pytest.mark.parametrize(
-    ("given", "data", "trained", "expected", "source"),
+    ("user_kwargs", "data", "trained", "expected", "source"),
     [
         (None, None, None, {}, None),
         (None, None, OFF, OFF, "as the drafter was trained"),
@@ -27,11 +28,12 @@ def drafter(kwargs):
         (None, {}, None, {}, None),
     ],
 )
-def test_users_arguments_win_then_those_of_data(given, data, trained, expected, source, tmp_path):
-    path, lines = tmp_path / "data.jsonl", []
+def test_users_template_arguments_override_the_datas(user_kwargs, data, trained, expected, source, tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = []
     if data is not None:
         (tmp_path / "data.jsonl.settings.json").write_text(json.dumps({"chat_template_kwargs": data}))
-    assert template_kwargs(given, path, draft_config=drafter(trained), say=lines.append) == expected
+    assert template_kwargs(user_kwargs, path, draft_config=drafter(trained), say=lines.append) == expected
     if source is not None:
         assert lines[0].startswith(f"arguments of the chat template: {json.dumps(expected)}, as ")
         assert lines.pop(0).endswith(source)

@@ -49,9 +49,9 @@ def test_layout_of_the_guide_is_read_everywhere(monkeypatch):
 
 
 def test_no_layout_hides_a_later_one():
-    for place, layout in enumerate(ROW_LAYOUTS):
+    for index, layout in enumerate(ROW_LAYOUTS):
         row = dict.fromkeys(layout.columns, "")
-        assert not [other.columns for other in ROW_LAYOUTS[:place] if other.fits(row)]
+        assert not [earlier.columns for earlier in ROW_LAYOUTS[:index] if earlier.fits(row)]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_no_layout_hides_a_later_one():
 )
 def test_first_layout_that_fits_is_read(row, column):
     assert list(conversation_of(row, answers=False, ids=False).messages) == [USER]
-    without = {**row, column: None}
-    assert len(row) == 2 or conversation_of(without, answers=False, ids=False).turns(True) != [USER]
+    without_column = {**row, column: None}
+    assert len(row) == 2 or conversation_of(without_column, answers=False, ids=False).turns(True) != [USER]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_conversation_has_what_is_learned():
 
 @pytest.mark.parametrize("name", ["messages", "conversations", "prompt"])
 @pytest.mark.parametrize("beside", ["### Human: hi", "[not JSON", [], ["hi"], None, 3, {"a": 1}, True])
-def test_values_beside_ids_may_be_anything(beside, name):
+def test_columns_beside_input_ids_are_ignored(beside, name):
     """Text left such a row out; a number or a mapping ended the run with a `TypeError` or a `KeyError`."""
     row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], name: beside}
     encoder = RowEncoder(make_tokenizer(CHATML))
@@ -134,7 +134,7 @@ def test_arrays_of_ids_have_a_prompt():
         assert prompt_ids(encoder, rows.with_format("numpy")[0]) == [5]
 
 
-def test_rows_are_encoded_without_the_decoder():
+def test_encoding_rows_imports_no_decoding_code():
     """Reading rows imported all that makes decoding fast."""
     code = (
         "import json, sys\n"

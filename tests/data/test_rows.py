@@ -97,10 +97,10 @@ def outcome(row: str) -> str:
     )
 
 
-def test_guide_shows_what_becomes_of_rows():
+def test_table_of_the_guide_equals_outcomes_of_rows():
     """With `DFLASH_WRITE_TABLES=1` its table is written."""
     lines = [(f"`{row}`", outcome(row)) for rows in FILES.values() for row in rows]
-    table = "".join(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
     table = f"| Row | What becomes of it |\n|---|---|\n{table}"
     page = GUIDE.read_text(encoding="utf-8")
     if os.environ.get("DFLASH_WRITE_TABLES") == "1":
@@ -120,12 +120,14 @@ def write(path, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
     """Arrow's types filled in keys, rounded numbers, and made mappings of answers that are JSON."""
-    path, encoder = write(tmp_path, kind), RowEncoder(make_tokenizer(TEMPLATE))
+    path = write(tmp_path, kind)
+    encoder = RowEncoder(make_tokenizer(TEMPLATE))
     rows = load_rows(path)
-    found = [{key: value for key, value in row.items() if value is not None} for row in rows]
-    written = [json.loads(line) for line in FILES["chats"]]
-    assert found == [{key: value for key, value in row.items() if value is not None} for row in written]
-    examples, reasons = [], {}
+    loaded = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    expected_rows = [json.loads(line) for line in FILES["chats"]]
+    assert loaded == [{key: value for key, value in row.items() if value is not None} for row in expected_rows]
+    examples = []
+    reasons = {}
     for line in FILES["chats"]:
         try:
             examples += encoder(json.loads(line))
@@ -150,17 +152,18 @@ def test_only_added_nulls_of_tables_are_dropped(tmp_path):
     encoder = RowEncoder(make_tokenizer(TEMPLATE))
     for name, tools in {"rows.jsonl": 0, "texts.parquet": 0, "merged.parquet": merged}.items():
         tools = tools or [row["tools"] for row in rows]
-        expected = [example for row, one in zip(rows, tools) for example in encoder({**row, "tools": one})]
-        found = load_rows(tmp_path / name)
-        assert [tools_of(row) for row in found] == tools, name
-        assert list(prepare_dataset(found, encoder)[0]) == expected
+        expected = [example for row, tool in zip(rows, tools) for example in encoder({**row, "tools": tool})]
+        loaded = load_rows(tmp_path / name)
+        assert [tools_of(row) for row in loaded] == tools, name
+        assert list(prepare_dataset(loaded, encoder)[0]) == expected
     assert list(prepare_dataset(datasets.Dataset.from_list(rows), encoder)[0]) == expected
 
 
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "one", "several"])
 def test_every_form_of_rows_has_splits(form, tmp_path):
     """A folder of one dataset had all rows in each, one of several had no slices, and a sum was too many values."""
-    rows, path = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(10)]), tmp_path / form
+    rows = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(10)])
+    path = tmp_path / form
     {
         "rows.json": lambda: path.write_text(json.dumps(list(rows)), encoding="utf-8"),
         "rows.jsonl": lambda: rows.to_json(path),
@@ -178,7 +181,7 @@ def test_every_form_of_rows_has_splits(form, tmp_path):
         load_rows(path, "train[99:]")
 
 
-def test_half_a_surrogate_pair_is_read_as_a_mark(tmp_path):
+def test_lone_surrogate_is_read_as_question_mark(tmp_path):
     """The file could not be read."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a\\ud800b \\ud83d\\ude00"}\n', encoding="utf-8")
     assert list(load_rows(tmp_path / "rows.jsonl")) == [{"prompt": "a?b 😀"}]
@@ -232,7 +235,8 @@ TRAINING = "max_steps=1 num_anchors=2 block_size=4 use_cpu=true bf16=false targe
 @pytest.mark.parametrize("command", ["prepare", "features", "train"])
 def test_commands_count_what_they_leave_out(command, target, tmp_path, capsys):
     """One null stopped the whole run."""
-    data, output = write(tmp_path, "jsonl"), tmp_path / "out"
+    data = write(tmp_path, "jsonl")
+    output = tmp_path / "out"
     options = ["--output", output, "--target-layer-ids", 0] if command == "features" else []
     words = [command, "--target", target, "--data", data, *options]
     if command == "train":
@@ -260,13 +264,13 @@ def test_regenerate_leaves_out_rows_without_a_prompt(served, target, tmp_path, c
             assert sum(facts["left_out"].values()) == 7 - served  # a server may read images
             assert facts["left_out"]["all of its columns are null"] == 2
     answered = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert sorted(row["row"] for row in answered) == [0, 1, 2, *([3] if served else []), 4, 5]
+    assert sorted(row["row"] for row in answered) == ([0, 1, 2, 3, 4, 5] if served else [0, 1, 2, 4, 5])
     if served:
-        said = [body["messages"][-1]["content"] for body in received]
-        assert sorted(one for one in said if isinstance(one, str)) == ["Hi", "Hi", "Hi", "Hi", "Hi there"]
+        contents = [body["messages"][-1]["content"] for body in received]
+        assert sorted(content for content in contents if isinstance(content, str)) == [*["Hi"] * 4, "Hi there"]
     else:
         tokenizer = make_tokenizer(TEMPLATE)
-        asked = {row["row"]: tokenizer.decode(row["input_ids"][: row["loss_mask"].index(1)]) for row in answered}
-        assert asked[0] == asked[1] == asked[5] == "user: Hi<|im_end|>assistant: "
-        assert asked[2] == "user: Hi there<|im_end|>assistant: "
-        assert asked[4] == "system: Be kind.<|im_end|>user: Hi<|im_end|>assistant: "
+        prompts = {row["row"]: tokenizer.decode(row["input_ids"][: row["loss_mask"].index(1)]) for row in answered}
+        assert prompts[0] == prompts[1] == prompts[5] == "user: Hi<|im_end|>assistant: "
+        assert prompts[2] == "user: Hi there<|im_end|>assistant: "
+        assert prompts[4] == "system: Be kind.<|im_end|>user: Hi<|im_end|>assistant: "

@@ -38,7 +38,7 @@ def test_requests_were_not_trained_on():
         demo.requests(9999)
 
 
-def test_every_way_of_decoding_in_turn(pair, tmp_path):
+def test_demo_runs_every_method_in_turn(pair, tmp_path):
     lines = []
     report = demo.run_demo(pair, demo.requests(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
     assert report.lossless
@@ -61,13 +61,13 @@ def test_sample_is_of_average_acceptance(pair):
     assert re.sub("[⟦⟧]", "", answer) == "ef"
 
 
-def test_answers_of_one_token(pair):
+def test_answers_of_one_token_have_no_tau(pair):
     """Without verifications; the average was over none."""
     assert demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lambda line: None).lossless
 
 
 @pytest.mark.parametrize("diverging", [(0, 1), (0, 1, 2)])
-def test_the_sample_is_what_was_drafted(diverging, pair, tmp_path, monkeypatch):
+def test_sample_shows_the_drafted_text(diverging, pair, tmp_path, monkeypatch):
     """After a near-tie the marks were another text's; after one that ended the answer, nothing was saved."""
     rows = demo.requests(3)
     lines = []
@@ -88,7 +88,7 @@ def test_the_sample_is_what_was_drafted(diverging, pair, tmp_path, monkeypatch):
 
 
 @pytest.mark.real
-def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
+def test_demo_of_the_real_pair_is_lossless(real_target, tmp_path, capsys):
     drafter_folder()
     options = ["--prompts", "1", "--max-new-tokens", "6", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
@@ -99,7 +99,7 @@ def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
-def test_the_demo_takes_fp32_without_bf16_units(real_target, tmp_path):
+def test_demo_uses_fp32_without_bf16_units(real_target, tmp_path):
     here = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     command = [sys.executable, "-m", "dflash_hf.cli", "demo", "--prompts", "1", "--max-new-tokens", "8", "--json"]
     command += ["--output", str(tmp_path)]

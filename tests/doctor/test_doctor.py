@@ -32,7 +32,7 @@ def doctor(pair, capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_the_remedy_helps(pair, capsys):
+def test_printed_remedy_raises_tau(pair, capsys):
     path = pair / "draft" / "config.json"
     good = path.read_text(encoding="utf-8")
     config = DFlashDraftConfig.from_pretrained(pair / "draft")
@@ -54,7 +54,7 @@ def test_the_remedy_helps(pair, capsys):
     assert code == 0 and "none of these" in printed.out
 
 
-def test_another_template_is_noticed(pair, capsys, tmp_path):
+def test_other_chat_template_is_named(pair, capsys, tmp_path):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template += "{# edited #}"
     tokenizer.save_pretrained(pair / "target")
@@ -62,7 +62,7 @@ def test_another_template_is_noticed(pair, capsys, tmp_path):
     assert code == 0 and "the template differs from the drafter's training" in printed.out
 
 
-def test_a_benchmark_is_read_by_its_name(pair, capsys, monkeypatch):
+def test_benchmark_is_read_by_name(pair, capsys, monkeypatch):
     """`eval` knew it, and `doctor` took it for a dataset."""
     rows = [{"prompt": [prompt, prompt]} for prompt in requests(2, seed=9)]
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda *_, **__: rows)
@@ -78,7 +78,7 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
     assert code == 1 and "--base" in printed.err and "nowhere" in printed.err
 
 
-def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
+def test_row_without_a_prompt_is_named(pair, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
     code, printed = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
     assert code == 1 and "Row 1 of the prompts: all of its columns are null" in printed.err

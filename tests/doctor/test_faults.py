@@ -36,7 +36,7 @@ def case(chat_pair):
     return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
-def test_on_the_good_pair_nothing_is_named(case):
+def test_good_pair_has_no_finding(case):
     diagnosis = diagnose(case)
     assert diagnosis.cause is None and diagnosis.as_given.tau > 2.5
     assert "none of these" in "\n".join(diagnosis.lines())
@@ -55,7 +55,7 @@ def test_each_fault_is_named(fault, case, tmp_path):
     assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
-def test_what_is_counted_is_what_decoding_accepts(case):
+def test_counted_tokens_equal_accepted_tokens(case):
     """Block by block: teacher-forced accuracy that serving does not have is no use."""
     acceptance_lengths = []
     texts = []
@@ -73,7 +73,7 @@ def test_what_is_counted_is_what_decoding_accepts(case):
     assert counts.blocks > 30
 
 
-def test_a_damaged_target_is_told_from_other_ids(case):
+def test_damaged_target_differs_from_other_ids(case):
     """It reads nothing any more, and its base does."""
 
     def spoil(target):
@@ -88,7 +88,7 @@ def test_a_damaged_target_is_told_from_other_ids(case):
     assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
-def test_likelihood_knows_a_fault_that_costs_little(case):
+def test_likelihood_finds_a_small_fault(case):
     """Without later masks in sight this drafter loses a tenth of a token, which 64 texts hardly tell from chance."""
     causal(case)
     (tried,) = [change for change in diagnose(case).facts()["tried"] if change["key"] == "causal"]
@@ -111,7 +111,7 @@ def test_rows_learned_by_heart_are_named(case):
         assert diagnose(case).cause is None, other
 
 
-def test_training_is_read_from_the_folder(tmp_path):
+def test_training_facts_are_read_from_the_folder(tmp_path):
     assert Training.of_folder(tmp_path) is None and Training.of_folder("someone/draft") is None
     facts = {"training": {"train_examples": 60, "optimizer_steps": 847, "per_device_train_batch_size": 4}}
     (tmp_path / "card_facts.json").write_text(json.dumps(facts))
@@ -123,7 +123,7 @@ def test_training_is_read_from_the_folder(tmp_path):
     assert Training.of_folder(tmp_path).tau == 3.95
 
 
-def test_changes_of_nothing_are_one_line():
+def test_changes_without_effect_are_one_line():
     """A dozen rows of +0.00 stood before the remedy."""
 
     def counts(more):
@@ -137,7 +137,7 @@ def test_changes_of_nothing_are_one_line():
     assert lines.index("") < [line.startswith("remedy") for line in lines].index(True) < lines.index("", 4)
 
 
-def test_smallest_of_like_changes_is_the_cause():
+def test_smallest_of_equal_changes_is_the_cause():
     """In the order of the table, which begins with the smallest."""
 
     def counts(more):

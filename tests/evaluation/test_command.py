@@ -36,7 +36,7 @@ def pair(tokenizer, tmp_path_factory):
     return folder
 
 
-def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
+def test_prompt_of_a_row_is_the_targets_input(tokenizer):
     encode = RowEncoder(tokenizer)
     served = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
     for row in (
@@ -69,7 +69,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
         ({"input_ids": [4, 5], "loss_mask": [1, 1]}, "Row 1 of .*The prompt is empty"),
     ],
 )
-def test_a_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
+def test_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda data, split: [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match=message):
         prompts_of(eval_rows("rows.jsonl", 9), RowEncoder(tokenizer), "rows.jsonl")
@@ -80,7 +80,7 @@ def evaluate(pair, data, *arguments):
     return main(["eval", *map(str, [*names, "--max-new-tokens", "8", "--runs", "1", *arguments])])
 
 
-def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
+def test_eval_writes_its_report_beside_the_weights(pair, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("Say 1\n\nSay 2\nSay 3\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--prompts", "2", "--output", pair / "draft") == 0
     printed = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
-def test_a_report_is_not_written_beside_other_weights(weights, pair, tmp_path, capsys):
+def test_report_is_not_written_beside_other_weights(weights, pair, tmp_path, capsys):
     """It replaced that drafter's own report, and its card showed the figures of another."""
     (tmp_path / weights).touch()
     (tmp_path / "eval_report.json").write_text("{}", encoding="utf-8")
@@ -125,7 +125,7 @@ def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
     assert tree["target_forwards"] == 1 + round((tree["tokens"] - 1) / tree["tau"])
 
 
-def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
+def test_template_arguments_default_to_training(pair, tmp_path, monkeypatch):
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
@@ -140,7 +140,7 @@ def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, m
     assert [encoder.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
 
 
-def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):
+def test_wrong_output_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
     monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, [])))

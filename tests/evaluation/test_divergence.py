@@ -40,7 +40,7 @@ def plain(target, prompts=PROMPTS, new=NEW):
     return answers
 
 
-def test_fp32_rounds_little_and_its_answers_are_equal():
+def test_fp32_answers_equal_with_little_rounding():
     target, draft = pair(torch.float32)
     report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
     assert report.verdict() == EQUAL and report.rounding is None and not report.divergences
@@ -49,7 +49,7 @@ def test_fp32_rounds_little_and_its_answers_are_equal():
     assert 0 < rounding.size < 1e-3 and len(rounding.ways) == 3
 
 
-def test_bf16_parts_at_near_ties_as_the_target_does_from_itself(bf16):
+def test_bf16_differs_from_target_only_at_near_ties(bf16):
     target, draft = bf16
     report = evaluate(target, draft, PROMPTS, max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
     assert 0 < report.methods[DFLASH].equal < len(PROMPTS)  # else nothing is tested
@@ -81,15 +81,15 @@ def test_one_token_too_many_is_wrong(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_a_token_that_rounding_cannot_have_chosen_is_wrong(bf16, rank):
+def test_token_beyond_rounding_is_wrong(bf16, rank):
     """The second best token in place of the best is wrong wherever the two are well apart."""
     target, _ = bf16
     own = plain(target, PROMPTS[:6], 20)
-    others = copy.deepcopy(own)
-    for prompt, answer, other in zip(PROMPTS, own, others):
+    changed_answers = copy.deepcopy(own)
+    for prompt, answer, changed in zip(PROMPTS, own, changed_answers):
         ids = torch.tensor([[*prompt, *answer[:10]]])
-        other[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
-    divergences, rounding = judge(target, PROMPTS[:6], own, {"x": others}, 4)
+        changed[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
+    divergences, rounding = judge(target, PROMPTS[:6], own, {"x": changed_answers}, 4)
     assert [parting.position for parting in divergences] == [10] * 6
     for parting in divergences:
         text = [*PROMPTS[parting.prompt], *own[parting.prompt][:10]]
@@ -98,7 +98,7 @@ def test_a_token_that_rounding_cannot_have_chosen_is_wrong(bf16, rank):
     assert any(parting.verdict == WRONG for parting in divergences)
 
 
-def test_a_text_that_ends_elsewhere_is_wrong(bf16):
+def test_text_that_ends_elsewhere_is_wrong(bf16):
     target, _ = bf16
     own = plain(target, PROMPTS[:2], 12)
     (parting,), _ = judge(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
@@ -106,7 +106,7 @@ def test_a_text_that_ends_elsewhere_is_wrong(bf16):
     assert parting.gap is None and parting.verdict == WRONG
 
 
-def test_processors_of_the_target_count(bf16):
+def test_gap_respects_processors_of_the_target(bf16):
     """A token that the target's configuration forbids has no score."""
     target = copy.deepcopy(bf16[0])
     text = PROMPTS[0]
@@ -116,7 +116,7 @@ def test_processors_of_the_target_count(bf16):
     assert gap_at(bf16[0], text, own, other) is not None
 
 
-def test_a_way_that_the_target_cannot_take_is_no_rounding(bf16, monkeypatch):
+def test_faulty_forward_does_not_widen_rounding(bf16, monkeypatch):
     """A model that reads a block wrongly would excuse everything."""
     target, _ = bf16
     texts = list(zip(PROMPTS[:3], plain(target, PROMPTS[:3]), strict=True))

@@ -70,7 +70,7 @@ def test_counts_agree_with_each_other(knowing):
     assert report.acceptance_by_position == sorted(report.acceptance_by_position, reverse=True)
 
 
-def test_the_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
+def test_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     methods = (TARGET, TARGET_PACKED, DFLASH)
     report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
     assert len(products) > NEW and not len(packing_dflash._held)
@@ -87,7 +87,7 @@ def test_the_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     assert "over packed" in table[3] and any(line.startswith("target alone, packed") for line in table)
 
 
-def test_compiled_rounds_are_warmed_up_last_and_on_every_prompt(pair, monkeypatch):
+def test_compiled_drafters_warm_up_on_every_prompt(pair, monkeypatch):
     """With `--compile` all drafters are compiled, whatever their methods are called."""
     calls = []  # whether a drafter was given, and the prompt
     generate_one = measure.generate_one
@@ -110,7 +110,7 @@ def test_compiled_rounds_are_warmed_up_last_and_on_every_prompt(pair, monkeypatc
     assert any(line.startswith("compiling") for line in summary_lines(report))
 
 
-def test_both_means_of_tau():
+def test_tau_has_pooled_and_per_response_means():
     lengths = [[4, 4, 4, 4], [1]]
     report = EvalReport({}, lengths, [[0] * 17, [0, 0]], block_size=4)
     assert report.tau == pytest.approx(17 / 5)
@@ -118,7 +118,7 @@ def test_both_means_of_tau():
     assert report.acceptance_by_position == pytest.approx([4 / 5, 4 / 5, 4 / 5])
 
 
-def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+def test_failed_write_leaves_the_earlier_report(tmp_path, monkeypatch):
     report = EvalReport({DFLASH: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4)
     path = tmp_path / "report.json"
     before = report.save(path).read_bytes()
@@ -134,7 +134,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_a_wrong_token_is_noticed(runs, pair, monkeypatch):
+def test_wrong_token_makes_a_report_lossy(runs, pair, monkeypatch):
     """In whichever run it is."""
     target, draft = pair
     original = type(target).generate
@@ -154,7 +154,7 @@ def test_a_wrong_token_is_noticed(runs, pair, monkeypatch):
     assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
 
 
-def test_the_user_is_left_alone(pair):
+def test_evaluation_leaves_process_settings_alone(pair):
     """Progress bars of transformers were switched off in the whole process, for one method that loads weights."""
     target, draft = pair
     bars = []
@@ -177,6 +177,6 @@ def test_the_user_is_left_alone(pair):
         ({"methods": (*METHODS, "magic")}, "names \\['magic'\\]"),
     ],
 )
-def test_wrong_arguments(pair, arguments, message):
+def test_wrong_arguments_of_evaluate_are_named(pair, arguments, message):
     with pytest.raises(ValueError, match=message):
         evaluate(*pair, **{"prompts": PROMPTS, **arguments})

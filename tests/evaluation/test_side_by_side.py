@@ -31,13 +31,13 @@ def test_methods_accept_alike_and_equal_the_target(pair):
 FORCED = ["--shape", "tiny", "--forced-acceptance", "4"]
 
 
-def test_the_script_writes_table_figures_and_picture(tmp_path, capsys, packs_of_any_size):
+def test_script_writes_table_figures_and_picture(tmp_path, capsys, packs_of_any_size):
     options = ["--max-new-tokens", "24", "--prompts", "1", "--runs", "2", "--output", str(tmp_path)]
     methods = ["--methods", "target,target_packed,dflash,dflash_auto,native"]
     assert side_by_side.main([*FORCED, *options, *methods]) == 0
     text = capsys.readouterr().out
-    for told in ("FORCED acceptance 4.0", "target alone, packed", "over packed", "; ours alone is packed"):
-        assert told in text
+    for part in ("FORCED acceptance 4.0", "target alone, packed", "over packed", "; ours alone is packed"):
+        assert part in text
     facts = json.loads((tmp_path / "bench.json").read_text())
     assert facts["round"]["packed"]["verify"] > 0 and facts["setting"]["forced_acceptance"] == 4.0
     runs = [facts["methods"][name]["runs"] for name in ("dflash", "target_packed")]

@@ -16,12 +16,12 @@ from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, origins, summary_lines, token_texts
 
 
-def test_where_tokens_come_from():
+def test_sources_of_tokens_follow_acceptance():
     assert origins([3, 1, 2], 7) == [0, 1, 1, 0, 0, 3, 0]
     assert origins([3, 1, 2], 5) == [0, 1, 1, 0, 0]
 
 
-def test_a_sample_in_colour_and_between_marks():
+def test_sample_is_shown_in_colour_or_marks():
     pieces = ["a", "b", "c", "d", "e", "f", "g"]
     assert colored_answer(pieces, [3, 1, 2], color=False) == "a⟦bc⟧de⟦f⟧g"
     assert colored_answer(pieces[:6], [3, 1, 2], color=False, marks=("<", ">")) == "a<bc>de<f>"
@@ -30,7 +30,7 @@ def test_a_sample_in_colour_and_between_marks():
     assert colored.count("\x1b[32m") == 2 and colored.endswith("\x1b[0m")
 
 
-def test_marks_are_not_in_the_text():
+def test_marks_differ_from_characters_of_the_text():
     """Brackets in `return input_str[::-1]` could not be told from marks."""
     unicode = io.TextIOWrapper(io.BytesIO(), "utf-8")
     ascii_ = io.TextIOWrapper(io.BytesIO(), "ascii")
@@ -40,7 +40,7 @@ def test_marks_are_not_in_the_text():
     assert marks_around("1 << 2, ⟦, «, a >>> b", unicode) == ("<<<<", ">>>>")
 
 
-def test_a_character_of_several_tokens_comes_with_the_last():
+def test_multi_token_character_has_its_last_source():
     tokenizer = make_tokenizer()  # a token for each byte
     ids = tokenizer("a é\u20ac b")["input_ids"]
     assert token_texts(tokenizer, ids) == ["a", " ", "", "é", "", "", "\u20ac", " ", "b"]
@@ -57,7 +57,7 @@ def report():
     return EvalReport(methods, [[5, 8, 6], [4], [8, 8, 7]], [[1] * 20, [1] * 5, [1] * 24], 8)
 
 
-def test_the_table_names_every_figure(report):
+def test_table_names_every_figure(report):
     text = "\n".join(summary_lines(report))
     for figure in ("3.00x", "280-310", "3/3", "tau               6.57", "7 verifications"):
         assert figure in text, figure
@@ -67,7 +67,7 @@ def test_the_table_names_every_figure(report):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_headline_comes_first(packed, report):
+def test_headline_comes_first(packed, report):
     """Two taus, two speed-ups and two counts, none of which was the result."""
     report.methods[AUTO] = MethodReport(250.0, 2.5, [250.0], 60, 20, 3, speedup_over_packed=2.0, draft_sizes=[0, 4, 7])
     if packed:
@@ -76,7 +76,7 @@ def test_the_headline_comes_first(packed, report):
             report.methods[name].speedup_over_packed = 1.0
     else:
         report.methods[AUTO].speedup_over_packed = None
-    first, second, *others = summary_lines(report)
+    first, second, *remaining_lines = summary_lines(report)
     if packed:
         speed = "2.00x the speed of the target alone, packed: 250 against 125 tokens/s"
     else:
@@ -85,11 +85,11 @@ def test_the_headline_comes_first(packed, report):
     assert second == "tau               6.57 tokens per verification in whole blocks"
     speedup = "2.00x over the packed target" if packed else "2.50x over the target"
     assert headline(report).startswith(f"plain call {speedup}")
-    text = "\n".join(others)
+    text = "\n".join(remaining_lines)
     assert "of 3 verifications" in text and "tau 6.57 over 7 verifications" in text and "rounds" not in text
 
 
-def test_the_verdict_is_said(report):
+def test_summary_names_the_verdict(report):
     """It led with "1 of 10 outputs equal" where none was wrong, and ended without a word at 0.56x."""
     report.methods[DFLASH] = MethodReport(56.0, 0.56, [56.0], 60, 13, 1)
     report.divergences = [
@@ -100,7 +100,7 @@ def test_the_verdict_is_said(report):
     assert "slower than the target alone: 0.56x at best (whole blocks)" in text
 
 
-def test_a_picture_is_drawn(report, tmp_path):
+def test_report_is_drawn_as_a_picture(report, tmp_path):
     pytest.importorskip("matplotlib")
     for title in ("", "Title"):
         path = plot_report(report, tmp_path / "report.png", title)
@@ -113,13 +113,13 @@ LONG = "-".join(["Qwen3-Coder-480B-A35B-Instruct-FP8"] * 5)
 
 
 @pytest.mark.parametrize("title", ["short", f"{LONG} + {LONG}\n{LONG}", "x" * 300], ids=["short", "names", "word"])
-@pytest.mark.parametrize("others", [(), ("prompt_lookup", "a method of somebody else, with a very long name")])
-def test_no_text_leaves_the_picture(title, others, report):
+@pytest.mark.parametrize("other_methods", [(), ("prompt_lookup", "a method of somebody else, with a very long name")])
+def test_every_label_is_inside_the_picture(title, other_methods, report):
     """The names of README's first picture were cut at both edges."""
     pytest.importorskip("matplotlib")
     from matplotlib.text import Text
 
-    report.methods |= {name: MethodReport(310.0, 3.1, [310.0, 310.0, 310.0], 60, 45, 3) for name in others}
+    report.methods |= {name: MethodReport(310.0, 3.1, [310.0, 310.0, 310.0], 60, 45, 3) for name in other_methods}
     figure = draw_report(report, title)
     figure.draw_without_rendering()
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
@@ -135,7 +135,7 @@ def test_no_text_leaves_the_picture(title, others, report):
     assert "".join(figure.get_suptitle().split()) == "".join(title.split())
 
 
-def test_report_without_a_picture_keeps_no_old_one(report, tmp_path, monkeypatch):
+def test_report_without_picture_removes_the_old_one(report, tmp_path, monkeypatch):
     def missing(*_):
         raise ImportError("no matplotlib")
 

@@ -168,7 +168,8 @@ def test_card_lists_arguments_of_training(tmp_path):
     assert facts["max_steps"] == 150 and facts["learning_rate"] == 6e-4 and facts["num_anchors"] == 512
     assert facts["world_size"] == 1
     assert not {"output_dir", "bf16", "loss_decay_gamma", "hub_token"} & set(facts)
-    arguments.learning_rate, arguments.max_steps = 1e-3, -1
+    arguments.learning_rate = 1e-3
+    arguments.max_steps = -1
     facts = training_facts(arguments)
     assert facts["learning_rate"] == 1e-3 and facts["num_train_epochs"] == 6.0 and "max_steps" not in facts
     options = {"use_cpu": True, "report_to": [], "head_only": True}

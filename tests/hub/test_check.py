@@ -96,7 +96,8 @@ def test_written_folder_passes_check(variant, target, tmp_path):
     assert read_shapes(tmp_path) == {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
 
 
-MARKOV, DOMINO = {"markov_rank": 6}, {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
+MARKOV = {"markov_rank": 6}
+DOMINO = {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
 PARTS = {
     # what is trained: fields, keys of the errors by engine
     "vanilla": ({**MARKOV, "sample_from_anchor": True}, {}),
@@ -159,7 +160,8 @@ def test_check_names_engines_of_each_head(name, target, tmp_path):
 
 def write_header(folder, shapes):
     """Weights of any size that cost nothing: a header, and a hole."""
-    header, offset = {}, 0
+    header = {}
+    offset = 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}

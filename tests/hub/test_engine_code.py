@@ -114,10 +114,10 @@ def test_engines_draft_as_package(engine, target, tmp_path):
         edit(tmp_path / folder, nested)
     make_draft(target, target_layer_ids=[0, 1, 2], **SLIDING).save_pretrained(tmp_path / "dropped")
     edit(tmp_path / "dropped", {}, use_sliding_window=False)
-    others = ["nested", "forced", "dropped"]
+    cases_without_reference = ["nested", "forced", "dropped"]
 
     for run_engine, trust in product(run_engines, ("plain", "trust")):
-        results = run_engine(trust, tmp_path, [*expected, *others])
+        results = run_engine(trust, tmp_path, [*expected, *cases_without_reference])
         for folder, hidden in expected.items():
             result = results[folder]
             assert "error" not in result, (folder, trust, result)
@@ -130,7 +130,7 @@ def test_engines_draft_as_package(engine, target, tmp_path):
             assert [tuple(layer) for layer in result["layers"]] == Drafter(config).layers_as_read()[name], folder
             v2_findings = [finding for finding in check(tmp_path / folder, [name]) if "V2" in finding.message]
             assert bool(v2_findings) is result.get("needs_v2", False), folder
-        for folder in others if trust == "plain" else ():
+        for folder in cases_without_reference if trust == "plain" else ():
             assert [f for f in check(tmp_path / folder, [name]) if f.severity == "error"]
             config = json.loads((tmp_path / folder / "config.json").read_text())
             if folder == "dropped":

@@ -130,16 +130,14 @@ def test_second_commit_holds_changes_only(folder, hub, draft, target, capsys):
     assert publish(folder, REPO, facts=FACTS).url is None
     assert len(hub.commits) == 1 and hub.uploads == uploads
     # Now in shards; and files that somebody else has put there.
-    others = {"images/one.png": b"1", "eval_report.json.bak": b"2", "model.gguf": b"3", "own.py": b"4"}
-    others["old/plan_dflash.py"] = b"of 0.1"
-    hub.files[REPO].update({**others, "plan_dflash.py": b"of 0.1"})
+    foreign_files = {"images/one.png": b"1", "eval_report.json.bak": b"2", "model.gguf": b"3", "own.py": b"4"}
+    foreign_files["old/plan_dflash.py"] = b"of 0.1"
+    hub.files[REPO].update({**foreign_files, "plan_dflash.py": b"of 0.1"})
     for name in (*old, "model.safetensors"):
         (folder / name).unlink()
     draft.save_pretrained(folder, max_shard_size="40KB")
-    words, deleted = (
-        ["publish", str(folder), REPO, "--base-model", "someone/target"],
-        sorted((*old, "model.safetensors", "plan_dflash.py")),
-    )
+    words = ["publish", str(folder), REPO, "--base-model", "someone/target"]
+    deleted = sorted((*old, "model.safetensors", "plan_dflash.py"))
     printed = []
     for more in (["--dry-run"], []):  # which say the same, before anything is sent
         assert main([*words, *more]) == 0
@@ -147,8 +145,8 @@ def test_second_commit_holds_changes_only(folder, hub, draft, target, capsys):
     assert printed[0] == printed[1] and [line.split()[-1] for line in printed[0] if "deletes" in line] == deleted
     fates = {line.split()[-1]: line.split()[0] for line in printed[0]}
     assert fates["config.json"] == "same" and fates["README.md"] == "replaces"
-    assert fates["model.safetensors.index.json"] == "new" and not fates.keys() & others.keys()
-    assert hub.commits[1]["deleted"] == deleted and others.items() <= hub.files[REPO].items()
+    assert fates["model.safetensors.index.json"] == "new" and not fates.keys() & foreign_files.keys()
+    assert hub.commits[1]["deleted"] == deleted and foreign_files.items() <= hub.files[REPO].items()
     assert hub.commits[1]["added"] == sorted(name for name, fate in fates.items() if fate in ("new", "replaces"))
 
 
@@ -193,7 +191,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_publish_explains_refusal_of_hub(case, folder, hub, monkeypatch):
-    before, (change, message) = contents(folder), REFUSALS[case]
+    before = contents(folder)
+    change, message = REFUSALS[case]
     change(hub, monkeypatch)
     for dry_run in (False, case == "card"):  # without the Hub, a dry run says what it could not compare
         with pytest.raises(PublishError, match=message):
@@ -212,7 +211,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_publish_keeps_files_of_others(case, folder, hub):
-    hub.files[REPO], message = {**OTHERS[case][0]}, OTHERS[case][1]
+    hub.files[REPO] = {**OTHERS[case][0]}
+    message = OTHERS[case][1]
     for dry_run in (True, False):
         with pytest.raises(PublishError, match=message):
             publish(folder, REPO, dry_run=dry_run, facts=FACTS)
@@ -316,7 +316,8 @@ def test_publish_refuses_wrong_metadata(card, folder):
 def test_publish_keeps_card_written_by_hand(folder, capsys):
     """Any option of the card replaced the whole of it with the template, without a word."""
     (folder / "README.md").write_text(BY_HAND)
-    words, target = ["publish", str(folder), REPO, "--dry-run"], ["--base-model", "someone/target"]
+    words = ["publish", str(folder), REPO, "--dry-run"]
+    target = ["--base-model", "someone/target"]
     assert main(words) == 0 and BY_HAND in capsys.readouterr().out
     assert main([*words, "--license", "mit"]) == 2
     assert "written by hand and is taken as it is: instead of --license, change its" in capsys.readouterr().err
@@ -370,10 +371,8 @@ def test_command_publishes(folder, hub, draft, capsys):
     assert "[mine-1.0](LICENSE)" in printed.out and printed.out.endswith(f"nothing was sent to {REPO}.\n")
     (line,) = [line for line in printed.out.splitlines() if line.startswith("not uploaded: ")]
     assert len(line) <= 300 and line.endswith(" (64 files)") and hub.commits == []
-    speed, setting = (
-        MethodReport(5.0, 0.56, [5.0], 9, 9, 1),
-        {"weights": digest_of_parameters(draft.named_parameters())},
-    )
+    speed = MethodReport(5.0, 0.56, [5.0], 9, 9, 1)
+    setting = {"weights": digest_of_parameters(draft.named_parameters())}
     EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, setting).save(folder / "eval_report.json")
     assert "slows the target down: 0.56x" in call(REPO, "--dry-run", "--base-model", "someone/target")[1].err
     code, printed = call(REPO, "--private", "--base-model", "someone/target")

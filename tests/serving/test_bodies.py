@@ -182,7 +182,7 @@ def answer_to(app, body) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_clients_send_is_answered(name, served):
+def test_bodies_of_clients_are_answered(name, served):
     """With the target's own text, where it is greedy and of one prompt."""
     app, target, tokenizer = served
     body = GOOD[name]
@@ -218,7 +218,7 @@ def test_what_clients_send_is_answered(name, served):
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))
-def test_what_is_wrong_is_told(number, served):
+def test_wrong_bodies_get_a_reason(number, served):
     body, word = BAD[number]
     for stream in (False, True):
         status, text = answer_to(served[0], body if "stream" in body else {**body, "stream": stream})
@@ -239,10 +239,11 @@ def test_what_is_wrong_is_told(number, served):
         {**RESPONSE, "instructions": "1" * 1_000_000},
     ],
 )
-def test_long_prompts_are_not_read_to_their_end(body, served, monkeypatch):
+def test_long_prompts_are_refused_before_tokenizing(body, served, monkeypatch):
     """12 MB took 50 s in the server's loop, where nobody was answered meanwhile."""
     app, _, tokenizer = served
-    read, call = [], type(tokenizer)._encode_plus
+    read = []
+    call = type(tokenizer)._encode_plus
 
     def encode(self, text, *args, **kwargs):
         read.append(len(text))
@@ -254,11 +255,11 @@ def test_long_prompts_are_not_read_to_their_end(body, served, monkeypatch):
     assert 0 < sum(read) < 10_000
 
 
-def test_prompts_are_measured_one_by_one(served):
+def test_length_limit_applies_to_each_prompt(served):
     """Together they are longer than the model's context."""
     status, text = answer_to(served[0], {**TEXT, "prompt": ["1" * 100] * 8, "max_tokens": 1})
     assert status == 200 and len(json.loads(text)["choices"]) == 8
 
 
-def test_the_table_is_long():
+def test_table_has_many_bodies():
     assert len(GOOD) + len(BAD) >= 120

@@ -59,7 +59,7 @@ def pieces_of(pair, prompt, draft, **options):
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "temperature": 0.05}, {"tree_nodes": 9}], ids=str)
-def test_pieces_come_from_where_lengths_say(pair, more):
+def test_pieces_have_sources_of_acceptance_lengths(pair, more):
     """Every character is a token here."""
     draft = pair[2]
     more = dict(more)
@@ -79,7 +79,7 @@ def test_pieces_come_from_where_lengths_say(pair, more):
         assert plain.text == streamer.text
 
 
-def test_rounds_of_calls_at_once_are_told_apart(pair):
+def test_concurrent_calls_keep_their_own_rounds(pair):
     expected = [pieces_of(pair, prompt, pair[2])[:2] for prompt in PROMPTS]
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda prompt: pieces_of(pair, prompt, pair[2])[:2], PROMPTS * 2))
@@ -87,7 +87,7 @@ def test_rounds_of_calls_at_once_are_told_apart(pair):
         assert (streamer.text, streamer.rounds, sources) == (own.text, own.rounds, same)
 
 
-def test_compiled_rounds_are_streamed_too(pair):
+def test_compiled_rounds_are_streamed(pair):
     draft = pair[2]
     draft.decoding_config.compile = "aot_eager"
     try:
@@ -98,7 +98,7 @@ def test_compiled_rounds_are_streamed_too(pair):
     assert sources == origins(output.acceptance_lengths[0], 40) and max(sources) > 3
 
 
-def test_characters_of_several_tokens_arrive_whole(pair):
+def test_multi_token_characters_arrive_whole(pair):
     written = []
     streamer = PieceStreamer(pair[1], lambda piece, source: written.append(piece))
     text = "é – ja\nβ"
@@ -124,7 +124,7 @@ def test_indented_lines_keep_their_spaces():
     assert streamer.text == tokenizer.decode(ids) == "def f():\n    return 1\n\n    return"
 
 
-def test_python_s_warnings_come_after_the_text(monkeypatch, capsys):
+def test_python_warnings_come_after_the_text(monkeypatch, capsys):
     """As those that are logged."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stdout)])
     with after_the_text():
@@ -140,7 +140,7 @@ def chatted(folder, lines: str, monkeypatch, color: bool = True, **options) -> l
     return make_chat(folder, PROMPTS, Echo(), color, **options).run()
 
 
-def test_later_turns_are_what_reading_anew_gives(folder, pair, monkeypatch):
+def test_later_turns_equal_a_fresh_prefill(folder, pair, monkeypatch):
     target, tokenizer, _ = pair
     turns = chatted(folder, "Say 1\n/draft off\nSay 2\n/draft on\nSay 3\n", monkeypatch)
     messages = []
@@ -154,7 +154,7 @@ def test_later_turns_are_what_reading_anew_gives(folder, pair, monkeypatch):
     assert turns[0]["cached"] == 0 and turns[1]["cached"] > 50 and turns[2]["cached"] > turns[1]["cached"]
 
 
-def test_lines_of_a_pipe_are_answered_one_by_one(folder, pair, monkeypatch, capsys):
+def test_piped_lines_are_answered_one_by_one(folder, pair, monkeypatch, capsys):
     lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/reset\nSay 2\n"
     turns = chatted(folder, lines, monkeypatch)
     out, err = capsys.readouterr()
@@ -167,14 +167,14 @@ def test_lines_of_a_pipe_are_answered_one_by_one(folder, pair, monkeypatch, caps
     assert all(word in err for word in words)
 
 
-def test_an_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
+def test_answer_that_fills_the_context_is_cut(folder, monkeypatch, capsys):
     (turn,) = chatted(folder, "1" * 220 + "\n", monkeypatch)
     assert turn["tokens"] < 20 and "; cut off at the target's context limit" in capsys.readouterr().err
     with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have at most 256"):
         chatted(folder, "1" * 300 + "\n", monkeypatch)
 
 
-def test_an_answer_that_ends_at_a_stop_string(folder, pair, monkeypatch, capsys):
+def test_answer_at_a_stop_string_is_not_called_cut(folder, pair, monkeypatch, capsys):
     """It was said to be cut off at the target's context limit."""
     text = pieces_of(pair, PROMPTS[0], None)[0].text
     (turn,) = chatted(folder, f"{PROMPTS[0]}\n", monkeypatch, stop_strings=[text[20:24]])
@@ -198,7 +198,7 @@ def test_refused_message_is_not_in_the_conversation(folder, pair, monkeypatch, c
     assert "error: The prompt has " in capsys.readouterr().err
 
 
-def test_each_slash_is_answered(folder, monkeypatch, capsys):
+def test_every_slash_command_is_answered(folder, monkeypatch, capsys):
     """`/draft off` and `/reset` said nothing, and an unknown command showed the help as if it were none."""
     answers = {
         "/draft off": "without the drafter",
@@ -220,7 +220,7 @@ def test_drafts_without_a_drafter_are_refused(folder, monkeypatch, capsys):
     assert "There is no drafter; --draft names one" in capsys.readouterr().err
 
 
-def test_the_command_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
+def test_chat_command_names_wrong_options(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\nSay 2\n"))
     command = ["chat", "--target", str(folder), "--max-new-tokens", "8", "--device", "cpu"]
     assert main([*command, "--json"]) == 0
@@ -303,7 +303,7 @@ BARE = ("", "\n")
 
 
 @pytest.mark.parametrize("term, marks", [("xterm", MARKED), ("xterm", BARE), ("dumb", BARE)])
-def test_a_pasted_block_is_one_message(term, marks, folder):
+def test_pasted_block_is_one_message(term, marks, folder):
     """Its first line was the message, and each of the others the next."""
     terminal = Terminal(folder, term)
     terminal.until("> ")

@@ -97,7 +97,7 @@ def test_prompts_are_texts_or_ids(stream, served):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_an_echo_has_its_prompt_s_log_probabilities(limit, served, monkeypatch):
+def test_echo_has_log_probabilities_of_the_prompt(limit, served, monkeypatch):
     """As lm-eval asks for, which reads those of a continuation: `[number of tokens before it : -1]`."""
     monkeypatch.setattr("dflash_hf.serving.options._PIECE", 7)
     target, app, tokenizer = served
@@ -137,15 +137,15 @@ def test_an_echo_has_its_prompt_s_log_probabilities(limit, served, monkeypatch):
         assert tokens == [choice["logprobs"]["tokens"] for choice in answer["choices"]]
 
 
-def test_limits_mean_what_clients_mean(served):
+def test_limits_of_other_clients_are_understood(served):
     """LM Studio and llama.cpp send -1 for all that is left; `null` is as left out."""
     _, app, tokenizer = served
-    usual = answered(app, CHAT, **{**SAID, "max_tokens": None})["usage"]
+    default_usage = answered(app, CHAT, **{**SAID, "max_tokens": None})["usage"]
     for path, name in ((CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), ("/v1/responses", "max_output_tokens")):
         body = {"temperature": 0, **({"input": "Say 1"} if "responses" in path else {"messages": SAID["messages"]})}
         for limit in (-1, None, 10**9):
             usage = answered(app, path, **body, **{name: limit})["usage"]
-            assert usage["total_tokens"] == usual["total_tokens"] <= 256
+            assert usage["total_tokens"] == default_usage["total_tokens"] <= 256
     reads = answered(app, COMPLETION, prompt="Say 1", max_tokens=0)
     assert texts_of(reads) == [""] and reads["usage"]["completion_tokens"] == 0
     assert len(tokenizer("Say 1")["input_ids"]) == reads["usage"]["prompt_tokens"]
@@ -202,7 +202,7 @@ def test_tokens_have_their_own_bytes(kind, folder):
         assert (bytes_of(257), bytes_of(258), bytes_of(259)) == (b" a", b"a", b" ")
 
 
-def test_parts_of_characters_do_not_overwrite_each_other(folder):
+def test_partial_characters_keep_their_own_bytes(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     likely = LogProbs(TokenBytes(tokenizer), 4)
     tokens = tokenizer("😀")["input_ids"]
@@ -236,7 +236,7 @@ def test_cut_characters_are_left_out(cut, served, monkeypatch):
     assert texts_of(answered(app, COMPLETION, **body, stream=True)) == [expected]
 
 
-def test_options_leave_upstream_what_it_knows():
+def test_own_options_are_removed_for_upstream():
     """It refuses fields that it does not know."""
     body = {
         "messages": [],

@@ -5,14 +5,24 @@ import concurrent.futures
 import copy
 import threading
 from concurrent.futures import wait
+from typing import NamedTuple
 
 import pytest
 import torch
 from support.scripted_draft import recognising
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target, scripted
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gemma3TextConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Gemma3TextConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.continuous_batching import continuous_api
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.drafter import CONTEXTS
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
@@ -22,19 +32,29 @@ from dflash_hf.serving.request import Request
 PROMPTS = [f"Say {number}" for number in range(5)]
 
 
+class Served(NamedTuple):
+    """A target and its drafter; for each of `PROMPTS`, the inputs of `generate` and the target's own text as ids."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: DFlashDraftModel
+    inputs: list[dict]
+    texts: list[list[int]]
+
+
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def served(tmp_path_factory):
     folder = save_readable_target(tmp_path_factory.mktemp("decoder") / "target")
     target = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    texts = [target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist() for ids in asked]
-    return target, tokenizer, scripted(folder, PROMPTS, MAX_TOKENS), asked, texts
+    inputs = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    texts = [target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist() for ids in inputs]
+    return Served(target, tokenizer, scripted(folder, PROMPTS, MAX_TOKENS), inputs, texts)
 
 
 @pytest.fixture
-def decoder(world):
-    target, tokenizer, draft, *_ = world
+def decoder(served):
+    target, tokenizer, draft, *_ = served
     decoder = Decoder(target, tokenizer, draft)
     yield decoder
     decoder.stop()
@@ -47,7 +67,7 @@ def request(decoder, inputs, streamer=None, stops=None, seed=None, **settings) -
     return Request(decoder, dict(inputs), config, streamer, stops, seed)
 
 
-def answered(decoder, world, which, stops=None, streamers=(), **more) -> list[Request]:
+def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[Request]:
     """The requests of these numbers, which all wait when the first is decoded; `stops` of each."""
     ready = threading.Event()
 
@@ -59,9 +79,11 @@ def answered(decoder, world, which, stops=None, streamers=(), **more) -> list[Re
             pass
 
     apart = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # neither batched, nor is its cache kept
-    decoder.submit(request(decoder, world[3][0], Holding(), max_new_tokens=1, **apart))
+    decoder.submit(request(decoder, served.inputs[0], Holding(), max_new_tokens=1, **apart))
     streamers = [*streamers, *[None] * len(which)]
-    requests = [request(decoder, world[3][i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)]
+    requests = [
+        request(decoder, served.inputs[i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)
+    ]
     for waiting in requests:
         decoder.submit(waiting)
     ready.set()
@@ -90,81 +112,81 @@ class Then:
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_texts_are_the_target_s_own(number, decoder, world):
-    requests = answered(decoder, world, range(number))
-    assert texts_of(requests) == world[4][:number]
+def test_texts_equal_the_targets_own(number, decoder, served):
+    requests = answered(decoder, served, range(number))
+    assert texts_of(requests) == served.texts[:number]
     for done in requests:
         assert bool(done.batched) == (number > 1)
         assert (done.rounds > 0) == (number == 1) == (0 < done.accepted <= done.drafted)
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_stop_strings_end_answers_as_upstream_s(number, decoder, world):
-    target, tokenizer, _, asked, texts = world
+def test_stop_strings_end_answers_as_upstream(number, decoder, served):
+    target, tokenizer, _, asked, texts = served
     written = [tokenizer.decode(ids[len(prompt["input_ids"][0]) :]) for ids, prompt in zip(texts, asked, strict=True)]
     stops = [["~", text[len(text) // 2 :][:2], text[-1]] for text in written]
     expected = [
         target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=stop, tokenizer=tokenizer)
         for ids, stop in zip(asked, stops, strict=True)
     ]
-    requests = answered(decoder, world, range(number), stops=stops)
+    requests = answered(decoder, served, range(number), stops=stops)
     assert texts_of(requests) == [ids[0].tolist() for ids in expected[:number]]
     assert all(done.stopped and len(done.tokens) < MAX_TOKENS for done in requests)
 
 
-def test_a_drafted_request_joins_a_later_one(decoder, world):
+def test_drafted_request_joins_a_later_request(decoder, served):
     """Nobody waits for the whole of another's answer."""
     late: list[Request] = []
-    streamer = Then(lambda: late.append(decoder.submit(request(decoder, world[3][1]))))
-    (first,) = answered(decoder, world, [0], streamers=[streamer])
-    assert texts_of([first, late[0].done.result(timeout=60)]) == world[4][:2]
+    streamer = Then(lambda: late.append(decoder.submit(request(decoder, served.inputs[1]))))
+    (first,) = answered(decoder, served, [0], streamers=[streamer])
+    assert texts_of([first, late[0].done.result(timeout=60)]) == served.texts[:2]
     assert len(first.prompt) < first.batched < len(first.text) and late[0].batched and late[0].rounds == 0
     assert streamer.seen == 1 + len(first.tokens)  # the prompt once, and each token once
     assert first.accepted <= first.drafted
 
 
-def test_later_requests_join_a_batch(decoder, world):
+def test_later_requests_join_a_batch(decoder, served):
     """Those of another kind wait for its end, and keep others from joining: first come, first served."""
     late: list[Request] = []
 
     def arrive():
         for i, more in ((2, {}), (3, {"repetition_penalty": 1.2}), (4, {})):
-            late.append(decoder.submit(request(decoder, world[3][i], **more)))
+            late.append(decoder.submit(request(decoder, served.inputs[i], **more)))
 
-    first = answered(decoder, world, [0, 1], streamers=[Then(arrive)])
-    assert texts_of(first) == world[4][:2]
+    first = answered(decoder, served, [0, 1], streamers=[Then(arrive)])
+    assert texts_of(first) == served.texts[:2]
     late = [waiting.done.result(timeout=60) for waiting in late]
     assert [bool(done.batched) for done in late] == [True, False, False]
-    assert late[0].text == world[4][2] and late[2].text == world[4][4]
+    assert late[0].text == served.texts[2] and late[2].text == served.texts[4]
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_requests_that_nobody_waits_for_end(number, decoder, world):
+def test_abandoned_requests_end(number, decoder, served):
     first = []
     leaves = Then(lambda: first[0].gone.set())
-    first.append(request(decoder, world[3][0], leaves))
+    first.append(request(decoder, served.inputs[0], leaves))
     decoder.submit(first[0])
-    assert texts_of(answered(decoder, world, range(1, number))) == world[4][1:number]
+    assert texts_of(answered(decoder, served, range(1, number))) == served.texts[1:number]
     assert len(first[0].done.result(timeout=60).tokens) < 8
-    gone = request(decoder, world[3][0])
-    gone.gone.set()
-    assert decoder.submit(gone).done.result(timeout=60).tokens == []
+    abandoned = request(decoder, served.inputs[0])
+    abandoned.gone.set()
+    assert decoder.submit(abandoned).done.result(timeout=60).tokens == []
 
 
-def test_samples_follow_each_request_s_settings(decoder, world):
+def test_samples_follow_settings_of_each_request(decoder, served):
     """Nearly cold, the sample is the greedy text, though another request made the batch hot."""
-    answered(decoder, world, [0, 1], do_sample=True, temperature=2.0, top_p=0.9)
-    assert texts_of(answered(decoder, world, range(5), do_sample=True, temperature=1e-4, top_p=0.5)) == world[4]
+    answered(decoder, served, [0, 1], do_sample=True, temperature=2.0, top_p=0.9)
+    assert texts_of(answered(decoder, served, range(5), do_sample=True, temperature=1e-4, top_p=0.5)) == served.texts
     assert len(decoder.managers) == 1
-    first, second = answered(decoder, world, [0, 0], do_sample=True, temperature=1.5, seed=3)
+    first, second = answered(decoder, served, [0, 0], do_sample=True, temperature=1.5, seed=3)
     assert first.tokens == second.tokens and not first.batched
 
 
-def test_seed_leaves_the_next_draws_alone(decoder, world):
+def test_seeded_request_restores_the_random_state(decoder, served):
     """Those of requests without one would follow from it."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    decoder.submit(request(decoder, world[3][0], do_sample=True, seed=3)).done.result(timeout=60)
+    decoder.submit(request(decoder, served.inputs[0], do_sample=True, seed=3)).done.result(timeout=60)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -184,38 +206,38 @@ def test_seed_leaves_the_next_draws_alone(decoder, world):
         ({"bad_words_ids": []}, False),
     ],
 )
-def test_what_a_batch_cannot_do_is_decoded_alone(settings, batched, decoder, world):
+def test_unbatchable_settings_are_decoded_alone(settings, batched, decoder, served):
     config = GenerationConfig(**{"max_new_tokens": 20, **settings})
-    asked = Request(decoder, dict(world[3][0]), config)
+    asked = Request(decoder, dict(served.inputs[0]), config)
     assert (decoder.kind_of(asked) is not None) == batched
     asked.inputs["pixel_values"] = 0
     assert decoder.kind_of(asked) is None
 
 
-def test_a_token_that_may_not_begin_does_not_begin(decoder, world):
+def test_begin_suppressed_token_does_not_begin(decoder, served):
     """Which processors a request has was asked without the length of its prompt: a TypeError for the client."""
-    inputs = world[3][0]
-    usual = decoder.submit(request(decoder, inputs)).done.result(timeout=60).tokens
-    options = {"max_new_tokens": 4, "do_sample": False, "begin_suppress_tokens": [usual[0]]}
-    alone = world[0].generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+    inputs = served.inputs[0]
+    unrestricted = decoder.submit(request(decoder, inputs)).done.result(timeout=60).tokens
+    options = {"max_new_tokens": 4, "do_sample": False, "begin_suppress_tokens": [unrestricted[0]]}
+    expected = served.target.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
     answer = Request(decoder, dict(inputs), GenerationConfig(**options))
-    assert decoder.submit(answer).done.result(timeout=60).tokens == alone != usual[:4]
+    assert decoder.submit(answer).done.result(timeout=60).tokens == expected != unrestricted[:4]
 
 
-def test_batches_that_cannot_start_end_after_three(decoder, world, monkeypatch):
+def test_batching_is_given_up_after_three_failures(decoder, served, monkeypatch):
     def fail(*args, **kwargs):
         calls.append(1)
         raise NotImplementedError("no such cache")
 
     calls: list[int] = []
-    monkeypatch.setattr(world[0], "init_continuous_batching", fail, raising=False)
+    monkeypatch.setattr(served.target, "init_continuous_batching", fail, raising=False)
     for _ in range(5):
-        assert texts_of(answered(decoder, world, range(3))) == world[4][:3]
+        assert texts_of(answered(decoder, served, range(3))) == served.texts[:3]
     assert len(calls) == 3
 
 
 @pytest.mark.parametrize("fault", ["step", "full", "stuck"])
-def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
+def test_failed_batch_answers_its_requests(fault, decoder, served, monkeypatch):
     """Its requests go on at once: whoever waits for the end of its thread waits until they are answered."""
     manager = continuous_api.ContinuousBatchingManager
     steps = []
@@ -236,56 +258,56 @@ def test_a_batch_that_fails_loses_nothing(fault, decoder, world, monkeypatch):
         monkeypatch.setattr(manager, "add_request", lambda *args, **kwargs: None)
     if fault == "stuck":
         monkeypatch.setattr(manager, "is_running", lambda self: self._generation_thread and len(steps) < 6)
-    requests = answered(decoder, world, range(3))
-    assert texts_of(requests) == world[4][:3] and decoder.failures and not decoder.managers
+    requests = answered(decoder, served, range(3))
+    assert texts_of(requests) == served.texts[:3] and decoder.failures and not decoder.managers
     answers_are_here.set()
     monkeypatch.undo()
     decoder.failures = 0
-    requests = answered(decoder, world, range(3))
-    assert texts_of(requests) == world[4][:3] and all(done.batched for done in requests)
+    requests = answered(decoder, served, range(3))
+    assert texts_of(requests) == served.texts[:3] and all(done.batched for done in requests)
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_an_error_is_its_request_s_alone(number, decoder, world):
+def test_error_fails_only_its_request(number, decoder, served):
     def breaks():
         raise TypeError("of ours")
 
-    broken, *others = answered(decoder, world, range(number), streamers=[Then(breaks)])
+    broken, *unbroken = answered(decoder, served, range(number), streamers=[Then(breaks)])
     with pytest.raises(TypeError, match="of ours"):
         broken.done.result()
-    assert texts_of(others) == world[4][1:number]
-    assert texts_of(answered(decoder, world, [1])) == [world[4][1]] and not decoder.failures
+    assert texts_of(unbroken) == served.texts[1:number]
+    assert texts_of(answered(decoder, served, [1])) == [served.texts[1]] and not decoder.failures
 
 
-def test_a_drafter_that_gains_nothing_rests(decoder, world, monkeypatch):
+def test_drafter_without_speedup_backs_off(decoder, served, monkeypatch):
     """The loop that may draft takes time in any case; each try that gains nothing doubles the requests without it."""
-    used = []
+    used_drafter = []
     gains = iter([0.9, 1.0, 1.5, 1.5])
-    generate = world[0].generate
+    generate = served.target.generate
 
     def noted(**options):
-        used.append(options["assistant_model"] is not None)
+        used_drafter.append(options["assistant_model"] is not None)
         output = generate(**options)
-        if used[-1]:
+        if used_drafter[-1]:
             output["estimated_speedup"] = next(gains)
         return output
 
-    monkeypatch.setattr(world[0], "generate", noted, raising=False)
+    monkeypatch.setattr(served.target, "generate", noted, raising=False)
     for _ in range(8):
-        decoder.submit(request(decoder, world[3][0], max_new_tokens=3)).done.result(timeout=60)
-    assert used == [True, False, True, False, False, False, True, True]
+        decoder.submit(request(decoder, served.inputs[0], max_new_tokens=3)).done.result(timeout=60)
+    assert used_drafter == [True, False, True, False, False, False, True, True]
 
 
 # ------------------------------------------------------------------------------------------------------ conversations
 
 
-def test_the_next_turn_reads_what_is_new(decoder, world):
+def test_next_turn_prefills_only_its_new_tokens(decoder, served):
     """And drafts as well as if the whole conversation were read: the drafter's context is kept, too."""
-    target, _, draft, _, texts = world
+    target, _, draft, _, texts = served
     for cut in (len(texts[0]), len(texts[0]) - 12):  # all of the text so far, or a part of it
         longer = {"input_ids": torch.tensor([texts[0][:cut]])}
         decoder.conversations.entries.clear()
-        answered(decoder, world, [0])
+        answered(decoder, served, [0])
         anew = target.generate(
             **longer, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
         )
@@ -295,9 +317,9 @@ def test_the_next_turn_reads_what_is_new(decoder, world):
         assert turn.accepted == sum(anew.acceptance_lengths[0]) - len(anew.acceptance_lengths[0])
 
 
-def test_each_conversation_keeps_its_own_cache(world):
+def test_each_conversation_keeps_its_own_cache(served):
     """Though all begin with the same instructions, which only the first reads: one took the cache of another."""
-    target, tokenizer, *_ = world
+    target, tokenizer, *_ = served
     system = {"role": "system", "content": "1" * 80}
     plain = {"max_new_tokens": 8, "do_sample": False}
     chats = [[system, {"role": "user", "content": prompt}] for prompt in PROMPTS[:3]]
@@ -321,8 +343,8 @@ def test_each_conversation_keeps_its_own_cache(world):
             chats[number] = [*chat, answer, {"role": "user", "content": "And?"}]
 
 
-def test_caches_of_conversations_are_bounded(world):
-    conversations = Conversations(world[0])
+def test_caches_of_conversations_are_bounded(served):
+    conversations = Conversations(served.target)
 
     def keep(token, length, prompt=5):
         cache = DynamicCache()
@@ -345,9 +367,9 @@ def test_caches_of_conversations_are_bounded(world):
     assert first_tokens() == [8]
 
 
-def test_a_beginning_is_shared_and_a_turn_taken(world):
+def test_prefix_is_copied_and_own_turn_is_taken(served):
     """Another conversation's cache stays; a turn of the same may write what opened its last answer otherwise."""
-    conversations = Conversations(world[0])
+    conversations = Conversations(served.target)
     cache = DynamicCache()
     cache.update(torch.randn(1, 1, 199, 2), torch.randn(1, 1, 199, 2), 0)
     text = [*range(200)]
@@ -366,9 +388,9 @@ def test_a_beginning_is_shared_and_a_turn_taken(world):
     assert length == 145 == taken.get_seq_length() and not conversations.entries
 
 
-def test_what_cannot_be_cut_stays(world):
+def test_cache_that_cannot_be_cropped_is_kept(served):
     """As the caches of sliding windows: the layers before the window were cut, and the conversation was lost."""
-    conversations = Conversations(world[0])
+    conversations = Conversations(served.target)
     cache = DynamicCache(config=Gemma3TextConfig(sliding_window=4, num_hidden_layers=6))
     for layer in (0, 5):  # of a window, and whole
         cache.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), layer)
@@ -378,9 +400,9 @@ def test_what_cannot_be_cut_stays(world):
     assert conversations.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
 
 
-def test_contexts_of_drafters_are_counted(decoder, world):
+def test_memory_counts_contexts_of_drafters(decoder, served):
     """Those of a beginning that is shared are copies: eight of them took eight times as much."""
-    answered(decoder, world, [0])
+    answered(decoder, served, [0])
     (conversation,) = decoder.conversations.entries
     layers = next(iter(CONTEXTS[conversation.cache].values())).cache.layers
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
@@ -456,16 +478,16 @@ def fails_once(owner, name, error, patch):
 SHORT = 8  # tokens
 
 
-def begun(world, which) -> list[list[int]]:
+def begun(served, which) -> list[list[int]]:
     """The texts with so many tokens."""
-    return [world[4][i][: world[3][i]["input_ids"].shape[1] + SHORT] for i in which]
+    return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in which]
 
 
-def check_alive(decoder, world):
+def check_alive(decoder, served):
     """A request, and two at once, are answered as ever."""
     assert decoder.alive
     for which in ([1], [0, 1]):
-        assert texts_of(answered(decoder, world, which, max_new_tokens=SHORT)) == begun(world, which)
+        assert texts_of(answered(decoder, served, which, max_new_tokens=SHORT)) == begun(served, which)
 
 
 def check_broken(request, error):
@@ -476,41 +498,41 @@ def check_broken(request, error):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_broken_streamer_fails_its_request(error, decoder, world):
+def test_broken_streamer_fails_its_request(error, decoder, served):
     """Errors that are no `Exception` ended the thread from a batch."""
     for name, after in (("put", 0), ("put", 3), ("next_round", 0), ("next_round", 1), ("end", 0)):
-        (broken,) = answered(decoder, world, [0], streamers=[Broken(name, error, after)], max_new_tokens=SHORT)
+        (broken,) = answered(decoder, served, [0], streamers=[Broken(name, error, after)], max_new_tokens=SHORT)
         check_broken(broken, error)
     for name, after in (("put", 0), ("put", 3), ("end", 0)):
         streamers = [Broken(name, error, after)]
-        broken, *others = answered(decoder, world, range(2), streamers=streamers, max_new_tokens=SHORT)
-        assert texts_of(others) == begun(world, [1])
+        broken, *unbroken = answered(decoder, served, range(2), streamers=streamers, max_new_tokens=SHORT)
+        assert texts_of(unbroken) == begun(served, [1])
         check_broken(broken, error)
     assert not decoder.failures
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:3], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", ["call", "take"])
-def test_a_broken_processor_fails_its_request(name, error, decoder, world):
-    broken = request(decoder, world[3][0])
+def test_broken_processor_fails_its_request(name, error, decoder, served):
+    broken = request(decoder, served.inputs[0])
     broken.processors = [Broken(name, error, 2)]
     check_broken(decoder.submit(broken), error)
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     "step", ["begin", "text", "left", "over", "take", "next_round", "finish", "ended", "prompt", "settings", "inputs"]
 )
-def test_a_request_that_breaks_is_alone(step, error, decoder, world):
+def test_broken_request_fails_no_other(step, error, decoder, served):
     """Each of these was read before the guard of a request that is decoded alone."""
 
     class Breaks(Request):
         pass
 
     for number in (1,) if step in ("next_round", "inputs") else (1, 2):  # a batch needs neither
-        requests = [request(decoder, world[3][i], max_new_tokens=SHORT) for i in range(number)]
+        requests = [request(decoder, served.inputs[i], max_new_tokens=SHORT) for i in range(number)]
         kind = decoder.kind_of(requests[0])
         requests[0].__class__ = Breaks
         with pytest.MonkeyPatch.context() as patch:
@@ -520,31 +542,31 @@ def test_a_request_that_breaks_is_alone(step, error, decoder, world):
                 decoder.submit(waiting)
             check_broken(requests[0], error)
             assert texts_of(waiting.done.result(timeout=60) for waiting in requests[1:]) == begun(
-                world, range(1, number)
+                served, range(1, number)
             )
     decoder.failures = 0
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("step", ["generate", "_can_join", "_cache_of", "_keep"])
-def test_an_error_of_a_step_is_one_request_s(step, error, decoder, world, monkeypatch):
-    owner = world[0] if step == "generate" else decoder
+def test_error_of_a_step_fails_one_request(step, error, decoder, served, monkeypatch):
+    owner = served.target if step == "generate" else decoder
     fails_once(owner, step, error, monkeypatch)
-    check_broken(decoder.submit(request(decoder, world[3][0])), error)
+    check_broken(decoder.submit(request(decoder, served.inputs[0])), error)
     monkeypatch.undo()
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("step", ["take", "keep"])
-def test_a_broken_cache_costs_time_alone(step, decoder, world, monkeypatch):
+def test_broken_conversation_cache_is_dropped(step, decoder, served, monkeypatch):
     """The caches that broke it are dropped, or each request would fail."""
-    answered(decoder, world, [0])
+    answered(decoder, served, [0])
     monkeypatch.setattr(decoder.conversations, step, failing(TypeError("injected")))
-    assert texts_of(answered(decoder, world, [1])) == [world[4][1]]
+    assert texts_of(answered(decoder, served, [1])) == [served.texts[1]]
     assert len(decoder.conversations.entries) == (step == "take")  # what was read anew is kept
     monkeypatch.undo()
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
@@ -562,53 +584,53 @@ def test_a_broken_cache_costs_time_alone(step, decoder, world, monkeypatch):
         "stop",
     ],
 )
-def test_an_error_of_a_batch_loses_nothing(step, error, decoder, world, monkeypatch):
+def test_batch_errors_leave_requests_answered(step, error, decoder, served, monkeypatch):
     """Its requests go on one by one, from where the batch has left them."""
     managers = continuous_api.ContinuousBatchingManager
     fails_once(decoder if step.startswith("_") else managers, step, error, monkeypatch)
     left = Then(lambda: None)
-    requests = answered(decoder, world, range(2), streamers=[left], max_new_tokens=SHORT)
-    assert texts_of(requests) == begun(world, range(2)) and left.seen == 1 + len(requests[0].tokens)
+    requests = answered(decoder, served, range(2), streamers=[left], max_new_tokens=SHORT)
+    assert texts_of(requests) == begun(served, range(2)) and left.seen == 1 + len(requests[0].tokens)
     monkeypatch.undo()
     decoder.failures = 0
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
-def test_broken_leavers_do_not_end_a_batch_s_end(decoder, world, monkeypatch):
+def test_error_while_ending_a_batch_is_survived(decoder, served, monkeypatch):
     """The guard of a batch was itself unguarded."""
     managers = continuous_api.ContinuousBatchingManager
     monkeypatch.setattr(managers, "get_result", failing(Unshowable()))
     monkeypatch.setattr(managers, "cancel_request", failing(SystemExit()))
-    assert texts_of(answered(decoder, world, range(3))) == world[4][:3]
+    assert texts_of(answered(decoder, served, range(3))) == served.texts[:3]
     monkeypatch.undo()
     decoder.failures = 0
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
-def test_an_error_of_nobody_is_survived(decoder, world, monkeypatch):
+def test_error_outside_of_requests_is_survived(decoder, served, monkeypatch):
     fails_once(decoder, "_receive", SystemExit(), monkeypatch)
-    check_alive(decoder, world)
+    check_alive(decoder, served)
 
 
-def test_all_are_told_when_the_thread_ends(world):
+def test_waiting_requests_fail_when_the_thread_ends(served):
     """They waited for ever."""
-    target, tokenizer, draft, *_ = world
+    target, tokenizer, draft, *_ = served
     decoder = Decoder(target, tokenizer, draft)
     ready = threading.Event()
-    first = decoder.submit(request(decoder, world[3][0], Then(ready.wait)))
-    waiting = [decoder.submit(request(decoder, world[3][0], repetition_penalty=1.2)) for _ in range(2)]
+    first = decoder.submit(request(decoder, served.inputs[0], Then(ready.wait)))
+    waiting = [decoder.submit(request(decoder, served.inputs[0], repetition_penalty=1.2)) for _ in range(2)]
     decoder.inbox.put(None)
     ready.set()
-    assert first.done.result(timeout=60).text == world[4][0]
+    assert first.done.result(timeout=60).text == served.texts[0]
     for later in waiting:
         with pytest.raises(DecoderEnded, match="restart the server"):
             later.done.result(timeout=60)
     decoder.thread.join(timeout=60)
     with pytest.raises(DecoderEnded):
-        decoder.submit(request(decoder, world[3][0]))
+        decoder.submit(request(decoder, served.inputs[0]))
     assert not decoder.alive
     # It may end between the look and the inbox.
     decoder.__class__ = type("Ending", (Decoder,), {"alive": property(lambda self: next(looks))})
     looks = iter([True, False])
     with pytest.raises(DecoderEnded):
-        decoder.submit(request(decoder, world[3][0])).done.result(timeout=1)
+        decoder.submit(request(decoder, served.inputs[0])).done.result(timeout=1)

@@ -24,7 +24,7 @@ def serve(world, *more: str) -> list[str]:
     return ["serve", "--target", str(world / "target"), "--draft", str(world / "draft"), *more]
 
 
-def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
+def test_dry_run_prints_the_engines_command(world, capsys):
     target = str(world / "target")
     draft = str(world / "draft")
     more = ["--dtype", "bf16", "--port", "8001", "--template-args", '{"enable_thinking": false}', "--dry-run"]
@@ -44,7 +44,7 @@ def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
     )
 
 
-def test_folders_are_printed_by_whole_paths(world, capsys, monkeypatch):
+def test_folders_are_printed_as_absolute_paths(world, capsys, monkeypatch):
     """A relative drafter stood beside an absolute target."""
     monkeypatch.chdir(world)
     assert main(["serve", "--target", "target", "--draft", "draft", "--engine", "vllm", "--dry-run"]) == 0
@@ -54,7 +54,7 @@ def test_folders_are_printed_by_whole_paths(world, capsys, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_engine_runs_in_our_place(engine, world, tmp_path, monkeypatch):
+def test_engine_replaces_the_process(engine, world, tmp_path, monkeypatch):
     """
     With its arguments and environment; signals and the exit status are the engine's. A key is no argument: every user
     of a machine can read those of all processes.
@@ -77,7 +77,7 @@ def test_the_engine_runs_in_our_place(engine, world, tmp_path, monkeypatch):
     assert done.out.endswith("['--api-key', 'secret']\n" if engine == "sglang" else "secret\n")
 
 
-def test_what_an_engine_trips_over_is_told(world, tmp_path, capsys):
+def test_settings_that_an_engine_rejects_are_named(world, tmp_path, capsys):
     broken = tmp_path / "draft"
     broken.mkdir()
     for path in (world / "draft").iterdir():
@@ -92,7 +92,7 @@ def test_what_an_engine_trips_over_is_told(world, tmp_path, capsys):
     assert "vocab_size" in printed.err and "vllm serve" not in printed.out
 
 
-def test_a_pair_of_files_is_read_once(tmp_path, monkeypatch):
+def test_gguf_pair_is_read_once(tmp_path, monkeypatch):
     """The drafter's was read twice: three seconds each with SmolLM2's vocabulary, without a word."""
     gguf = pytest.importorskip("gguf")
     pair = make_target(vocab_size=16)
@@ -155,7 +155,7 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
         (["--port", "70000"], 2, "70000 is not a port"),
     ],
 )
-def test_words_that_cannot_be_right(more, code, message, world, capsys):
+def test_wrong_engine_options_are_refused(more, code, message, world, capsys):
     try:
         exit_code = main(serve(world, *more))
     except SystemExit as stopped:
@@ -163,7 +163,7 @@ def test_words_that_cannot_be_right(more, code, message, world, capsys):
     assert exit_code == code and message in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_there(world, capsys, monkeypatch):
+def test_missing_engine_is_named(world, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(serve(world, "--engine", "vllm")) == 1
     assert "--engine vllm is not installed (" in capsys.readouterr().err
@@ -187,12 +187,12 @@ def test_trust_covers_the_drafter_of_an_engine(world, capsys):
     [("0.0.0.0", True), ("::", True), ("10.1.2.3", True), ("a.host", True)]
     + [("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False)],
 )
-def test_an_open_door_is_told(host, open, world, capsys, monkeypatch):
+def test_open_server_without_a_key_warns(host, open, world, capsys, monkeypatch):
     """It was opened without a word."""
     command = serve(world, "--engine", "vllm", "--dry-run", "--host", host)
     monkeypatch.delenv("DFLASH_API_KEY", raising=False)
     assert main(command) == 0
-    told = capsys.readouterr().err
-    assert (f"warning: --host {host} lets other machines use the server without a key" in told) == open
+    printed = capsys.readouterr().err
+    assert (f"warning: --host {host} lets other machines use the server without a key" in printed) == open
     assert main([*command, "--api-key", "x"]) == 0
     assert "without a key" not in capsys.readouterr().err

@@ -98,7 +98,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", [pytest.param(form, marks=needs_grammars) for form in [*FORMS][:6]] + [*FORMS][6:])
-def test_streamed_and_plain_answers_agree(form, server, folder, own):
+def test_streamed_answers_equal_plain_ones(form, server, folder, own):
     more = dict(FORMS[form])
     if form == "stop":
         more["stop"] = ["~", own["Say 1"][10:12]]
@@ -197,7 +197,7 @@ def test_responses_follow_schemas_and_call_tools(server):
 
 
 @pytest.mark.parametrize("form", ["text", "stop", pytest.param("schema", marks=needs_grammars)])
-def test_eight_clients_are_answered_as_one(form, server, own):
+def test_eight_clients_get_the_text_of_one(form, server, own):
     """Though another one leaves in the middle of its answer."""
     more = {"text": {}, "stop": {"stop": ["b", "r", "h"]}, "schema": {"response_format": AS_SCHEMA}}[form]
     alone = [asked(server, f"Say {number}", False, **more) for number in range(8)]
@@ -210,7 +210,7 @@ def test_eight_clients_are_answered_as_one(form, server, own):
         assert [answer.text for answer in answers] == [own[f"Say {number}"] for number in range(8)]
 
 
-def test_a_newer_name_of_the_limit_is_read():
+def test_max_completion_tokens_is_read():
     """transformers 5.20 ignores it."""
     from dflash_hf.serving.options import Options
 
@@ -219,7 +219,7 @@ def test_a_newer_name_of_the_limit_is_read():
     assert body == {"max_tokens": 3, "messages": []}
 
 
-def test_without_xgrammar_the_remedy_is_told(monkeypatch):
+def test_missing_xgrammar_is_named(monkeypatch):
     from dflash_hf.serving.options import Grammars
 
     monkeypatch.setitem(sys.modules, "xgrammar", None)
@@ -228,7 +228,7 @@ def test_without_xgrammar_the_remedy_is_told(monkeypatch):
 
 
 @needs_grammars
-def test_a_schema_that_cannot_be_followed_is_told(server):
+def test_unsupported_schema_is_named(server):
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     with pytest.raises(Exception, match="Error code: 400 .*JSON schema cannot be followed"):
         asked(server, "Say 1", False, response_format=bad)

@@ -33,7 +33,7 @@ ELSEWHERE = [
     " data:,x",
     "",
 ]
-WAYS = {
+FORMS = {
     "image_url": lambda at: {"type": "image_url", "image_url": {"url": at}},
     "image_url, a string": lambda at: {"type": "image_url", "image_url": at},
     "image_url, two": lambda at: {"type": "image_url", "image_url": {"url": "data:,x", "path": at}},
@@ -137,15 +137,15 @@ def bodies_with(part) -> list[tuple[str, dict]]:
     return bodies
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_addresses_and_files_are_refused(way, reading, shut):
+@pytest.mark.parametrize("form", FORMS)
+def test_addresses_and_files_are_refused(form, reading, shut):
     """Those of videos and audio went on to transformers' loaders, which fetched and opened them."""
     app, loaded = reading
     loaded.clear()
     for at in ELSEWHERE:
-        if way == "input_audio, data" and at == "etc/passwd":
+        if form == "input_audio, data" and at == "etc/passwd":
             continue  # base64, which has no format
-        for path, body in bodies_with(WAYS[way](at)):
+        for path, body in bodies_with(FORMS[form](at)):
             limit = "max_output_tokens" if "responses" in path else "max_tokens"
             for stream in (False, True):
                 status, text = answer_of(app, path, {**copy.deepcopy(body), limit: 1, "stream": stream})
@@ -168,20 +168,20 @@ def test_data_of_a_request_is_read(part, reading, shut):
         assert len(loaded) == 1 and loaded[0].startswith("data:") and loaded[0].endswith("base64,AAAA")
 
 
-def test_an_error_names_its_part(reading):
+def test_error_names_the_wrong_part(reading):
     app, _ = reading
-    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [WAYS["video_url"]("http://a")]}]
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": [FORMS["video_url"]("http://a")]}]
     _, text = answer_of(app, "/v1/chat/completions", {"messages": messages})
     message = "messages[1].content[0].video_url.url must be a data: URI; this server fetches no addresses"
     assert message in json.loads(text)["error"]["message"]
-    messages[1]["content"] = [WAYS["file"]("x")]
+    messages[1]["content"] = [FORMS["file"]("x")]
     _, text = answer_of(app, "/v1/chat/completions", {"messages": messages})
     error = json.loads(text)["error"]["message"]
     assert "messages[1].content[0]" in error and "'file'" in error and "image_url" in error
 
 
 @pytest.mark.parametrize("modality", [Modality.LLM, Modality.VLM])
-def test_what_a_model_cannot_read_is_told(modality):
+def test_parts_a_model_cannot_read_are_refused(modality):
     """transformers drops it."""
     read = ChatCompletionHandler.get_processor_inputs_from_messages
     for part in HELD[3:] if modality is Modality.VLM else HELD:
@@ -189,7 +189,7 @@ def test_what_a_model_cannot_read_is_told(modality):
             read_messages(read, [{"role": "user", "content": [copy.deepcopy(part)]}], modality)
 
 
-def test_half_a_surrogate_pair_is_told():
+def test_lone_surrogate_of_a_message_is_refused():
     """The tokenizer said `TextEncodeInput must be Union[TextInputSequence, ...]`."""
     for body, place in (
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, r"messages\[0\].content"),

@@ -21,22 +21,30 @@ CLIENTS = 6
 TOKENS = 24
 ENDPOINTS = ("chat/completions", "completions", "responses")
 # What is decoded in a batch, and what is not; a penalty changes the text.
-WAYS = ({}, {"stop": ["~"]}, {"seed": 5}, {"logprobs": True}, {"repetition_penalty": 1.3}, {"n": 2}, {"min_p": 0.5})
+SETTINGS = (
+    {},
+    {"stop": ["~"]},
+    {"seed": 5},
+    {"logprobs": True},
+    {"repetition_penalty": 1.3},
+    {"n": 2},
+    {"min_p": 0.5},
+)
 
 
 def body_of(number: int) -> tuple[str, str, dict, bool]:
     """Endpoint, prompt, body, and whether the client leaves, of a request."""
     endpoint = ENDPOINTS[number % 3]
-    way = dict(WAYS[number % len(WAYS)])
+    settings = dict(SETTINGS[number % len(SETTINGS)])
     prompt = f"Say {number % 11}"
-    if endpoint == "completions" and "logprobs" in way:
-        way["logprobs"] = 2
+    if endpoint == "completions" and "logprobs" in settings:
+        settings["logprobs"] = 2
     if endpoint == "responses":
-        way = {name: value for name, value in way.items() if name not in ("logprobs", "n")}
+        settings = {name: value for name, value in settings.items() if name not in ("logprobs", "n")}
     limit = "max_output_tokens" if endpoint == "responses" else "max_tokens"
     inputs = {"chat/completions": {"messages": [{"role": "user", "content": prompt}]}}
     inputs |= {"completions": {"prompt": prompt}, "responses": {"input": prompt}}
-    body = {**inputs[endpoint], limit: TOKENS, "temperature": 0, "stream": number % 2 == 0, **way}
+    body = {**inputs[endpoint], limit: TOKENS, "temperature": 0, "stream": number % 2 == 0, **settings}
     return endpoint, prompt, body, number % 10 == 7
 
 
@@ -75,7 +83,7 @@ def ask(url: str, endpoint: str, body: dict, leaves: bool) -> list[str] | None:
 
 
 @pytest.mark.slow
-def test_three_hundred_mixed_requests(server, folder):
+def test_three_hundred_mixed_requests_stay_lossless(server, folder):
     target = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -91,7 +99,7 @@ def test_three_hundred_mixed_requests(server, folder):
     kinds: Counter = Counter()
     memory: list[int] = []
 
-    def ask(number: int) -> None:
+    def send(number: int) -> None:
         endpoint, prompt, body, leaves = body_of(number)
         key = endpoint, prompt, body.get("repetition_penalty", 1.0)
         texts = ask(server.url, endpoint, body, leaves)
@@ -110,9 +118,9 @@ def test_three_hundred_mixed_requests(server, folder):
             if key not in expected:
                 expected[key] = own(*key)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(ask, range(REQUESTS)))
+        list(pool.map(send, range(REQUESTS)))
     print(f"\n{dict(kinds)}; MiB after each 30 requests: {memory}")
     assert kinds == {"same": REQUESTS * 9 // 10, "left": REQUESTS // 10}
     assert max(memory[4:]) - memory[3] < 24, f"MiB after each 30 requests: {memory}"
-    again = ask(server.url, *body_of(0)[0::2], False)
-    assert again == [expected["chat/completions", "Say 0", 1.0]]
+    repeated = ask(server.url, *body_of(0)[0::2], False)
+    assert repeated == [expected["chat/completions", "Say 0", 1.0]]

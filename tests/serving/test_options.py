@@ -45,7 +45,7 @@ ODD |= {"repetition_penalty": 0, "min_p": 7, "max_time": 0, "do_sample": "yes", 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_are_not_listed_are_refused(name):
+def test_unlisted_settings_are_refused(name):
     """`num_beams=1000` took the memory of a thousand answers."""
     with pytest.raises(
         ValueError, match=f"{name}=.*, which a request may not set; .*leave it out. It may set do_sample"
@@ -54,12 +54,12 @@ def test_settings_that_are_not_listed_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_settings_with_odd_values_are_refused(name):
+def test_settings_with_wrong_values_are_refused(name):
     with pytest.raises(ValueError, match=f"generation_config has {name}="):
         Settings.check(json.dumps({name: ODD[name]}))
 
 
-def test_settings_of_transformers_own_client_are_read():
+def test_settings_of_transformers_chat_are_read():
     """`transformers chat` sends all that differ from the defaults, and older versions all."""
     config = GenerationConfig(max_new_tokens=5, temperature=0.5, do_sample=True, eos_token_id=[1, 2])
     for diff in (True, False):

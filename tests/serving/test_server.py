@@ -45,14 +45,14 @@ def created(server, **more):
     return create(**{name: value for name, value in options.items() if value is not None})
 
 
-def test_one_client_s_answers_are_drafted(bench, server, own):
+def test_answers_of_one_client_are_drafted(bench, server, own):
     done = bench.load(server, own, requests=12, clients=1, max_tokens=MAX_TOKENS, leave=None)
     assert done.kinds["finished"] == 12
     taus = re.findall(r"tokens/s, tau ([\d.]+)", "\n".join(server.log))[-12:]
     assert sum(map(float, taus)) / 12 > 2.0  # of a drafter that is wrong at one place in ten
 
 
-def test_many_clients_get_the_target_s_own_texts(bench, server, own):
+def test_many_clients_get_the_targets_own_texts(bench, server, own):
     done = bench.load(server, own, requests=24, clients=6, max_tokens=MAX_TOKENS)
     assert done.kinds["finished"] >= 21 and done.kinds["finished"] + done.kinds["abandoned"] == 24
     assert any("together with others" in line for line in server.log)
@@ -64,24 +64,24 @@ def test_answers_are_greedy_without_a_temperature(bench, server, own):
         assert list(answers) == [own[prompt] for prompt in PROMPTS]
 
 
-def test_clients_that_leave_are_not_answered(server):
+def test_generation_stops_for_clients_that_leave(server):
     before = len(server.log)
     long = {"max_tokens": 180, "temperature": 0}
     assert server.ask("Say 1", True, 1.0, **long) == (None, 0)
     assert server.ask("Say 2", False, 0.05, **long) == (None, 0)
     assert server.ask("Say 3", False, max_tokens=2, temperature=0)[1] == 2  # joins those before, or waits for them
     for _ in range(100):
-        gone = [line for line in server.log[before:] if "the client disconnected" in line]
-        if len(gone) == 2:
+        disconnections = [line for line in server.log[before:] if "the client disconnected" in line]
+        if len(disconnections) == 2:
             break
         time.sleep(0.1)
     # The second may have left before its request was seen, and the first's answer may have been complete.
-    assert gone and not any("+ 180 tokens" in line for line in gone)
+    assert disconnections and not any("+ 180 tokens" in line for line in disconnections)
     # Of these requests: a wrong body of another test fails inside of upstream, which is answered and logged.
     assert not any("Traceback" in line for line in server.log[before:]), "".join(server.log[before:])
 
 
-def test_a_stop_string_is_no_part_of_an_answer(server):
+def test_stop_string_is_no_part_of_an_answer(server):
     """Each letter is a piece of a stream. What begins in the prompt is no stop string."""
     text = created(server, **COMPLETION).choices[0].text
     never = text[4:7] + "~"  # begins in the middle of the text, and where it ends
@@ -95,7 +95,7 @@ def test_a_stop_string_is_no_part_of_an_answer(server):
         assert pieces[-1].choices[0].finish_reason == answer.finish_reason == reason
 
 
-def test_an_answer_that_ends_at_the_limit_is_not_cut(server, own):
+def test_answer_that_ends_at_the_limit_is_not_cut(server, own):
     """Upstream says `length` of any answer of that many tokens."""
     stop = own["Say 1"][10:12]
     limit = own["Say 1"].index(stop) + 2
@@ -106,7 +106,7 @@ def test_an_answer_that_ends_at_the_limit_is_not_cut(server, own):
         assert [*created(server, **more, stream=True)][-1].choices[0].finish_reason == reason
 
 
-def test_a_seed_is_a_request_s_own(bench, server, folder):
+def test_seed_affects_only_its_request(bench, server, folder):
     """Upstream seeds torch when a request arrives, in the middle of the answer before."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     target = AutoModelForCausalLM.from_pretrained(folder)
@@ -239,13 +239,13 @@ NO_PART = "content has a part of type '{}', which "
     ],
     ids=str,
 )
-def test_a_wrong_request_is_told(server, more, message):
+def test_wrong_request_gets_a_400(server, more, message):
     """Upstream says `Internal Server Error`, or answers as if it had not been asked for."""
     with pytest.raises(openai.BadRequestError, match=message):
         created(server, **more)
 
 
-def test_what_changes_nothing_is_not_refused(server, own):
+def test_fields_without_effect_are_accepted(server, own):
     """`message.model_dump()` of OpenAI's client has `tool_calls=None`: 400; beside `[]` the text was dropped."""
     more = {"n": 1, "logprobs": False, "stop": [""], "logit_bias": {}, "presence_penalty": 0.0}
     for stream in (False, True):
@@ -272,7 +272,7 @@ def answered(server, path: str, body: bytes | None, method: str = "POST", kind: 
         return error.code, error.headers, error.read().decode()
 
 
-def test_every_error_has_openai_s_form(server):
+def test_every_error_has_openais_form(server):
     """FastAPI's own were `{"detail": ...}`, or plain text."""
     chat = "/v1/chat/completions"
     good = json.dumps({"messages": []}).encode()
@@ -301,7 +301,7 @@ def test_one_model_is_served_and_stays_loaded(server):
     assert '"ready"' in answered(server, "/load_model", json.dumps({"model": server.model}).encode())[2]
 
 
-def test_health_says_when_the_thread_has_ended(folder):
+def test_health_fails_when_the_thread_has_ended(folder):
     """It said `ok`, and requests waited for ever."""
     from dflash_hf.serving.server import Server
 
@@ -318,7 +318,7 @@ def test_health_says_when_the_thread_has_ended(folder):
         assert status == 503 and "The thread that decodes has ended" in json.loads(text)["error"]["message"]
 
 
-def test_a_stream_ends_as_openai_s(server):
+def test_stream_ends_as_openais(server):
     """There was no `[DONE]`, no usage of its own, and an error was a text, which OpenAI's client did not show."""
     for path, more in (("chat/completions", {"messages": SAID}), ("completions", {"prompt": "Say 1"})):
         body = {**GREEDY, **more, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
@@ -332,7 +332,7 @@ def test_a_stream_ends_as_openai_s(server):
         list(created(server, **unknown, max_tokens=None, stream=True))
 
 
-def test_a_response_is_streamed_only_if_asked_for(server, own):
+def test_response_is_streamed_only_on_request(server, own):
     """`/v1/responses` of upstream streamed by default, where OpenAI's does not."""
     response = created(server, input="Say 1", messages=None)
     assert response.output_text == own["Say 1"] and response.model == server.model
@@ -340,7 +340,7 @@ def test_a_response_is_streamed_only_if_asked_for(server, own):
     assert kinds[-1] == "response.incomplete" and "response.output_text.delta" in kinds
 
 
-def test_letters_are_preferred_and_forbidden(server, own, folder):
+def test_logit_bias_prefers_and_forbids_tokens(server, own, folder):
     """Upstream ignored a bias in a completion; a batch was considered before the settings were complete: a 400."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     bias = {"max_tokens": 5, "logit_bias": {str(tokenizer.convert_tokens_to_ids("Q")): 1000}}
@@ -351,7 +351,7 @@ def test_letters_are_preferred_and_forbidden(server, own, folder):
     assert tokens == 4 and own["Say 1"][0] not in text
 
 
-def test_an_error_of_ours_is_no_400(folder):
+def test_internal_error_is_a_500(folder):
     """What is wrong with the request is; and in a stream either is JSON."""
     from fastapi import HTTPException
 
@@ -392,7 +392,7 @@ def test_an_error_of_ours_is_no_400(folder):
 
 
 @pytest.mark.slow
-def test_two_hundred_requests_from_eight_clients(bench, server, own):
+def test_two_hundred_requests_of_eight_clients_pass(bench, server, own):
     done = bench.load(server, own, requests=200, clients=8, max_tokens=MAX_TOKENS, leave=0.05)
     assert done.kinds["other"] == done.kinds["failed"] == 0 and done.kinds["abandoned"] >= 15
     assert done.kinds["finished"] + done.kinds["abandoned"] == 200
@@ -413,7 +413,7 @@ def stopping(folder, own, tmp_path_factory):
     return path
 
 
-def test_the_command_serves_a_target_alone(bench, stopping, own, monkeypatch):
+def test_command_serves_a_target_without_drafter(bench, stopping, own, monkeypatch):
     """With a key, for pages; SIGTERM ends it when open requests are answered."""
     monkeypatch.setenv("DFLASH_API_KEY", "secret")
     command = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", str(stopping), "--port", "0"]
@@ -450,7 +450,7 @@ def test_the_command_serves_a_target_alone(bench, stopping, own, monkeypatch):
         assert not any(word in log for word in unsaid), server.log
 
 
-def test_a_signal_at_the_first_word_is_heard(folder):
+def test_signal_at_startup_ends_the_server(folder):
     """A supervisor may end a server the moment that it says it is ready."""
     from dflash_hf.serving.server import Server, bound
 
@@ -472,7 +472,7 @@ def test_a_signal_at_the_first_word_is_heard(folder):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_port_has_one_server():
+def test_second_server_on_a_port_is_refused():
     """Until one of two servers listened, both had the port; the second failed when its model was loaded."""
     from dflash_hf.serving.server import bound
 
@@ -480,7 +480,7 @@ def test_a_port_has_one_server():
         bound(*first.getsockname())
 
 
-def test_a_half_written_target_is_told(folder, tmp_path, capsys):
+def test_incomplete_target_is_named(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "torn")
     weights = tmp_path / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])

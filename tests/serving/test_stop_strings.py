@@ -17,7 +17,7 @@ class Reasoning(str):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_pieces_end_as_the_whole_text(seed):
+def test_any_split_ends_as_the_whole_text(seed):
     chance = random.Random(seed)
 
     def drawn(longest: int) -> str:
@@ -47,7 +47,7 @@ def test_any_pieces_end_as_the_whole_text(seed):
         assert "".join(passed[:-1]) == whole and passed[-1] is None and "" not in passed
 
 
-def test_what_waits_goes_before_other_items():
+def test_held_back_text_precedes_other_items():
     passed = []
     pass_on = UpToStop(passed.append, ["stop"])
     for item in (Reasoning("a st"), "b st", Reasoning("c stop"), "d", "op st", "op e", "f", None):
@@ -56,7 +56,7 @@ def test_what_waits_goes_before_other_items():
 
 
 @pytest.mark.parametrize("kind", ["pieces", "bytes"])
-def test_a_token_completes_a_stop_string_as_upstream(kind):
+def test_stop_token_sets_equal_upstreams(kind):
     """Upstream's criterion took 1.5 s for a vocabulary of 152k, in each call."""
     alphabet = [*"abcd ", "\u00e9", "\u20ac", "\U0001f600"]
     chance = random.Random(0)

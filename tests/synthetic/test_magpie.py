@@ -56,7 +56,7 @@ def folder(pair, tmp_path_factory):
 # ------------------------------------------------------------------------------------------------------ a user's turn
 
 
-def test_user_turn_is_found():
+def test_user_turn_is_read_from_the_template():
     assert user_turn(make_tokenizer(CHATML), PromptSettings()) == ("<|im_start|>user\n", END)
     settings = PromptSettings(chat_template_kwargs={"enable_thinking": False})
     assert user_turn(make_tokenizer(THINKING), settings) == ("<|im_start|>user\n", END)
@@ -95,13 +95,14 @@ def test_near_duplicates_equal_those_of_all_pairs():
         for _ in range(3):  # relatives at every distance
             words = [word if generator.random() < 0.95 else "zz" for word in words]
             texts.append(" ".join(words))
-    grams, taken = [], DistinctTexts()
+    grams = []
+    distinct = DistinctTexts()
     for text in texts:
         words = re.findall(r"\w+", text.casefold())
         own = {tuple(words[i : i + 3]) for i in range(max(len(words) - 2, 1))}
-        new = all(len(own & other) / len(own | other) < 0.7 for other in grams)
-        assert taken.add(text) == new, text
-        if new:
+        is_new = all(len(own & earlier) / len(own | earlier) < 0.7 for earlier in grams)
+        assert distinct.add(text) == is_new, text
+        if is_new:
             grams.append(own)
     assert len(texts) / 4 < len(grams) < len(texts) * 0.9
 
@@ -116,8 +117,8 @@ def test_quality_issues_have_names():
     assert quality_issue("the same words again and " * 6) == "repeats itself"
 
 
-def test_settings_are_checked():
-    for wrong, message in (
+def test_wrong_prompt_settings_are_named():
+    for fields, message in (
         ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose from chat, code"),
         ({"kinds": "chat"}, "kinds='chat' is a text; give a list"),  # was "'c' is unknown"
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
@@ -125,7 +126,7 @@ def test_settings_are_checked():
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            PromptSettings(**wrong)
+            PromptSettings(**fields)
     assert all(text == text.rstrip(" ") for texts in KINDS.values() for text in texts)
     kinds = [PromptSettings(kinds=("chat", "chat", "code"), begin=("a", "b")).of_sample(i) for i in range(8)]
     assert [kind for kind, _ in kinds] == ["chat", "chat", "code", "begin"] * 2
@@ -138,11 +139,12 @@ def test_settings_are_checked():
 def test_requests_follow_the_templates_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
-    read, original = [], _Slots.read
+    prefills = []
+    original = _Slots.read
 
-    def spy(self, place, ids, left):
-        read.append(tokenizer.decode(ids))
-        return original(self, place, ids, left)
+    def spy(self, place, ids, texts):
+        prefills.append(tokenizer.decode(ids))
+        return original(self, place, ids, texts)
 
     monkeypatch.setattr(_Slots, "read", spy)
     torch.manual_seed(7)
@@ -150,8 +152,8 @@ def test_requests_follow_the_templates_prefix(pair, monkeypatch):
     torch.manual_seed(7)
     rows = generate_prompts(target, tokenizer, 12, BRIEF)
     assert torch.rand(1) == expected  # the caller's randomness is left alone
-    assert all(text.startswith("<|im_start|> user") for text in read)
-    assert {tuple(text.split()[2:]) for text in read[:6]} == {(), ("bar", "dust"), ("kin",)}
+    assert all(text.startswith("<|im_start|> user") for text in prefills)
+    assert {tuple(text.split()[2:]) for text in prefills[:6]} == {(), ("bar", "dust"), ("kin",)}
     assert [row["row"] for row in rows] == list(range(12))
     assert {row["kind"] for row in rows} == {"chat", "begin"}
     for row in rows:
@@ -161,8 +163,8 @@ def test_requests_follow_the_templates_prefix(pair, monkeypatch):
         assert row["prompt"] not in ("bar dust", "kin")  # more than what was given
     assert len({row["prompt"] for row in rows}) == 12
     assert generate_prompts(target, tokenizer, 12, BRIEF) == rows
-    other = PromptSettings(**{**vars(BRIEF), "seed": 1})
-    assert generate_prompts(target, tokenizer, 12, other) != rows
+    other_seed = PromptSettings(**{**vars(BRIEF), "seed": 1})
+    assert generate_prompts(target, tokenizer, 12, other_seed) != rows
 
 
 def test_few_new_requests_end_with_an_error(pair, monkeypatch):
@@ -194,13 +196,13 @@ def rows_of(path):
 
 def test_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys):
     """Whatever is sampled together, and where a kill cut it off: in the end the file is that of a single run."""
-    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    assert write(capsys, folder, whole, 15)[0] == 0 and rows_of(whole) == generate_prompts(*pair, 15, BRIEF)
+    output, single_run = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    assert write(capsys, folder, single_run, 15)[0] == 0 and rows_of(single_run) == generate_prompts(*pair, 15, BRIEF)
     for count in (1, 4, 9, 15):
         if output.exists():
             output.write_bytes(output.read_bytes()[: -7 * count])
         assert write(capsys, folder, output, count, "--batch-size", str(count % 5 + 1))[0] == 0
-        assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:count])
+        assert output.read_bytes() == b"".join(single_run.read_bytes().splitlines(keepends=True)[:count])
     code, out, _ = write(capsys, folder, output, 10)  # fewer than there are
     assert code == 0 and "15 of 10 requests are done" in out and len(rows_of(output)) == 15
 
@@ -210,9 +212,9 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     assert write(capsys, folder, output, 3)[0] == 0
     code, _, error = write(capsys, folder, output, 6, "--seed", "1")
     assert code == 1 and "was started with seed=0, not 1" in error
-    other = tmp_path / "other.jinja"
-    other.write_text((folder / "chat_template.jinja").read_text(encoding="utf-8") + " ", encoding="utf-8")
-    code, _, error = write(capsys, folder, output, 6, "--chat-template", str(other))
+    template = tmp_path / "other.jinja"
+    template.write_text((folder / "chat_template.jinja").read_text(encoding="utf-8") + " ", encoding="utf-8")
+    code, _, error = write(capsys, folder, output, 6, "--chat-template", str(template))
     assert code == 1 and "was started with template=" in error
     foreign, notes = tmp_path / "foreign.jsonl", tmp_path / "foreign.jsonl.settings.json"
     foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
@@ -226,12 +228,12 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
 
 def test_regenerate_answers_the_requests(folder, tmp_path, capsys):
     pytest.importorskip("datasets")
-    asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
-    assert write(capsys, folder, asked, 5)[0] == 0
-    options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")
-    assert main(["regenerate", "--data", str(asked), "--target", str(folder), *map(str, options)]) == 0
-    requests = {row["row"]: [{"role": "user", "content": row["prompt"]}] for row in rows_of(asked)}
-    assert {row["row"]: row["messages"][:-1] for row in rows_of(answered)} == requests
+    prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
+    assert write(capsys, folder, prompts, 5)[0] == 0
+    options = ("--output", responses, "--max-new-tokens", "8", "--device", "cpu")
+    assert main(["regenerate", "--data", str(prompts), "--target", str(folder), *map(str, options)]) == 0
+    requests = {row["row"]: [{"role": "user", "content": row["prompt"]}] for row in rows_of(prompts)}
+    assert {row["row"]: row["messages"][:-1] for row in rows_of(responses)} == requests
 
 
 @pytest.mark.slow

@@ -76,10 +76,15 @@ def check_complete(path):
 HERE = ("--device", "cpu", "--batch-size", "5")
 
 
-def test_responses_are_the_targets_own(folder, data, tmp_path, capsys, monkeypatch):
-    target, tokenizer, outputs, packed = AutoModelForCausalLM.from_pretrained(folder).eval(), make_tokenizer(), [], []
-    asked = [{"role": "user", "content": QUESTIONS[0]}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+def test_responses_equal_the_targets_own(folder, data, tmp_path, capsys, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = make_tokenizer()
+    outputs = []
+    packed = []
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
     mask = int(target.generate(prompt, max_new_tokens=1)[0, -1])  # which it would write
     monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
     for name, options in (("quietly", ("-q",)), ("packed", ("--packed",))):
@@ -92,17 +97,18 @@ def test_responses_are_the_targets_own(folder, data, tmp_path, capsys, monkeypat
     for index, row in outputs[0].items():
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
         with torch.no_grad():
-            alone = target.generate(torch.tensor([prompt]), max_new_tokens=8, suppress_tokens=[mask])[0].tolist()
-        assert row["input_ids"] == alone, index
-        assert row["loss_mask"] == [0] * len(prompt) + [1] * (len(alone) - len(prompt))
-        assert row["finish_reason"] == ("stop" if alone[-1] == END else "length")
-        assert RowEncoder()(row) == [{"input_ids": alone, "loss_mask": row["loss_mask"]}]
+            target_only = target.generate(torch.tensor([prompt]), max_new_tokens=8, suppress_tokens=[mask])[0].tolist()
+        assert row["input_ids"] == target_only, index
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * (len(target_only) - len(prompt))
+        assert row["finish_reason"] == ("stop" if target_only[-1] == END else "length")
+        assert RowEncoder()(row) == [{"input_ids": target_only, "loss_mask": row["loss_mask"]}]
         lengths.add(len(prompt))
     assert len(lengths) > 3
 
 
-def test_raw_prompts_are_texts(folder, data, tmp_path, capsys):
-    output, tokenizer = tmp_path / "raw.jsonl", make_tokenizer(CHATML)
+def test_raw_prompts_skip_the_chat_template(folder, data, tmp_path, capsys):
+    output = tmp_path / "raw.jsonl"
+    tokenizer = make_tokenizer(CHATML)
     options = ("--raw", "--temperature", "1.5", "--top-p", "0.9", "--limit", "4")
     assert regenerate(capsys, data, folder, output, *HERE, *options)[0] == 0
     assert sorted(row["prompt"] for row in rows_of(output)) == sorted(QUESTIONS[:4])
@@ -114,10 +120,10 @@ def test_raw_prompts_are_texts(folder, data, tmp_path, capsys):
 @pytest.mark.parametrize("rows", [(), ("--batch-size", 5)])
 def test_answers_end_with_the_context(rows, tmp_path, capsys):
     """Learned positions ended each run and its resumes; one broken row of ten megabytes took the memory of all."""
-    long, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
+    data, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
     folder = save_target(tmp_path / "target", family="gpt2", n_positions=64)
-    long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 60, "2?")), encoding="utf-8")
-    code, out, _ = regenerate(capsys, long, folder, output, "--device", "cpu", "--max-new-tokens", 999, *rows)
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 60, "2?")), encoding="utf-8")
+    code, out, _ = regenerate(capsys, data, folder, output, "--device", "cpu", "--max-new-tokens", 999, *rows)
     reason = "its prompt fills all 64 positions of the target"
     assert code == 1 and f"  1 rows were refused, and the same command tries them again: {reason}" in out
     ends = {row["row"]: (row["finish_reason"], len(row["input_ids"])) for row in rows_of(output)}
@@ -139,12 +145,14 @@ def chats(tmp_path):
 
 
 @pytest.mark.parametrize("turns", ["last", "all"])
-def test_ten_kills_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsys, monkeypatch):
+def test_ten_interruptions_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsys, monkeypatch):
     """Samples too are those of a single run, whatever decodes beside them: cut at any byte, gone on with any batch."""
     options = ("--device", "cpu", "--temperature", "1.2", "--seed", "3", "--turns", turns)
-    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    assert regenerate(capsys, chats, folder, whole, *options, "--batch-size", "5")[0] == 0
-    generator, append, interruptions = random.Random(0), ResponseFile.write_row, []
+    single_run, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    assert regenerate(capsys, chats, folder, single_run, *options, "--batch-size", "5")[0] == 0
+    generator = random.Random(0)
+    append = ResponseFile.write_row
+    interruptions = []
 
     def tear(self, row):
         before = self.path.stat().st_size
@@ -155,18 +163,21 @@ def test_ten_kills_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsy
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ResponseFile, "write_row", tear)
-    code, finished, repaired = 130, b"", 0
+    code = 130
+    finished = b""
+    repaired = 0
     while code == 130:
         code, out, _ = regenerate(capsys, chats, folder, torn, *options, "--batch-size", generator.randrange(1, 12))
         assert torn.read_bytes().startswith(finished)
-        finished, repaired = torn.read_bytes().rpartition(b"\n")[0], repaired + ("removed an incomplete" in out)
+        finished = torn.read_bytes().rpartition(b"\n")[0]
+        repaired += "removed an incomplete" in out
     assert code == 0 and len(interruptions) == 10 and repaired > 5
-    rows, expected = ({row["row"]: row for row in rows_of(path)} for path in (torn, whole))
+    rows, expected = ({row["row"]: row for row in rows_of(path)} for path in (torn, single_run))
     assert rows == expected and set(rows) == set(range(12)) and len(rows_of(torn)) == 12
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "difference"),
     [
         (("--temperature", "0.5"), "temperature=None, not 0.5"),
         (("--template-args", '{"enable_thinking": false}'), "chat_template_kwargs={}, not {'enable_thinking': False}"),
@@ -179,7 +190,7 @@ def test_ten_kills_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsy
         (("--target", "tokenizer"), "tokenizer="),
     ],
 )
-def test_other_settings_are_not_mixed(options, named, begun, folder, data, tmp_path, capsys, monkeypatch):
+def test_other_settings_are_not_mixed(options, difference, begun, folder, data, tmp_path, capsys, monkeypatch):
     """Rows 0-3 in one format and 4-7 in another, without a word."""
     monkeypatch.chdir(tmp_path)
     output, template = tmp_path / "out.jsonl", tmp_path / "other.jinja"
@@ -194,7 +205,7 @@ def test_other_settings_are_not_mixed(options, named, begun, folder, data, tmp_p
         tokenizer.add_tokens(["more"])
         tokenizer.save_pretrained(tmp_path / "tokenizer")
     code, _, error = regenerate(capsys, data, folder, output, *HERE, *options)
-    assert code == 1 and "out.jsonl was started with " in error and named in error
+    assert code == 1 and "out.jsonl was started with " in error and difference in error
     assert "use the same settings, or choose another output" in error and output.read_bytes() == before
 
 
@@ -238,14 +249,15 @@ def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
     """A file of one unfinished line was taken for a response that a kill had cut off, and removed."""
     output, notes = tmp_path / "out.jsonl", tmp_path / "out.jsonl.settings.json"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
-    lines, same = output.read_text(encoding="utf-8").splitlines(keepends=True), notes.read_text(encoding="utf-8")
+    lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    same_settings = notes.read_text(encoding="utf-8")
     data.write_text(data.read_text(encoding="utf-8").replace("Why 0?", "Who 0?"), encoding="utf-8")
     for text, settings, message in (
-        (lines, same, "Row 0 of"),
-        (lines, same, "the data has changed; choose another output"),
-        (lines[:2] + lines[:1], same, "is in an earlier line"),
-        ([lines[0], "nonsense\n", lines[1]], same, "Line 2 of"),
-        (['{"row": 0, "text": "Hi"}\n'], same, "is not a row of such a file (KeyError('messages'))"),
+        (lines, same_settings, "Row 0 of"),
+        (lines, same_settings, "the data has changed; choose another output"),
+        (lines[:2] + lines[:1], same_settings, "is in an earlier line"),
+        ([lines[0], "nonsense\n", lines[1]], same_settings, "Line 2 of"),
+        (['{"row": 0, "text": "Hi"}\n'], same_settings, "is not a row of such a file (KeyError('messages'))"),
         (lines, "{", "out.jsonl.settings.json is not JSON"),
         (['{"minified": true}'], None, "out.jsonl is no file of such rows; choose another output"),
     ):
@@ -256,18 +268,19 @@ def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
         assert output.read_text(encoding="utf-8") == "".join(text) and notes.exists() == (settings is not None)
 
 
-def test_same_files_elsewhere_are_continued(folder, data, tmp_path, capsys):
+def test_moved_files_are_continued(folder, data, tmp_path, capsys):
     """Rows before 0.2 as well: they have no digest of their question."""
     output = tmp_path / "out.jsonl"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
     rows = [{"given": 1, **row} for row in rows_of(output)]
     del rows[0]["question"], rows[0]["answered"]
     output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    moved, again = data.rename(tmp_path / "moved.jsonl"), shutil.copytree(folder, tmp_path / "again")
+    moved = data.rename(tmp_path / "moved.jsonl")
+    copied_target = shutil.copytree(folder, tmp_path / "again")
     template = tmp_path / "same.jinja"
     template.write_text(CHATML, encoding="utf-8")
     options = ("--dtype", "float32", "--chat-template", template)
-    code, out, error = regenerate(capsys, moved, again, output, *HERE, *options)
+    code, out, error = regenerate(capsys, moved, copied_target, output, *HERE, *options)
     assert code == 0 and "3 of 12 rows are finished" in out, error
     check_complete(output)
 
@@ -300,14 +313,16 @@ def test_answers_of_a_server_stay_unchanged(data, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("options", [(), ("--temperature", "0.7"), ("--temperature", "0")])
 def test_each_row_has_its_own_seed(options, data, tmp_path, capsys):
     """With one seed for all, every answer followed the same noise."""
-    output, given = tmp_path / "out.jsonl", ("--seed", "3", *options)
+    output = tmp_path / "out.jsonl"
+    sampling = ("--seed", "3", *options)
     with chat_server(lambda body: "Yes.") as (url, received):
         for limit in (5, 12):  # interrupted, and continued
-            words = ("--server", url, "--limit", limit, *given)
+            words = ("--server", url, "--limit", limit, *sampling)
             assert regenerate(capsys, data, "served", output, *words)[0] == 0
-        assert regenerate(capsys, data, "served", tmp_path / "again.jsonl", "--server", url, *given)[0] == 0
+        assert regenerate(capsys, data, "served", tmp_path / "again.jsonl", "--server", url, *sampling)[0] == 0
     seeds = [
-        {body["messages"][0]["content"]: body.get("seed") for body in part} for part in (received[:12], received[12:])
+        {body["messages"][0]["content"]: body.get("seed") for body in requests}
+        for requests in (received[:12], received[12:])
     ]
     assert seeds[0] == seeds[1] and len(seeds[0]) == 12
     if options and options[1] == "0":
@@ -356,7 +371,9 @@ TOOL_ANSWERS = {  # as served, and as the template writes it
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
     """`tools` was sent but not written, and an answer that calls one became an empty text."""
-    data, output, encoder = tmp_path / "tools.jsonl", tmp_path / "out.jsonl", RowEncoder(make_tokenizer(TOOLS))
+    data = tmp_path / "tools.jsonl"
+    output = tmp_path / "out.jsonl"
+    encoder = RowEncoder(make_tokenizer(TOOLS))
     rows = [{**row, "tools": json.dumps(row["tools"])} if as_text and "tools" in row else row for row in TOOL_ROWS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with chat_server(lambda body: TOOL_ANSWERS[body["messages"][0]["content"]][0]) as (url, received):
@@ -364,24 +381,24 @@ def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
             assert regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")[0] == 0
     assert [body.get("tools") for body in received] == [row.get("tools") for row in TOOL_ROWS]
     assert received[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
-    for row, asked in zip(load_rows(output), TOOL_ROWS, strict=True):
+    for row, source in zip(load_rows(output), TOOL_ROWS, strict=True):
         ((ids, mask, _),) = encoder.encode(conversation_of(row))
         prompt, answer = encoder.tokenizer.decode(ids[mask == 0]), encoder.tokenizer.decode(ids[mask == 1])
-        assert answer == TOOL_ANSWERS[asked["messages"][0]["content"]][1] + "<|im_end|>"
-        tools = [f"system\n{json.dumps(asked['tools'])}<|im_end|>\n"] if "tools" in asked else []
+        assert answer == TOOL_ANSWERS[source["messages"][0]["content"]][1] + "<|im_end|>"
+        tools = [f"system\n{json.dumps(source['tools'])}<|im_end|>\n"] if "tools" in source else []
         assert prompt.startswith(
             "<|im_start|>" + "<|im_start|>".join([*tools, f"user\n{row['messages'][0]['content']}"])
         )
-        assert ('<call>weather(city="Rome";)' in prompt) == (len(asked["messages"]) > 1)
+        assert ('<call>weather(city="Rome";)' in prompt) == (len(source["messages"]) > 1)
 
 
 def test_busy_server_is_asked_again(data, tmp_path, capsys, quick):
-    asked = dict.fromkeys(QUESTIONS, 0)
+    attempts = dict.fromkeys(QUESTIONS, 0)
 
     def reply(body):
         question = body["messages"][0]["content"]
-        asked[question] += 1
-        return {1: None, 2: (503, "loading"), 3: "Yes."}[asked[question]]
+        attempts[question] += 1
+        return {1: None, 2: (503, "loading"), 3: "Yes."}[attempts[question]]
 
     with chat_server(reply) as (url, received):
         assert regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)[0] == 0
@@ -389,8 +406,10 @@ def test_busy_server_is_asked_again(data, tmp_path, capsys, quick):
     assert len(received) == 36
 
 
-def test_dying_server_leaves_what_is_finished(data, tmp_path, capsys, quick):
-    answered, output, options = [], tmp_path / "out.jsonl", ("--concurrency", "1", "--server")
+def test_failed_server_leaves_finished_rows(data, tmp_path, capsys, quick):
+    answered = []
+    output = tmp_path / "out.jsonl"
+    options = ("--concurrency", "1", "--server")
 
     def reply(body):
         answered.append(body)
@@ -412,7 +431,9 @@ def test_dying_server_leaves_what_is_finished(data, tmp_path, capsys, quick):
 def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
     """One request above `--timeout` ended the run."""
     monkeypatch.setattr("dflash_hf.synthetic.chat_client.RETRIES", 0)
-    slow, over, output = set(QUESTIONS[3:5]), threading.Event(), tmp_path / "out.jsonl"
+    slow = set(QUESTIONS[3:5])
+    over = threading.Event()
+    output = tmp_path / "out.jsonl"
 
     def reply(body):
         if body["messages"][0]["content"] in slow:
@@ -450,14 +471,14 @@ NO_CHOICES = ("null", '{"message": null}', '{"message": "Yes."}')
         *(((status, "http://elsewhere"), "it redirects to http://elsewhere") for status in (301, 302, 303, 307)),
     ],
 )
-def test_refusing_server_ends_everything(answer, message, data, tmp_path, capsys, quick):
+def test_refusing_server_ends_the_run(answer, message, data, tmp_path, capsys, quick):
     """No redirect is followed: it would take the key to another host."""
     with chat_server(lambda body: answer) as (url, received):
         output = tmp_path / "out.jsonl"
         code, _, error = regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")
     assert code == 1 and message in error and error.startswith("dflash regenerate: ")
-    asked = Counter(body["messages"][0]["content"] for body in received)
-    assert max(asked.values()) == (6 if answer[0] == 501 else 1)
+    attempts = Counter(body["messages"][0]["content"] for body in received)
+    assert max(attempts.values()) == (6 if answer[0] == 501 else 1)
 
 
 def test_password_is_sent_and_never_shown(data, tmp_path, capsys, quick):
@@ -483,7 +504,7 @@ def test_refused_row_is_left_out(data, tmp_path, capsys):
     assert code == 0 and "4 of 4 rows are in" in out  # not 12 of 4
 
 
-def test_half_a_surrogate_pair_is_written(data, tmp_path, capsys):
+def test_lone_surrogate_of_an_answer_is_written(data, tmp_path, capsys):
     """It was a `UnicodeEncodeError`, and all answers after it were lost."""
     output = tmp_path / "out.jsonl"
     with chat_server(lambda body: "Yes \ud83d.") as (url, _):

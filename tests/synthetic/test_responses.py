@@ -34,9 +34,9 @@ def make_prompts(count=12, longest=30, seed=1):
 
 
 def all_of(target, prompts, max_new, config, rows, seed=0):
-    found = list(responses(target, enumerate(prompts), max_new, config, rows, seed))
-    assert sorted(number for number, _ in found) == list(range(len(prompts)))  # each once
-    return [text for _, text in sorted(found)]
+    answers = list(responses(target, enumerate(prompts), max_new, config, rows, seed))
+    assert sorted(number for number, _ in answers) == list(range(len(prompts)))  # each once
+    return [text for _, text in sorted(answers)]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,13 @@ def target():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_greedy_texts_are_those_of_generate(family):
+def test_greedy_texts_equal_generate(family):
     """Full and sliding attention; prompts longer than a window, texts that outgrow the first slots, long ones last."""
-    target, prompts = make_target(family), [*make_prompts(), *make_prompts(1, 90, seed=3)]
+    target = make_target(family)
+    prompts = [*make_prompts(), *make_prompts(1, 90, seed=3)]
     config = copy.deepcopy(target.generation_config)
-    config.eos_token_id, config.suppress_tokens = STOPS[:1], [60]
+    config.eos_token_id = STOPS[:1]
+    config.suppress_tokens = [60]
     assert decodes_in_slots(target, config)
     config.max_new_tokens = 100
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
@@ -66,30 +68,33 @@ def test_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    first = all_of(target, prompts, 40, SAMPLED, 5, seed=3)
+    reference = all_of(target, prompts, 40, SAMPLED, 5, seed=3)
     assert torch.rand(1) == expected  # the caller's randomness is left alone
     for rows in (1, 64):
-        assert all_of(target, prompts, 40, SAMPLED, rows, seed=3) == first
+        assert all_of(target, prompts, 40, SAMPLED, rows, seed=3) == reference
     later = dict(responses(target, ((i, prompts[i]) for i in (10, 4, 9)), 40, SAMPLED, 2, seed=3))
-    assert later == {i: first[i] for i in (10, 4, 9)}
-    assert all_of(target, prompts, 40, SAMPLED, 5, seed=4) != first
+    assert later == {i: reference[i] for i in (10, 4, 9)}
+    assert all_of(target, prompts, 40, SAMPLED, 5, seed=4) != reference
     monkeypatch.setattr(module, "decodes_in_slots", lambda *args: not in_slots)
-    assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == first
+    assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == reference
 
 
 def test_finished_row_is_replaced_at_once(target, monkeypatch):
     """No step with a place that is free while a prompt waits, and no prompt is taken before there is a place."""
-    taken, running, steps, rows = [], set(), [], 4
+    taken_numbers = []
+    running = set()
+    steps = []
+    rows = 4
     step = module._Slots.step
 
     def counted(self, tokens):
-        steps.append((len(tokens), self.rows, len(taken)))
+        steps.append((len(tokens), self.rows, len(taken_numbers)))
         return step(self, tokens)
 
     def prompts():
         for number, ids in enumerate(make_prompts(40)):
             assert len(running) < rows
-            taken.append(number)
+            taken_numbers.append(number)
             running.add(number)
             yield number, ids
 
@@ -99,28 +104,30 @@ def test_finished_row_is_replaced_at_once(target, monkeypatch):
         running.remove(number)
         assert text[-1] in STOPS or len(text) == 60
     # Those whose first token ends them leave in the step that they would have begun with.
-    while_waiting = [active for active, _, asked in steps if asked < 40]
+    while_waiting = [active for active, _, count in steps if count < 40]
     assert sum(while_waiting) > 0.9 * rows * len(while_waiting)
     assert steps[-1][1] < rows  # places go when nobody is left to take them
-    assert not running and len(taken) == 40
+    assert not running and len(taken_numbers) == 40
 
 
-def test_repeated_prompts_are_read_once(target, monkeypatch):
-    read, verify = [], SlotSession.verify
+def test_repeated_prompts_are_prefilled_once(target, monkeypatch):
+    prefills = []
+    verify = SlotSession.verify
     config = GenerationConfig(eos_token_id=STOPS)
     expected = all_of(target, make_prompts(2), 30, config, 2)
 
-    monkeypatch.setattr(SlotSession, "verify", lambda *of: read.append(of[1].tokens.shape) or verify(*of))
-    found = all_of(target, make_prompts(2) * 10, 30, config, 3)
-    assert found == expected * 10
-    alone = [size for rows, size in read if rows == 1]
-    assert sum(alone) < 3 * sum(map(len, make_prompts(2)))  # of ten times; again only where no place holds it
+    monkeypatch.setattr(SlotSession, "verify", lambda *of: prefills.append(of[1].tokens.shape) or verify(*of))
+    texts = all_of(target, make_prompts(2) * 10, 30, config, 3)
+    assert texts == expected * 10
+    prefill_lengths = [size for rows, size in prefills if rows == 1]
+    # Of ten times; a prompt is read again only where no slot holds it.
+    assert sum(prefill_lengths) < 3 * sum(map(len, make_prompts(2)))
     monkeypatch.setattr(module, "_REMEMBERED", 1)
     assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_common_beginning_is_read_once(family, monkeypatch):
+def test_common_prefix_is_prefilled_once(family, monkeypatch):
     """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""
     target = make_target(family, attn="eager" if family == "gpt_oss" else "sdpa")
     begin, *ends = make_prompts(9, 12, seed=5)
@@ -129,23 +136,29 @@ def test_common_beginning_is_read_once(family, monkeypatch):
     config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=24)
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
     assert decodes_in_slots(target, config)
-    read, verify = [], SlotSession.verify
+    prefills = []
+    verify = SlotSession.verify
 
-    monkeypatch.setattr(SlotSession, "verify", lambda *of: read.append(of[1].tokens.shape) or verify(*of))
+    monkeypatch.setattr(SlotSession, "verify", lambda *of: prefills.append(of[1].tokens.shape) or verify(*of))
     assert all_of(target, prompts, 24, config, 16) == expected
-    sizes = [size for rows, size in read if rows == 1]
-    again = [max(len(end), 1) for end in ends[1:]]
-    assert sizes[: len(ends)] == [len(prompts[0]), *again]  # but for what two ends have in common
+    sizes = [size for rows, size in prefills if rows == 1]
+    new_lengths = [max(len(end), 1) for end in ends[1:]]
+    assert sizes[: len(ends)] == [len(prompts[0]), *new_lengths]  # but for what two ends have in common
     assert sum(sizes) < 350 < sum(map(len, prompts)) / 2
     monkeypatch.setattr(module, "_PIECE", 7)
     assert all_of(target, prompts, 24, config, 3) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_continued_row_is_read_from_its_end(family, monkeypatch):
+def test_next_turn_prefills_only_new_tokens(family, monkeypatch):
     """Its next prompt is asked for at once, and only what is new of it is read; full batches all the time."""
-    target, config = make_target(family), GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=9)
-    waiting, expected, found, read, steps = [], {}, {}, [], []
+    target = make_target(family)
+    config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=9)
+    waiting = []
+    expected = {}
+    answers = {}
+    prefills = []
+    steps = []
     for number, ids in enumerate(make_prompts(7, 40, seed=5)):
         waiting.append(((number, 0), ids))
         for turn in range(3):
@@ -162,37 +175,40 @@ def test_continued_row_is_read_from_its_end(family, monkeypatch):
                 raise StopIteration
             return waiting.pop(0)
 
-    asked, verify, step = dict(waiting), SlotSession.verify, module._Slots.step
-    monkeypatch.setattr(SlotSession, "verify", lambda *of: read.append(of[1].tokens.shape) or verify(*of))
+    prompts = dict(waiting)
+    verify = SlotSession.verify
+    step = module._Slots.step
+    monkeypatch.setattr(SlotSession, "verify", lambda *of: prefills.append(of[1].tokens.shape) or verify(*of))
     monkeypatch.setattr(module._Slots, "step", lambda *of: steps.append((len(of[1]), bool(waiting))) or step(*of))
     for (number, turn), text in responses(target, Prompts(), 9, config, 4):
-        found[number, turn] = text
+        answers[number, turn] = text
         if turn < 2:
-            asked[number, turn + 1] = [*asked[number, turn], *text, 50 + turn, 60]
-            waiting.insert(0, ((number, turn + 1), asked[number, turn + 1]))
-    assert found == expected
-    sizes = [size for rows, size in read if rows == 1 and size > 1]
+            prompts[number, turn + 1] = [*prompts[number, turn], *text, 50 + turn, 60]
+            waiting.insert(0, ((number, turn + 1), prompts[number, turn + 1]))
+    assert answers == expected
+    sizes = [size for rows, size in prefills if rows == 1 and size > 1]
     assert sum(size <= 3 for size in sizes) >= 12  # of 14 next turns: the last token, and two that are new
-    assert all(rows == 4 for rows, more in steps if more)
+    assert all(rows == 4 for rows, is_waiting in steps if is_waiting)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
 def test_recurrent_targets_decode_batch_by_batch(family):
-    target, prompts = make_target(family, attn=None), make_prompts(5, 11)
+    target = make_target(family, attn=None)
+    prompts = make_prompts(5, 11)
     config = GenerationConfig(eos_token_id=STOPS, pad_token_id=0)
     assert not decodes_in_slots(target, config)
-    alone = [target.generate(torch.tensor([p]), generation_config=config, max_new_tokens=12) for p in prompts]
-    expected = [row[0, len(p) :].tolist() for row, p in zip(alone, prompts, strict=True)]
+    outputs = [target.generate(torch.tensor([p]), generation_config=config, max_new_tokens=12) for p in prompts]
+    expected = [row[0, len(p) :].tolist() for row, p in zip(outputs, prompts, strict=True)]
     assert all_of(target, prompts, 12, config, 1) == expected
 
 
-def test_other_settings_decode_batch_by_batch(target):
+def test_unsupported_settings_decode_batch_by_batch(target):
     prompts = make_prompts(7)
-    for other in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
-        assert not decodes_in_slots(target, GenerationConfig(**other))
+    for fields in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
+        assert not decodes_in_slots(target, GenerationConfig(**fields))
     penalty = GenerationConfig(repetition_penalty=5.0, pad_token_id=0)
-    alone = [target.generate(torch.tensor([p]), generation_config=penalty, max_new_tokens=20) for p in prompts]
-    expected = [row[0, len(p) :].tolist() for row, p in zip(alone, prompts, strict=True)]
+    outputs = [target.generate(torch.tensor([p]), generation_config=penalty, max_new_tokens=20) for p in prompts]
+    expected = [row[0, len(p) :].tolist() for row, p in zip(outputs, prompts, strict=True)]
     assert all_of(target, prompts, 20, penalty, 1) == expected
 
 
@@ -201,11 +217,12 @@ def test_other_settings_decode_batch_by_batch(target):
 def test_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch):
     """Learned positions ended in an `IndexError`, rotary ones went on beyond those that the target was trained on."""
     monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
-    target, prompts = make_target(family, **{name: 48}), [*make_prompts(6), [5] * 47]
-    found = all_of(target, prompts, 100, target.generation_config, 3)
-    for ids, text in zip(prompts, found, strict=True):
-        alone = target.generate(torch.tensor([ids]), max_new_tokens=48 - len(ids))
-        assert text == alone[0, len(ids) :].tolist()
+    target = make_target(family, **{name: 48})
+    prompts = [*make_prompts(6), [5] * 47]
+    texts = all_of(target, prompts, 100, target.generation_config, 3)
+    for ids, text in zip(prompts, texts, strict=True):
+        output = target.generate(torch.tensor([ids]), max_new_tokens=48 - len(ids))
+        assert text == output[0, len(ids) :].tolist()
     assert rows_that_fit(target, target.generation_config, 1152, 8) == (4 if in_slots else 16)
     with pytest.raises(ValueError, match="The prompt has 48 tokens; prompt and answer together may have at most 48"):
         all_of(target, [[5] * 48], 8, target.generation_config, 3)
@@ -214,10 +231,10 @@ def test_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch)
 def test_each_prompt_has_one_answer(target):
     """`num_return_sequences` gave prompts the answers to others, `return_dict_in_generate` was a `TypeError`."""
     prompts = make_prompts(5)
-    for asked in (SAMPLED, GenerationConfig(repetition_penalty=5.0, pad_token_id=0)):
-        several = copy.deepcopy(asked)
+    for config in (SAMPLED, GenerationConfig(repetition_penalty=5.0, pad_token_id=0)):
+        several = copy.deepcopy(config)
         several.num_return_sequences, several.return_dict_in_generate = 2, True
-        assert all_of(target, prompts, 20, several, 3) == all_of(target, prompts, 20, asked, 3)
+        assert all_of(target, prompts, 20, several, 3) == all_of(target, prompts, 20, config, 3)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +256,13 @@ def test_distribution_equals_that_of_transformers(likely, top_k, top_p, monkeypa
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    for row, wanted in zip(scores, expected.softmax(-1), strict=True):
+    for row, probabilities in zip(scores, expected.softmax(-1), strict=True):
         tokens = sample_tokens(row.expand(count, -1) / choice.temperature, chances, choice.top_k, choice.top_p)
-        found = torch.bincount(tokens, minlength=64) / count
-        assert (found - wanted).abs().max() < 2 / count
+        frequencies = torch.bincount(tokens, minlength=64) / count
+        assert (frequencies - probabilities).abs().max() < 2 / count
 
 
-def test_chance_of_almost_one_takes_a_possible_token(monkeypatch):
+def test_draw_near_one_takes_a_possible_token(monkeypatch):
     scores = torch.full((1, 8), -torch.inf)
     scores[0, 2:4] = 0.0
     chances = torch.tensor([1 - 2**-53], dtype=torch.double)
@@ -253,7 +270,7 @@ def test_chance_of_almost_one_takes_a_possible_token(monkeypatch):
         assert int(sample_tokens(scores, chances, top_k, top_p)) in (2, 3)
 
 
-def test_rows_follow_memory_and_texts(target, monkeypatch):
+def test_batch_size_follows_memory_and_text_count(target, monkeypatch):
     def rows(texts, **options):
         return rows_that_fit(target, GenerationConfig(**options), 40, texts)
 
@@ -264,13 +281,13 @@ def test_rows_follow_memory_and_texts(target, monkeypatch):
     assert rows(1000) == 5
 
 
-def test_memory_is_asked_of_the_targets_devices(monkeypatch):
+def test_free_memory_reads_only_the_targets_device(monkeypatch):
     """The library's function made a context on every visible card: half a GB of each, also for a target on the CPU."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(str(device)) or (7, 9))
+    devices = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: devices.append(str(device)) or (7, 9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("all cards"))
-    assert module.free_memory(torch.device("cuda", 3)) == 7 and asked == ["cuda:3"]
-    assert module.free_memory(torch.device("cpu")) > 7 and asked == ["cuda:3"]
+    assert module.free_memory(torch.device("cuda", 3)) == 7 and devices == ["cuda:3"]
+    assert module.free_memory(torch.device("cpu")) > 7 and devices == ["cuda:3"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
@@ -290,7 +307,7 @@ def test_answers_keep_no_graph_and_no_memory(family):
     assert 0 < max(peaks[20:36]) < 1.05 * max(peaks[:20])  # the last rows leave the slots
 
 
-def test_rows_of_an_offloaded_target():
+def test_offloaded_target_has_a_batch_size():
     """Its first weight is on no device, which ended in `KeyError: 'mps'`."""
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(make_target("llama"), execution_device=torch.device("cpu"))

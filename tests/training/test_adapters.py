@@ -25,12 +25,12 @@ def target():
 
 def adapted_trainer(folder, target, peft_config, draft=None, **overrides):
     """As `make_trainer`, with a drafter that was saved and loaded."""
-    plain = make_trainer(folder, target, counting_rows(8, modulus=10), **overrides)
+    trainer = make_trainer(folder, target, counting_rows(8, modulus=10), **overrides)
     draft = make_draft(target, block_size=BLOCK, target_layer_ids=[0, 1, 2]) if draft is None else draft
     model = (
         add_adapter(draft, peft_config) if isinstance(peft_config, dict) else peft.get_peft_model(draft, peft_config)
     )
-    return DFlashTrainer(model, target, plain.args, plain.train_dataset, plain.eval_dataset)
+    return DFlashTrainer(model, target, trainer.args, trainer.train_dataset, trainer.eval_dataset)
 
 
 @pytest.mark.parametrize("kind", ["LoraConfig", "dict"])
@@ -64,15 +64,15 @@ def test_adapter_alone_moves_and_merges_into_a_drafter(kind, target, tmp_path):
     assert facts["training"]["optimizer_steps"] == 30
 
     # 3. Merged: a plain drafter, by the trainer's model or by the saved adapter.
-    plain = merged(trainer.model)
-    assert type(plain) is DFlashDraftModel and "lora_A" in str(trainer.model)
-    plain.save_pretrained(tmp_path / "merged")
+    merged_draft = merged(trainer.model)
+    assert type(merged_draft) is DFlashDraftModel and "lora_A" in str(trainer.model)
+    merged_draft.save_pretrained(tmp_path / "merged")
     assert check(tmp_path / "merged", target=target.config) == []
-    again = DFlashDraftModel.from_pretrained(tmp_path / "merged")
+    reloaded = DFlashDraftModel.from_pretrained(tmp_path / "merged")
     fresh = DFlashDraftModel.from_pretrained(tmp_path / "draft")
     by_hand = peft.PeftModel.from_pretrained(fresh, tmp_path / "run").merge_and_unload()
-    assert set(again.state_dict()) == set(before)
-    for name, tensor in again.state_dict().items():
+    assert set(reloaded.state_dict()) == set(before)
+    for name, tensor in reloaded.state_dict().items():
         assert torch.equal(tensor, by_hand.state_dict()[name]), name
         changed = any(f".{module}." in name for module in TARGET_MODULES)
         assert torch.equal(tensor, before[name]) != changed, name
@@ -81,23 +81,24 @@ def test_adapter_alone_moves_and_merges_into_a_drafter(kind, target, tmp_path):
     # verifications.
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     prompt = torch.tensor([[5, 9, 11, 60]])
-    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
-    loaded.load_adapter(tmp_path / "run", "domain")
-    outputs, alone = [], target.generate(prompt, **options).sequences
-    for one in (trainer.draft, again, loaded):
-        one.decoding_config.block_size = BLOCK
-        outputs.append(target.generate(prompt, assistant_model=one.eval(), **options))
-        assert torch.equal(outputs[-1].sequences, alone)
+    with_adapter = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    with_adapter.load_adapter(tmp_path / "run", "domain")
+    outputs = []
+    target_only = target.generate(prompt, **options).sequences
+    for drafter in (trainer.draft, reloaded, with_adapter):
+        drafter.decoding_config.block_size = BLOCK
+        outputs.append(target.generate(prompt, assistant_model=drafter.eval(), **options))
+        assert torch.equal(outputs[-1].sequences, target_only)
         assert outputs[-1].acceptance_lengths == outputs[0].acceptance_lengths
 
 
 def test_resumed_adapter_equals_an_uninterrupted_run(target, tmp_path):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
-    whole = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
-    whole.train()
+    uninterrupted = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
+    uninterrupted.train()
     resumed = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), abs=1e-6)
+    assert history(resumed, "loss") == pytest.approx(history(uninterrupted, "loss"), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_wrong_configurations_are_named(config, message, target, tmp_path):
 
 
 def test_adapter_leaves_a_path_selector_and_says_so(target, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr("dflash_hf.training.trainer.logger.warning", said.append)
+    warnings = []
+    monkeypatch.setattr("dflash_hf.training.trainer.logger.warning", warnings.append)
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
     trainer = adapted_trainer(tmp_path, target, {"r": 2}, draft)
-    assert not any(one.requires_grad for one in trainer.draft.candidate_selector.parameters())
-    assert said == ["peft_config trains an adapter: the path selector itself is not trained."]
+    assert not any(parameter.requires_grad for parameter in trainer.draft.candidate_selector.parameters())
+    assert warnings == ["peft_config trains an adapter: the path selector itself is not trained."]

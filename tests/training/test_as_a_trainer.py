@@ -1,4 +1,4 @@
-"""What people do with any `Trainer`: it is done, or refused in one sentence."""
+"""What every `Trainer` of transformers offers: each option works, or is refused with a reason."""
 
 import math
 import pickle
@@ -70,20 +70,26 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_argument_without_effect_is_refused(message, tmp_path):
     target = make_target()
-    draft, rows = make_draft(target, block_size=BLOCK), counting_rows(8)
-    given = {"target": target, "draft": draft, "rows": rows, **ERRORS[message](target=target, draft=draft, rows=rows)}
+    draft = make_draft(target, block_size=BLOCK)
+    rows = counting_rows(8)
+    options = {
+        "target": target,
+        "draft": draft,
+        "rows": rows,
+        **ERRORS[message](target=target, draft=draft, rows=rows),
+    }
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **given).train()
+        make_trainer(tmp_path, **options).train()
 
 
 @pytest.mark.parametrize(
-    ("rows", "given"), [(counting_rows(3), "3 examples are"), (Stream([]), "a stream without examples is")]
+    ("rows", "size"), [(counting_rows(3), "3 examples are"), (Stream([]), "a stream without examples is")]
 )
-def test_run_without_a_step_is_refused(rows, given, tmp_path):
+def test_run_without_a_step_is_refused(rows, size, tmp_path):
     """It ended as a success, with the weights that it started from."""
     options = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "save_strategy": "steps"}
     options |= {"accelerator_config": {"dispatch_batches": False}}  # as `dflash train` reads streams
-    with pytest.raises(ValueError, match=f"{given} less than a batch of per_device_train_batch_size=4 on each of 1"):
+    with pytest.raises(ValueError, match=f"{size} less than a batch of per_device_train_batch_size=4 on each of 1"):
         make_trainer(tmp_path, rows=rows, **options).train()
     assert not any(tmp_path.iterdir())
 
@@ -107,7 +113,7 @@ def test_stream_refuses_rows_that_teach_nothing(kind, rows, reason, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Stream, StreamOfKnownLength])
-def test_streams(kind, tmp_path):
+def test_streams_are_trained_on(kind, tmp_path):
     trainer = make_trainer(tmp_path, rows=kind(counting_rows(8)), max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
@@ -121,7 +127,7 @@ def test_collator_without_a_mask_is_named(tmp_path):
         make_trainer(tmp_path, kwargs={"data_collator": collate}).train()
 
 
-def test_tokens_are_counted(tmp_path):
+def test_log_counts_tokens_without_padding(tmp_path):
     trainer = make_trainer(tmp_path, include_num_input_tokens_seen="non_padding")
     trainer.train()
     assert trainer.state.log_history[0]["num_input_tokens_seen"] == 2 * 24
@@ -131,8 +137,8 @@ def test_trainer_can_be_pickled(tmp_path):
     """As upstream's, before training; its objective held a local function."""
     GradientState._reset_state()  # an earlier training in this process left its data loaders there
     trainer = make_trainer(tmp_path, eval_rows=counting_rows(4))
-    again = pickle.loads(pickle.dumps(trainer))
-    assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    unpickled = pickle.loads(pickle.dumps(trainer))
+    assert unpickled.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
 def test_target_trained_in_between_is_frozen_again(tmp_path):
@@ -143,7 +149,7 @@ def test_target_trained_in_between_is_frozen_again(tmp_path):
     assert trainer.evaluate()["eval_loss"] == before
     target.train()
     trainer.train()
-    assert not target.training and all(one.grad is None for one in target.parameters())
+    assert not target.training and all(parameter.grad is None for parameter in target.parameters())
 
 
 @pytest.mark.parametrize(
@@ -173,10 +179,10 @@ def test_recomputed_layers_learn_whatever_is_frozen(tmp_path):
     for frozen in (draft.fc, draft.hidden_norm):
         frozen.requires_grad_(False)
     reentrant = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
-    before = {name: one.clone() for name, one in draft.named_parameters() if one.requires_grad}
+    before = {name: parameter.clone() for name, parameter in draft.named_parameters() if parameter.requires_grad}
     make_trainer(tmp_path, target=target, draft=draft, max_steps=2, **reentrant).train()
     after = dict(draft.named_parameters())
-    assert [name for name, one in before.items() if torch.equal(one, after[name])] == []
+    assert [name for name, parameter in before.items() if torch.equal(parameter, after[name])] == []
 
 
 def test_stored_rows_are_checked(tmp_path):
@@ -187,11 +193,11 @@ def test_stored_rows_are_checked(tmp_path):
 
 
 def test_part_of_stored_features_can_be_held_out():
-    whole = object.__new__(StoredFeatures)
-    assert parts_of(torch.utils.data.Subset(torch.utils.data.Subset(whole, [0, 1]), [0])) == [whole]
+    dataset = object.__new__(StoredFeatures)
+    assert parts_of(torch.utils.data.Subset(torch.utils.data.Subset(dataset, [0, 1]), [0])) == [dataset]
 
 
-def test_pair_may_be_named(tmp_path):
+def test_trainer_loads_models_from_paths(tmp_path):
     target = make_target()
     target.save_pretrained(tmp_path / "target")
     make_draft(target, block_size=BLOCK, own_mask_embedding=False).save_pretrained(tmp_path / "draft")

@@ -75,7 +75,7 @@ def test_slots_are_constant_and_anchors_distinct(num_anchors):
         assert not row[~mask].any()
 
 
-def test_anchors_are_uniform():
+def test_anchors_are_drawn_uniformly():
     rows = 6000
     anchors, _ = sample_anchors(torch.ones(1, 12).expand(rows, -1), 3, torch.Generator().manual_seed(0))
     counts = torch.bincount(anchors.flatten(), minlength=12)
@@ -89,15 +89,15 @@ def test_anchors_are_uniform():
 def test_example_draws_the_same_anchors_in_any_batch():
     input_ids = torch.randint(0, 90, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(input_ids)
-    together, _ = sample_anchors(ones, 5, seeds=example_seeds(input_ids, ones, seed=3, step=7))
+    in_batch, _ = sample_anchors(ones, 5, seeds=example_seeds(input_ids, ones, seed=3, step=7))
     for row in range(4):
         padded = torch.nn.functional.pad(input_ids[row : row + 1], (0, 9), value=row)
         mask = torch.nn.functional.pad(ones[:1], (0, 9))
         alone, _ = sample_anchors(mask, 5, seeds=example_seeds(padded, mask, seed=3, step=7))
-        assert torch.equal(alone, together[row : row + 1])
+        assert torch.equal(alone, in_batch[row : row + 1])
     for seed, step in ((4, 7), (3, 8)):
         other, _ = sample_anchors(ones, 5, seeds=example_seeds(input_ids, ones, seed, step))
-        assert not (other == together).all(1).any()
+        assert not (other == in_batch).all(1).any()
     swapped = example_seeds(input_ids.flip(1), ones, seed=3, step=7)
     assert not torch.equal(swapped, example_seeds(input_ids, ones, seed=3, step=7))
 
@@ -119,7 +119,8 @@ def test_block_equals_one_written_by_hand():
 
 def test_only_response_tokens_count():
     input_ids = torch.arange(10)[None]
-    anchors, valid = torch.tensor([[1, 2]]), torch.ones(1, 2, dtype=torch.bool)
+    anchors = torch.tensor([[1, 2]])
+    valid = torch.ones(1, 2, dtype=torch.bool)
     gap = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 1, 1]])
     blocks = build_blocks(input_ids, gap, anchors, valid, BLOCK, 99)
     assert blocks.counted.tolist() == [[[False, True, False, True], [False, False, True, True]]]
@@ -166,14 +167,14 @@ def test_mask_equals_the_oracle(case, window, causal):
     assert torch.equal(mask, expected)
     assert mask.any(-1).all()
     assert torch.equal(flex_visible(*rule, *expected.shape[2:]), expected)
-    whole = torch.zeros_like(expected)  # the groups, put together
+    from_groups = torch.zeros_like(expected)  # the groups, put together
     start = 0
-    for context, seen in block_groups(*rule, queries=2 * BLOCK).groups:
-        end = start + seen.shape[2]
-        whole[:, :, start:end, :context] = seen[..., :context]
-        whole[:, :, start:end, 14 + start : 14 + end] = seen[..., context:]
+    for context, group_mask in block_groups(*rule, queries=2 * BLOCK).groups:
+        end = start + group_mask.shape[2]
+        from_groups[:, :, start:end, :context] = group_mask[..., :context]
+        from_groups[:, :, start:end, 14 + start : 14 + end] = group_mask[..., context:]
         start = end
-    assert torch.equal(whole, expected)
+    assert torch.equal(from_groups, expected)
 
 
 def flex_visible(anchors, attention_mask, block_size, window, causal, queries, keys):
@@ -185,9 +186,10 @@ def flex_visible(anchors, attention_mask, block_size, window, causal, queries, k
     return rule(row, torch.zeros_like(row), query, key)[:, None]
 
 
-def test_flex_attention_may_ask_past_the_end():
+def test_flex_mask_is_false_past_the_end():
     """Its tiles are 128 wide: no index may leave its tensor, and no query sees what lies past the end."""
-    anchors, attention_mask = torch.tensor([[1, 6, 9], [3, 12, 0]]), torch.ones(2, 14)
+    anchors = torch.tensor([[1, 6, 9], [3, 12, 0]])
+    attention_mask = torch.ones(2, 14)
     wide = flex_visible(anchors, attention_mask, BLOCK, 7, True, 128, 128)
     assert torch.equal(wide[:, :, :12, :26], block_mask(anchors, attention_mask, BLOCK, 7, True))
     assert not wide[:, :, :12, 26:].any()

@@ -41,16 +41,16 @@ def run(folder, minutes, **overrides):
 
 
 def test_run_ends_in_time_and_resumes_with_the_rest(clock, tmp_path):
-    whole = run(tmp_path / "whole", 10 / 60)
-    whole.train()
-    steps = whole.state.global_step
+    uninterrupted = run(tmp_path / "whole", 10 / 60)
+    uninterrupted.train()
+    steps = uninterrupted.state.global_step
     assert 9 <= steps <= 12
-    rates = [line["learning_rate"] for line in whole.state.log_history if "learning_rate" in line]
+    rates = [line["learning_rate"] for line in uninterrupted.state.log_history if "learning_rate" in line]
     assert rates[-1] < 3e-5 and max(rates) > 4e-4
-    again = run(tmp_path / "again", 10 / 60)
+    resumed = run(tmp_path / "again", 10 / 60)
     clock[0] += 1000  # the checkpoint lay there for a while
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
-    assert abs(again.state.global_step - steps) <= 1
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert abs(resumed.state.global_step - steps) <= 1
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(20, range(17, 23)), (5, [7])])
@@ -73,10 +73,10 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
         assert 9 <= trainer.state.global_step <= 12
         rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
         assert rates[-1] < 3e-5 and max(rates) > 4e-4
-    assert sum(isinstance(one, TimeBudgetSchedule) for one in trainer.callback_handler.callbacks) == 1
+    assert sum(isinstance(callback, TimeBudgetSchedule) for callback in trainer.callback_handler.callbacks) == 1
 
 
-def test_limit_that_is_taken_off_is_over(clock, tmp_path):
+def test_removed_time_limit_no_longer_applies(clock, tmp_path):
     """The next run ended after a step: the time of the first was over."""
     trainer = run(tmp_path, 10 / 60, save_strategy="no")
     trainer.train()
@@ -85,9 +85,10 @@ def test_limit_that_is_taken_off_is_over(clock, tmp_path):
     assert trainer.state.global_step == 3 and trainer.progress == 1.0
 
 
-def test_evaluations_count(clock, tmp_path):
+def test_evaluation_counts_towards_max_minutes(clock, tmp_path):
     target = make_target()
-    rows, options = counting_rows(6), {"eval_strategy": "steps", "eval_steps": 4}
+    rows = counting_rows(6)
+    options = {"eval_strategy": "steps", "eval_steps": 4}
     trainer = make_trainer(tmp_path, target, rows, None, rows, max_steps=-1, max_minutes=1, **options)
     predict = trainer.prediction_step
 
@@ -121,28 +122,28 @@ def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
 
     monkeypatch.setattr(callbacks, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
     monkeypatch.setattr(callbacks, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
-    other = TimeBudgetSchedule(1000.0, warmup=0.1)
-    other(0)
-    assert other.over and other.done == pytest.approx(0.975)
+    second_process = TimeBudgetSchedule(1000.0, warmup=0.1)
+    second_process(0)
+    assert second_process.over and second_process.done == pytest.approx(0.975)
 
 
 def counted(trainer):
     """What a trainer tells about the number of its steps, and its warnings."""
-    said, warned = [], []
+    messages, warnings = [], []
     trainer.remove_callback(StepCountCallback)
-    trainer.add_callback(StepCountCallback(said.append, warned.append))
+    trainer.add_callback(StepCountCallback(messages.append, warnings.append))
     trainer.train()
-    return said, warned
+    return messages, warnings
 
 
 def test_steps_are_counted_after_ten(clock, tmp_path):
-    said, warned = counted(run(tmp_path, 30 / 60, save_strategy="no"))
-    assert len(said) == len(warned) == 1
-    steps = int(said[0].split()[2])
-    assert 9 <= steps <= 30 and "steps of " in said[0]
-    assert warned[0].startswith("In fewer than 200 steps a fresh drafter learns almost nothing: give it more time")
-    said, warned = counted(run(tmp_path, None, max_steps=12, save_strategy="no"))
-    assert "about 12 steps" in said[0] and warned
+    messages, warnings = counted(run(tmp_path, 30 / 60, save_strategy="no"))
+    assert len(messages) == len(warnings) == 1
+    steps = int(messages[0].split()[2])
+    assert 9 <= steps <= 30 and "steps of " in messages[0]
+    assert warnings[0].startswith("In fewer than 200 steps a fresh drafter learns almost nothing: give it more time")
+    messages, warnings = counted(run(tmp_path, None, max_steps=12, save_strategy="no"))
+    assert "about 12 steps" in messages[0] and warnings
 
 
 def test_slow_steps_name_the_settings(clock, tmp_path):
@@ -162,5 +163,7 @@ def test_slow_steps_name_the_settings(clock, tmp_path):
 def test_bar_of_a_timed_run_is_open_ended(tmp_path):
     for minutes, kind in ((1, OpenEndedProgressCallback), (None, ProgressCallback)):
         trainer = run(tmp_path, minutes, max_steps=-1 if minutes else 1, disable_tqdm=False)
-        (bar,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
-        assert type(bar) is kind
+        (progress_bar,) = [
+            callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ProgressCallback)
+        ]
+        assert type(progress_bar) is kind

@@ -24,7 +24,7 @@ KEYS = ("loss", "accuracy", "simulated_tau")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted_run(tmp_path_factory):
     """A run of six steps with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("whole")
     trainer = make_trainer(folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
@@ -33,22 +33,22 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [1, 4, 5])
-def test_resumed_run_equals_an_uninterrupted_run(step, whole, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(step, uninterrupted_run, tmp_path):
     """In the middle of an epoch, at its end, and before the last step; anchors included."""
-    folder, uninterrupted = whole
+    folder, uninterrupted = uninterrupted_run
     resumed = make_trainer(tmp_path, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     for key in KEYS:
         assert len(history(uninterrupted, key)) == 6
         assert history(resumed, key) == pytest.approx(history(uninterrupted, key), abs=1e-6)
-    for one, other in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    for expected, parameter in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(expected, parameter, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("step", "max_steps"), [(6, 6), (3, 2)])
-def test_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
+def test_complete_run_is_not_trained_on(step, max_steps, uninterrupted_run, tmp_path):
     """Upstream made a step more, in the middle of an epoch: each time the same command was given again."""
-    checkpoint = str(whole[0] / f"checkpoint-{step}")
+    checkpoint = str(uninterrupted_run[0] / f"checkpoint-{step}")
     resumed = make_trainer(tmp_path, make_target(), counting_rows(8), **{**FIELDS, "max_steps": max_steps})
     resumed.train(resume_from_checkpoint=checkpoint)
     assert resumed.state.global_step == step and not any(tmp_path.iterdir())
@@ -57,10 +57,10 @@ def test_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
 
 
 @pytest.fixture
-def two(whole, tmp_path):
+def checkpoints_folder(uninterrupted_run, tmp_path):
     """The first two checkpoints of that run, to be spoilt."""
     for step in (1, 2):
-        shutil.copytree(whole[0] / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+        shutil.copytree(uninterrupted_run[0] / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     return tmp_path
 
 
@@ -74,22 +74,24 @@ UNFINISHED: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("files", UNFINISHED.values(), ids=list(UNFINISHED))
-def test_unfinished_checkpoints_are_skipped(files, two, whole, monkeypatch):
+def test_unfinished_checkpoints_are_skipped(files, checkpoints_folder, uninterrupted_run, monkeypatch):
     """`Can't find a valid checkpoint at checkpoint-9`, and the whole one before it was never tried."""
     for step in (8, 9):
-        (two / f"checkpoint-{step}").mkdir()
+        (checkpoints_folder / f"checkpoint-{step}").mkdir()
         for name, text in files.items():
-            (two / f"checkpoint-{step}" / name).write_text(text)
-    shutil.copytree(two / "checkpoint-2", two / "checkpoint-best")  # the user's
-    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+            (checkpoints_folder / f"checkpoint-{step}" / name).write_text(text)
+    shutil.copytree(checkpoints_folder / "checkpoint-2", checkpoints_folder / "checkpoint-best")  # the user's
+    resumed = make_trainer(checkpoints_folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
     with pytest.raises(ValueError, match="checkpoint-9 was not saved to its end .*=auto finds the last whole one"):
-        resumed.train(resume_from_checkpoint=str(two / "checkpoint-9"))
-    said = []
-    monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
-    assert last_checkpoint(two) == two / "checkpoint-2"
-    assert said == [f"{two / f'checkpoint-{step}'} was not saved to its end, and is skipped." for step in (9, 8)]
+        resumed.train(resume_from_checkpoint=str(checkpoints_folder / "checkpoint-9"))
+    warnings = []
+    monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", warnings.append)
+    assert last_checkpoint(checkpoints_folder) == checkpoints_folder / "checkpoint-2"
+    assert warnings == [
+        f"{checkpoints_folder / f'checkpoint-{step}'} was not saved to its end, and is skipped." for step in (9, 8)
+    ]
     resumed.train(resume_from_checkpoint=True)
-    assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
+    assert history(resumed, "loss") == pytest.approx(history(uninterrupted_run[1], "loss"), abs=1e-6)
 
 
 def test_last_checkpoint_has_the_largest_number(tmp_path):
@@ -107,24 +109,26 @@ def test_run_killed_in_its_first_save_starts_over(tmp_path):
         assert checkpoint_to_resume(tmp_path, resume, overwrite=False) is None
 
 
-def test_weights_alone_are_not_resumed_from(two):
+def test_weights_alone_are_not_resumed_from(checkpoints_folder):
     """The optimizer and the warm-up started over, with status 0."""
-    trainer = make_trainer(two, make_target(), counting_rows(8), save_only_model=True, **{**FIELDS, "max_steps": 3})
+    trainer = make_trainer(
+        checkpoints_folder, make_target(), counting_rows(8), save_only_model=True, **{**FIELDS, "max_steps": 3}
+    )
     trainer.train(resume_from_checkpoint=True)
     remedy = "save_only_model=true.* draft=.*checkpoint-3 and another output_dir"
-    for resume in (True, str(two / "checkpoint-3")):
+    for resume in (True, str(checkpoints_folder / "checkpoint-3")):
         with pytest.raises(ValueError, match=remedy):
             trainer.train(resume_from_checkpoint=resume)
     with pytest.raises(ValueError, match=remedy):
-        checkpoint_to_resume(two, "auto", overwrite=False)
+        checkpoint_to_resume(checkpoints_folder, "auto", overwrite=False)
 
 
-def test_second_save_at_a_step_leaves_the_first(two):
+def test_second_save_at_a_step_leaves_the_first(checkpoints_folder):
     """`enable_jit_checkpoint` saves at any step: killed meanwhile, a run lost the checkpoint that it had."""
-    trainer = make_trainer(two, make_target(), counting_rows(8), **{**FIELDS, "max_steps": 3})
+    trainer = make_trainer(checkpoints_folder, make_target(), counting_rows(8), **{**FIELDS, "max_steps": 3})
 
     def times(step):
-        return {path: path.stat().st_mtime_ns for path in (two / f"checkpoint-{step}").iterdir()}
+        return {path: path.stat().st_mtime_ns for path in (checkpoints_folder / f"checkpoint-{step}").iterdir()}
 
     class SavesAgain(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -135,7 +139,7 @@ def test_second_save_at_a_step_leaves_the_first(two):
     trainer.add_callback(SavesAgain())
     trainer.train(resume_from_checkpoint=True)
     trainer._save_checkpoint(trainer.model, None)
-    assert last_checkpoint(two) == two / "checkpoint-3"
+    assert last_checkpoint(checkpoints_folder) == checkpoints_folder / "checkpoint-3"
 
 
 # Where a process dies while it saves its second checkpoint, once in a new folder and once in one that is replaced.
@@ -202,29 +206,29 @@ for name, replaces in [(name, replaces) for name in points for replaces in (Fals
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill_during_a_save_leaves_the_last_checkpoint(whole, tmp_path):
+def test_kill_during_a_save_leaves_the_last_checkpoint(uninterrupted_run, tmp_path):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
-    earlier = [str(whole[0] / f"checkpoint-{step}") for step in (1, 2)]
+    earlier = [str(uninterrupted_run[0] / f"checkpoint-{step}") for step in (1, 2)]
     command = [sys.executable, "-c", KILLED, str(tmp_path), *earlier]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     folders = sorted(tmp_path.iterdir())
     assert len(folders) == 14
     for folder in folders:
         assert {path.name for path in folder.iterdir()} <= {"checkpoint-1", "checkpoint-2"}
         assert last_checkpoint(folder) == folder / "checkpoint-1"
         first = load_file(folder / "checkpoint-1" / "model.safetensors")
-        for name, tensor in load_file(whole[0] / "checkpoint-1" / "model.safetensors").items():
+        for name, tensor in load_file(uninterrupted_run[0] / "checkpoint-1" / "model.safetensors").items():
             assert torch.equal(first[name], tensor)
     for folder in folders[-2:]:
         resumed = make_trainer(folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
         resumed.train(resume_from_checkpoint=True)
         for key in KEYS:
-            assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
+            assert history(resumed, key) == pytest.approx(history(uninterrupted_run[1], key), abs=1e-6)
         assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
         assert is_whole(folder / "checkpoint-2")
 

@@ -49,7 +49,7 @@ def results_of(process, folder):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     """What one process gets."""
     folder = tmp_path_factory.mktemp("alone")
     results = {loss_type: scenarios.train_and_evaluate(folder, 1, loss_type) for loss_type in scenarios.ROWS}
@@ -71,9 +71,9 @@ def launched(tmp_path_factory):
 @pytest.mark.parametrize(
     "scenario, loss_type", [(name, loss) for name, losses in scenarios.LOSSES.items() for loss in losses]
 )
-def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
+def test_two_ranks_train_as_one(scenario, loss_type, launched, one_process):
     """Also where one of them has no anchors: it takes part in every reduction, and its zeros are right."""
-    expected_figures, expected = alone[loss_type]
+    expected_figures, expected = one_process[loss_type]
     for results in launched(scenario)[1]:
         figures, parameters = results[loss_type]
         assert figures == pytest.approx(expected_figures, rel=1e-6)
@@ -92,11 +92,11 @@ def test_selector_alone_learns_on_two_ranks(launched, tmp_path):
 
 
 @pytest.mark.parametrize("scenario", scenarios.LOSSES)
-def test_two_ranks_save_one_drafter_and_resume(scenario, launched, alone):
+def test_two_ranks_save_one_drafter_and_resume(scenario, launched, one_process):
     folder, ranks = launched(scenario)
     for (uninterrupted, resumed), parameters, kinds in (results["resumed"] for results in ranks):
         assert kinds == {"DTensor" if scenario == "fsdp2" else "Parameter"}
-        assert uninterrupted == pytest.approx(alone["resumed"][0][0], abs=1e-5)
+        assert uninterrupted == pytest.approx(one_process["resumed"][0][0], abs=1e-5)
         assert resumed == pytest.approx(uninterrupted, abs=1e-6)
         saved = DFlashDraftModel.from_pretrained(folder / "checkpoint-2").state_dict()
         for name, parameter in parameters.items():
@@ -111,7 +111,7 @@ def test_two_ranks_save_an_adapter_merged(scenario, launched, tmp_path):
     pytest.importorskip("peft")
     scenarios.save_adapter(tmp_path, 1)
     folder, _ = launched(scenario)
-    expected, saved = (load_file(one / "adapted" / "model.safetensors") for one in (tmp_path, folder))
+    expected, saved = (load_file(output / "adapted" / "model.safetensors") for output in (tmp_path, folder))
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-6)

@@ -17,10 +17,10 @@ def test_evaluation_keeps_no_graph_and_no_memory(family, loss_type, tmp_path):
     options = {"per_device_eval_batch_size": 1, "loss_type": loss_type}
     trainer = make_trainer(tmp_path, target, counting_rows(4), draft, counting_rows(24), **options)
     trainer.train()
-    parts = [draft, target.get_decoder() if loss_type == "kl" else target.get_decoder().layers[0]]
-    for part in parts:
+    modules = [draft, target.get_decoder() if loss_type == "kl" else target.get_decoder().layers[0]]
+    for module in modules:
         with Watch() as watch:
-            watch.hook(part)
+            watch.hook(module)
             assert trainer.evaluate()["eval_loss"] > 0
         assert not watch.graphs and len(watch.alive) == 24
         assert 0 < max(watch.alive) < 1.05 * max(watch.alive[:12])

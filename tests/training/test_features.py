@@ -56,7 +56,7 @@ def make_offline_trainer(folder, target, dataset, draft=None, **overrides):
     return DFlashTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
 
 
-def test_layers_that_the_target_does_not_have(target, tmp_path):
+def test_missing_target_layers_are_refused(target, tmp_path):
     """Of a run whose drafter belongs to a deeper target, this was `IndexError: index 8 is out of range`."""
     for layer_ids in ([0, 8], [1, 1], [-2, 0]):
         with pytest.raises(
@@ -65,15 +65,15 @@ def test_layers_that_the_target_does_not_have(target, tmp_path):
             store(target, counting_rows(2), tmp_path / "features", layer_ids)
 
 
-def test_row_is_what_the_target_makes_of_it(target, stored):
+def test_stored_row_equals_the_targets_features(target, stored):
     dataset = StoredFeatures(stored)
     assert dataset.lengths.tolist() == [len(row["input_ids"]) for row in dataset]
     assert len(dataset) == 6 and len(dataset.manifest.shards) == 3
     for row, example in zip(counting_rows(6), dataset, strict=True):
         assert example["input_ids"].tolist() == row["input_ids"]
         assert example["loss_mask"].tolist() == row["loss_mask"]
-        alone = target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
-        torch.testing.assert_close(example["stored"].read("features"), alone, rtol=1e-5, atol=1e-4)
+        expected = target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
+        torch.testing.assert_close(example["stored"].read("features"), expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(dataset[-1]["input_ids"], dataset[5]["input_ids"])
     with pytest.raises(IndexError):
         dataset[6]
@@ -127,7 +127,8 @@ class Killed(BaseException):
 
 
 def test_interrupted_storing_goes_on_after_last_shard(target, tmp_path, monkeypatch):
-    rows, folder = counting_rows(6), tmp_path / "features"
+    rows = counting_rows(6)
+    folder = tmp_path / "features"
     calls = []
 
     def killed(*arguments, **options):
@@ -150,28 +151,32 @@ def test_interrupted_storing_goes_on_after_last_shard(target, tmp_path, monkeypa
     assert "0.06 MB; 0.02 MB are to be written" in lines[0]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     store(target, rows, tmp_path / "whole")
-    for one, other in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):
-        assert torch.equal(one["stored"].read("features"), other["stored"].read("features"))
-        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "loss_mask"))
+    for example, expected in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):
+        assert torch.equal(example["stored"].read("features"), expected["stored"].read("features"))
+        assert all(torch.equal(example[name], expected[name]) for name in ("input_ids", "loss_mask"))
     assert not list(folder.glob(".*"))
 
 
-def test_set_that_was_enough_is_complete(target, tmp_path):
+def test_storing_that_stops_early_is_complete(target, tmp_path):
     """As of a run that stores features for a third of its time; the same call leaves it as it is."""
-    rows, folder, asked = counting_rows(6), tmp_path / "features", []
-    made_with = manifest_of(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
-    options = {"shard_bytes": 20_000, "enough": lambda: asked.append(1) or len(asked) == 2}
-    assert store_features(target, rows, folder, made_with, **options).examples == 4 == len(StoredFeatures(folder))
+    rows = counting_rows(6)
+    folder = tmp_path / "features"
+    calls = []
+    manifest = manifest_of(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
+    options = {"shard_bytes": 20_000, "enough": lambda: calls.append(1) or len(calls) == 2}
+    assert store_features(target, rows, folder, manifest, **options).examples == 4 == len(StoredFeatures(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-    store_features(target, rows, folder, made_with, **options)
-    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == before and len(asked) == 2
+    store_features(target, rows, folder, manifest, **options)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")} == before and len(calls) == 2
 
 
 def test_run_with_little_time_stores_few_rows(target, tmp_path):
     """It asked after 64 MB, of a small target 29,000 tokens: a slow machine read them for longer than it was given."""
-    rows, draft = counting_rows(600), make_draft(target)
+    rows = counting_rows(600)
+    draft = make_draft(target)
     run = SimpleNamespace(target=target, draft=draft, args=SimpleNamespace(has_teacher=False, process_index=0))
-    recipe, encoder = SimpleNamespace(target="some/target"), RowEncoder(make_tokenizer(), max_length=64)
+    recipe = SimpleNamespace(target="some/target")
+    encoder = RowEncoder(make_tokenizer(), max_length=64)
     store_rows(rows, tmp_path / "features", run, recipe, encoder, lambda: True)
     stored = StoredFeatures(tmp_path / "features")
     assert 0 < stored.lengths.sum() <= 4096 < sum(len(row["input_ids"]) for row in rows)
@@ -191,14 +196,14 @@ def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
 def test_missing_and_damaged_shards_are_named(stored, tmp_path):
     StoredFeatures(stored)
     shard = stored / "features-00001.safetensors"
-    whole = shard.read_bytes()
+    contents = shard.read_bytes()
     shard.unlink()
     with pytest.raises(ValueError, match="holds 2 of 3 shards; .* .features-00001.safetensors is missing"):
         StoredFeatures(stored)
-    shard.write_bytes(whole[:-1])
+    shard.write_bytes(contents[:-1])
     with pytest.raises(ValueError, match="features-00001.safetensors is damaged"):
         StoredFeatures(stored)
-    shard.write_bytes(whole)
+    shard.write_bytes(contents)
     StoredFeatures(stored)
     (stored / "manifest.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"manifest.json is damaged"):
@@ -207,27 +212,27 @@ def test_missing_and_damaged_shards_are_named(stored, tmp_path):
         StoredFeatures(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["dtype", "layer_ids", "data", "chat_template_kwargs", "weights"])
-def test_other_features_are_not_mixed_with_them(what, target, stored):
-    rows = counting_rows(6) if what != "data" else counting_rows(7)
+@pytest.mark.parametrize("changed", ["dtype", "layer_ids", "data", "chat_template_kwargs", "weights"])
+def test_other_features_are_not_mixed_with_them(changed, target, stored):
+    rows = counting_rows(6) if changed != "data" else counting_rows(7)
     options = {
         "dtype": {"dtype": "bfloat16"},
         "layer_ids": {"layer_ids": [0, 1, 3]},
         "chat_template_kwargs": {"enable_thinking": False},
-    }.get(what, {})
-    other = make_target(seed=5) if what == "weights" else target
-    with pytest.raises(ValueError, match=f"was stored with {what}="):
-        store(other, rows, stored, **options)
+    }.get(changed, {})
+    other_target = make_target(seed=5) if changed == "weights" else target
+    with pytest.raises(ValueError, match=f"was stored with {changed}="):
+        store(other_target, rows, stored, **options)
 
 
 def test_trainer_refuses_features_of_something_else(target, stored, tmp_path):
     dataset = StoredFeatures(stored)
-    for draft, other, differs in (
+    for draft, used_target, differs in (
         (make_draft(target, target_layer_ids=[0, 1, 3]), target, r"layer_ids=\[0, 2, 3\], not \[0, 1, 3\]"),
         (make_draft(target), make_target(seed=5), r"weights\.ends='.*', not '.*'; weights\.layers='.*', not '.*'"),
     ):
         with pytest.raises(ValueError, match=f"was stored with {differs}: train with .* of the features, or"):
-            make_offline_trainer(tmp_path, other, dataset, draft)
+            make_offline_trainer(tmp_path, used_target, dataset, draft)
     with pytest.raises(ValueError, match="was stored without the final states, .* `dflash features --states`"):
         make_offline_trainer(tmp_path, target, dataset, loss_type="kl")
 
@@ -235,16 +240,17 @@ def test_trainer_refuses_features_of_something_else(target, stored, tmp_path):
 def test_several_folders_are_one_dataset(target, stored, tmp_path):
     assert torch.equal(validate_and_count(stored_tokens(stored)), validate_and_count(counting_rows(6)))
     store(target, counting_rows(9), tmp_path / "later")
-    both = stored_features([stored, tmp_path / "later"])
-    assert len(both) == 6 + 9 and len(stored_tokens([stored, tmp_path / "later"])) > 3
-    trainer = make_offline_trainer(tmp_path / "run", target, both)
+    combined = stored_features([stored, tmp_path / "later"])
+    assert len(combined) == 6 + 9 and len(stored_tokens([stored, tmp_path / "later"])) > 3
+    trainer = make_offline_trainer(tmp_path / "run", target, combined)
     trainer.train()
     assert trainer.state.global_step > 0
 
 
 def test_features_are_read_when_their_micro_batch_runs(target, stored, tmp_path, monkeypatch):
     """All micro-batches of a step were held with their features: 8 GB a rank."""
-    events, stored_output = [], trainer_module.stored_output
+    events = []
+    stored_output = trainer_module.stored_output
     monkeypatch.setattr(trainer_module, "stored_output", lambda *of: events.append("read") or stored_output(*of))
     options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
     trainer = make_offline_trainer(tmp_path, target, StoredFeatures(stored), **options)
@@ -263,12 +269,14 @@ def test_set_stored_anew_is_read_anew(target, stored):
 
 
 def test_digest_tells_targets_apart_but_not_dtypes():
-    one, same, half = make_target(), make_target(), make_target().to(torch.bfloat16)
+    target = make_target()
+    copy = make_target()
+    half = make_target().to(torch.bfloat16)
     tuned = make_target()
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
-    digest = digest_of_target(one)
-    assert digest_of_target(same) == digest == digest_of_target(half)
+    digest = digest_of_target(target)
+    assert digest_of_target(copy) == digest == digest_of_target(half)
     changed = digest_of_target(tuned)
     assert changed["ends"] == digest["ends"] and changed["layers"] != digest["layers"]
     assert set(digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}

@@ -19,12 +19,14 @@ CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_infinite_features_stop_the_training(accumulation, tmp_path):
     """It logged a loss of 0 and a gradient of nan, ended well, and saved 14 of 14 tensors as NaN."""
-    target, rows = make_target(), counting_rows(8)
+    target = make_target()
+    rows = counting_rows(8)
     options = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulation, **CHECKPOINTS}
     rows[5]["input_ids"][3] = 93  # occurs nowhere else
     with torch.no_grad():
         target.get_input_embeddings().weight[93] = float("inf")
-    trainer, micro_batches = make_trainer(tmp_path, target, rows, **options), []
+    trainer = make_trainer(tmp_path, target, rows, **options)
+    micro_batches = []
     compute = trainer.compute_loss
     trainer.compute_loss = lambda *args, **kwargs: micro_batches.append(1) or compute(*args, **kwargs)
     step = 3 if accumulation == 1 else 2
@@ -44,7 +46,7 @@ def test_infinite_features_stop_the_training(accumulation, tmp_path):
     assert trainer.state.global_step == 6
 
 
-def test_learning_rate_that_is_too_high_is_told(tmp_path):
+def test_diverging_run_names_its_learning_rate(tmp_path):
     trainer = make_trainer(
         tmp_path, make_target(), counting_rows(8), optim="sgd", learning_rate=1e30, warmup_steps=0, **CHECKPOINTS
     )
@@ -53,31 +55,34 @@ def test_learning_rate_that_is_too_high_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_gradients_are_looked_at_before_the_step(max_grad_norm, tmp_path):
+def test_infinite_gradient_stops_before_the_step(max_grad_norm, tmp_path):
     trainer = make_trainer(tmp_path, make_target(), counting_rows(8), max_grad_norm=max_grad_norm, **CHECKPOINTS)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.model.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
-    told = "Step 1: the norm of the gradient is (inf|nan).* There is no checkpoint before it"
-    with pytest.raises(NotFiniteError, match=told):
+    message = "Step 1: the norm of the gradient is (inf|nan).* There is no checkpoint before it"
+    with pytest.raises(NotFiniteError, match=message):
         trainer.train()
-    assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
+    assert all(
+        torch.equal(start, parameter) for start, parameter in zip(before, trainer.model.parameters(), strict=True)
+    )
 
 
 def test_drafter_that_is_not_finite_is_not_saved(tmp_path):
     trainer = make_trainer(tmp_path, make_target(), counting_rows(4))
     trainer.save_model()
-    good = (tmp_path / "model.safetensors").read_bytes()
+    saved = (tmp_path / "model.safetensors").read_bytes()
     with torch.no_grad():
         trainer.model.norm.weight[0] = float("nan")
     with pytest.raises(NotFiniteError, match="the drafter's weights are not finite, and are not saved"):
         trainer.save_model()
-    assert (tmp_path / "model.safetensors").read_bytes() == good
+    assert (tmp_path / "model.safetensors").read_bytes() == saved
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(1e7, "float16"), (float("inf"), "bfloat16")])
 def test_features_that_are_not_finite_are_not_stored(factor, dtype, tmp_path):
     """1,974 of 75,776 stored numbers were inf or nan."""
-    target, encoder = make_target(), RowEncoder(max_length=64)
+    target = make_target()
+    encoder = RowEncoder(max_length=64)
     with torch.no_grad():
         target.model.layers[2].mlp.down_proj.weight.mul_(factor)
     with pytest.raises(ValueError, match=rf"Example \d: features of layer 2 .* as {dtype}; .* --store-dtype bfloat16"):

@@ -20,80 +20,92 @@ def heads(monkeypatch):
     use_heads(monkeypatch, RecurrentHead)
 
 
-def a_batch(teacher, tokens=7, vocab=12):
+def a_batch(with_teacher, tokens=7, vocab=12):
     """Everything that a loss is made of, in fp64: the parameters that learn, and what they learn from."""
     random = torch.Generator().manual_seed(0)
 
     def of(*shape):
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    hidden, queries, bias = of(1, 1, tokens, 6), of(tokens - 2, 3), of(3, vocab)
+    hidden = of(1, 1, tokens, 6)
+    queries = of(tokens - 2, 3)
+    bias = of(3, vocab)
     weight, states = of(vocab, 6), of(tokens, 6)
     labels = torch.randint(vocab, (1, 1, tokens), generator=random)
-    known = torch.ones_like(labels, dtype=torch.bool)
-    known[..., 0] = known[..., 4] = False
-    one = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if teacher else None
-    return [hidden, queries, bias], (weight, labels, known, one)
+    counted = torch.ones_like(labels, dtype=torch.bool)
+    counted[..., 0] = counted[..., 4] = False
+    teacher = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if with_teacher else None
+    return [hidden, queries, bias], (weight, labels, counted, teacher)
 
 
-@pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
+@pytest.mark.parametrize("with_teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_loss_of_all_scores_equals_the_oracle(teacher, chunk_size):
+def test_loss_of_all_scores_equals_the_oracle(with_teacher, chunk_size):
     """Two terms, of the scores and of the logits, chunk by chunk, against all at once; and all their gradients."""
-    learned, (weight, labels, known, one) = a_batch(teacher)
+    learned, (weight, labels, counted, teacher) = a_batch(with_teacher)
     gradients = []
     for chunked in (True, False):
-        hidden, queries, bias = (one.clone().requires_grad_() for one in learned)
+        hidden, queries, bias = (parameter.clone().requires_grad_() for parameter in learned)
         if chunked:
             losses = token_losses(
                 hidden,
                 lambda rows: rows @ weight.T,
                 labels,
-                known,
+                counted,
                 chunk_size,
-                one,
+                teacher,
                 queries,
                 lambda query, logits, bias=bias: (None, logits + query @ bias),
                 lambda rows: rows.divergence(rows.scores) + 0.3 * rows.divergence(rows.logits),
             )
-            values, figures = losses.values, losses
+            values = losses.values
+            figures = losses
         else:
             values = torch.zeros(labels.shape, dtype=torch.float64)
-            for number, slot in enumerate(known[0, 0].nonzero().flatten().tolist()):
+            for number, slot in enumerate(counted[0, 0].nonzero().flatten().tolist()):
                 logits = weight @ hidden[0, 0, slot]
-                scores, gold = logits + queries[number] @ bias, labels[0, 0, slot]
-                wanted = (weight @ one.states[slot]).softmax(0) if teacher else torch.nn.functional.one_hot(gold, 12)
+                scores = logits + queries[number] @ bias
+                gold = labels[0, 0, slot]
+                p = (
+                    (weight @ teacher.states[slot]).softmax(0)
+                    if with_teacher
+                    else torch.nn.functional.one_hot(gold, 12)
+                )
                 for share, q in ((1.0, scores.log_softmax(0)), (0.3, logits.log_softmax(0))):
-                    values[0, 0, slot] += share * (torch.xlogy(wanted, wanted) - wanted * q).sum()
+                    values[0, 0, slot] += share * (torch.xlogy(p, p) - p * q).sum()
                 assert figures.nll[0, 0, slot].item() == pytest.approx(-scores.log_softmax(0)[gold].item())
                 assert figures.correct[0, 0, slot] == (scores.argmax() == gold)
                 assert figures.correct_without_head[0, 0, slot] == (logits.argmax() == gold)
             torch.testing.assert_close(values.detach(), figures.values.detach())
-            assert torch.equal(figures.draftable, known) and not figures.correct[~known].any()
+            assert torch.equal(figures.draftable, counted) and not figures.correct[~counted].any()
         gradients.append(torch.autograd.grad((values * torch.arange(7.0)).sum(), (hidden, queries, bias)))
-    for ours, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, expected)
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize("chooses", [False, True])
 def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
     """On a rank without any, the gradients of the others are reduced all the same."""
-    learned, (weight, labels, known, _) = a_batch(teacher=False)
-    hidden, queries, bias = (one.clone().requires_grad_() for one in learned)
+    learned, (weight, labels, counted, _) = a_batch(with_teacher=False)
+    hidden, queries, bias = (parameter.clone().requires_grad_() for parameter in learned)
 
     def score(query, logits):
         scores = logits + query @ bias
         return (scores.topk(4).indices, scores.topk(4).values) if chooses else (None, scores)
 
-    none, loss = torch.zeros_like(known), partial(Head.loss, None, progress=0.0)
-    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, none, 512, None, queries[:0], score, loss)
-    block_loss(losses, none, None).sum().backward()
-    assert all(one.grad.abs().max() == 0 for one in (hidden, queries, bias))
+    nothing_counted = torch.zeros_like(counted)
+    loss = partial(Head.loss, None, progress=0.0)
+    losses = token_losses(
+        hidden, lambda rows: rows @ weight.T, labels, nothing_counted, 512, None, queries[:0], score, loss
+    )
+    block_loss(losses, nothing_counted, None).sum().backward()
+    assert all(parameter.grad.abs().max() == 0 for parameter in (hidden, queries, bias))
 
 
 @pytest.mark.parametrize(("loss_type", "vocabulary"), [("ce", None), ("dpace", 60), ("dpace_kl", None)])
 def test_every_parameter_learns(loss_type, vocabulary, tmp_path):
-    target, rows = make_target(), counting_rows(4)
+    target = make_target()
+    rows = counting_rows(4)
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=vocabulary, **SIZES)
     if vocabulary:
         set_draft_vocabulary(draft, target, torch.arange(96))
@@ -108,5 +120,5 @@ def test_every_parameter_learns(loss_type, vocabulary, tmp_path):
     assert trainer.evaluate()["eval_loss"] < 0.7 * start["eval_loss"]
     assert trainer.progress == 1 and history(trainer, "simulated_tau_argmax")
     trainer.save_model(tmp_path / "out")
-    again = DFlashDraftModel.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in again.state_dict().items())
+    reloaded = DFlashDraftModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in reloaded.state_dict().items())

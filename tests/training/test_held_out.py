@@ -25,10 +25,24 @@ pytest.importorskip("yaml")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("own_cache")
 TINY = (
-    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "init_layers=null"),
-    *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
-    *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
-    *("target_dtype=float32", "save_steps=1", "draft_vocab_size=null"),
+    "mask_token_id=null",
+    "target_layer_ids=[0, 2]",
+    "num_draft_layers=1",
+    "block_size=4",
+    "init_layers=null",
+    "draft_config.intermediate_size=32",
+    "max_steps=2",
+    "logging_steps=1",
+    "disable_tqdm=true",
+    "report_to=none",
+    "num_anchors=4",
+    "per_device_train_batch_size=2",
+    "gradient_accumulation_steps=1",
+    "bf16=false",
+    "use_cpu=true",
+    "target_dtype=float32",
+    "save_steps=1",
+    "draft_vocab_size=null",
 )
 ROWS = 40
 
@@ -50,11 +64,11 @@ def write(path, rows):
     return path
 
 
-def run(folder, data, output, *given):
+def run(folder, data, output, *settings):
     """The trainer of a run on a file of rows, or on stored features, after it."""
     kind = "features" if data.is_dir() else "data"
     of_data = [] if data.is_dir() else ["max_length=128", "store_rows=0"]
-    words = [f"target={folder}", f"{kind}={data}", f"output_dir={output}", *TINY, *of_data, *given]
+    words = [f"target={folder}", f"{kind}={data}", f"output_dir={output}", *TINY, *of_data, *settings]
     return train_recipe(*read_recipe(None, as_settings(words)))
 
 
@@ -86,12 +100,12 @@ def test_split_is_of_whole_conversations():
     # In another order and with other rows beside them, the same ones.
     order = list(range(400))
     generator.shuffle(order)
-    _, others, _ = hold_out([keys[i] for i in order], None, seed=3)
-    assert {keys[order[i]] for i in others} == {keys[i] for i in held_out}
+    _, held_out_shuffled, _ = hold_out([keys[i] for i in order], None, seed=3)
+    assert {keys[order[i]] for i in held_out_shuffled} == {keys[i] for i in held_out}
     assert hold_out(keys, None, seed=4)[1] != held_out
 
 
-def test_split_spares_the_prompt_of_most_rows():
+def test_split_never_holds_out_the_commonest_prompt():
     """Text that begins in one way, such as a base model's, would be one conversation."""
     keys = [7] * 60 + list(range(100, 140))
     trained, held_out, _ = hold_out(keys, 20, seed=0)
@@ -105,11 +119,11 @@ def test_split_spares_the_prompt_of_most_rows():
     ("conversations", "expected"),
     [(0, 0), (19, 0), (20, 2), (60, 6), (79, 7), (80, 8), (200, 10), (4000, 200), (10**6, 256)],
 )
-def test_default_is_a_twentieth(conversations, expected):
+def test_default_holds_out_a_twentieth(conversations, expected):
     assert default_held_out(conversations) == expected
 
 
-def test_key_is_of_prompt_and_images():
+def test_conversation_key_hashes_prompt_and_images():
     ids, mask = np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])
     key = conversation_key(ids, mask)
     assert key == conversation_key(np.array([5, 6, 9]), np.array([0, 0, 1]))
@@ -120,12 +134,13 @@ def test_key_is_of_prompt_and_images():
 
 @pytest.mark.parametrize("source", ["data", "store_rows", "features"])
 def test_run_never_trains_on_held_out_rows(source, folder, data, tmp_path):
-    given, rows = [], data
+    settings = []
+    rows = data
     if source == "store_rows":
-        given = ["store_rows=12"]
+        settings = ["store_rows=12"]
     if source == "features":
         rows = store(folder, data, tmp_path / "features")
-    trainer = run(folder, rows, tmp_path / "out", *given)
+    trainer = run(folder, rows, tmp_path / "out", *settings)
     trained, held_out = texts_of(trainer.train_dataset), texts_of(trainer.eval_dataset)
     assert not trained.keys() & held_out.keys()
     assert len(numbers_in(held_out)) == 4 and not numbers_in(trained) & numbers_in(held_out)
@@ -135,19 +150,19 @@ def test_run_never_trains_on_held_out_rows(source, folder, data, tmp_path):
     assert facts["held_out_simulated_tau"] >= 1 and facts["training_simulated_tau"] >= 1
 
 
-@pytest.mark.parametrize("given", [["seed=7"], ["held_out_rows=4"]])
-def test_resumed_run_keeps_its_held_out_rows(given, folder, data, tmp_path):
-    first = texts_of(run(folder, data, tmp_path / "out", "seed=1").eval_dataset)
-    again = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=3", *given)
-    assert texts_of(again.eval_dataset) == first
+@pytest.mark.parametrize("settings", [["seed=7"], ["held_out_rows=4"]])
+def test_resumed_run_keeps_its_held_out_rows(settings, folder, data, tmp_path):
+    expected = texts_of(run(folder, data, tmp_path / "out", "seed=1").eval_dataset)
+    resumed = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=3", *settings)
+    assert texts_of(resumed.eval_dataset) == expected
 
 
 def test_twice_resumed_run_keeps_its_held_out_rows(folder, data, tmp_path):
     """The second time, they were chosen by the seed of the first resumption: among rows that had been trained on."""
-    first = texts_of(run(folder, data, tmp_path / "out", "seed=0").eval_dataset)
+    expected = texts_of(run(folder, data, tmp_path / "out", "seed=0").eval_dataset)
     for steps in (3, 4):
-        again = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", f"max_steps={steps}", "seed=7")
-        assert texts_of(again.eval_dataset) == first
+        resumed = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", f"max_steps={steps}", "seed=7")
+        assert texts_of(resumed.eval_dataset) == expected
 
 
 def test_resumed_run_of_all_rows_holds_out_none(folder, data, tmp_path):
@@ -157,8 +172,8 @@ def test_resumed_run_of_all_rows_holds_out_none(folder, data, tmp_path):
         facts = read_json(path)
         del facts["training"]["held_out_rows"]
         write_json(path, facts)
-    again = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=3")
-    assert again.eval_dataset is None and len(texts_of(again.train_dataset)) > ROWS
+    resumed = run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=3")
+    assert resumed.eval_dataset is None and len(texts_of(resumed.train_dataset)) > ROWS
     with pytest.raises(ValueError, match=r"held_out_rows=3, but .*checkpoint-3 was trained with 0"):
         run(folder, data, tmp_path / "out", "resume_from_checkpoint=auto", "max_steps=4", "held_out_rows=3")
 
@@ -171,7 +186,7 @@ def test_vocabulary_is_that_of_the_training_rows(folder, data, tmp_path):
     assert of_rows.draft.d2t.tolist() == of_features.draft.d2t.tolist()
 
 
-def test_features_without_conversations_go_by_prompt(folder, data, tmp_path):
+def test_features_without_keys_are_split_by_prompt(folder, data, tmp_path):
     """Those of an earlier version."""
     before = StoredFeatures(store(folder, data, tmp_path / "f"))
     assert len(set(before.conversations)) == ROWS < len(before)
@@ -185,8 +200,8 @@ def test_features_without_conversations_go_by_prompt(folder, data, tmp_path):
 # --------------------------------------------------------------------------------------------------- what a run says
 
 
-def train(capsys, folder, data, output, *given):
-    words = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "max_length=128", *given]
+def train(capsys, folder, data, output, *settings):
+    words = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, "max_length=128", *settings]
     code = main(["train", *as_options(words)])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
@@ -221,12 +236,12 @@ def test_more_held_out_than_half_is_refused(folder, data, tmp_path, capsys):
     assert code == 1 and "--held-out-rows 2 has no effect with --eval-data" in error
 
 
-@pytest.mark.parametrize(("steps", "said"), [("max_steps=500", True), ("max_steps=20", False)])
-def test_many_passes_are_told_at_the_start(steps, said, folder, data, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("steps", "warns"), [("max_steps=500", True), ("max_steps=20", False)])
+def test_many_passes_warn_before_the_first_step(steps, warns, folder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(DFlashTrainer, "compute_loss", lambda *_, **__: 1 / 0)  # before the first step is made
     code, _, error = train(capsys, folder, data, tmp_path / "out", "store_rows=0", steps)
     assert code == 1 and "ZeroDivisionError" in error
-    assert ("passes over 72 rows learn them by heart" in error) == said
+    assert ("passes over 72 rows learn them by heart" in error) == warns
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def tokens(dtype=torch.float32, shape=(2, 3, 5), width=8, vocab=40):
     head = head.to(dtype)
     hidden = torch.randn(*shape, width, generator=random).to(dtype).requires_grad_()
     labels = torch.randint(0, vocab, shape, generator=random)
-    right = torch.rand(shape, generator=random) < 0.5
-    labels = torch.where(right, (hidden @ head.weight.T).argmax(-1), labels)
+    drafted_right = torch.rand(shape, generator=random) < 0.5
+    labels = torch.where(drafted_right, (hidden @ head.weight.T).argmax(-1), labels)
     counted = torch.rand(shape, generator=random) < 0.8
     counted[..., 0] = False
     states = torch.randn(7, width, generator=random).to(dtype)
@@ -83,7 +83,7 @@ def test_slot_weights_of_the_paper(block_size, gamma):
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "dspark"])
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
-def test_chunked_equals_dense(chunk_size, kind):
+def test_chunked_loss_equals_dense_loss(chunk_size, kind):
     dtype, tolerance = (torch.float64, 1e-13) if chunk_size == 7 else (torch.float32, 2e-6)
     hidden, head, labels, counted, teacher = tokens(dtype)
     teacher = None if kind == "ce" else replace(teacher, kind=kind)
@@ -102,15 +102,15 @@ def test_chunked_equals_dense(chunk_size, kind):
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_logits_never_exist_all_at_once(kind):
     hidden, head, labels, counted, teacher = tokens()
-    asked = []
-    teacher.head = lambda states, head=teacher.head: (asked.append(len(states)), head(states))[1]
+    teacher_rows = []
+    teacher.head = lambda states, head=teacher.head: (teacher_rows.append(len(states)), head(states))[1]
     losses = token_losses(hidden, head, labels, counted, 7, teacher if kind == "kl" else None)
     total = int(counted.sum())  # tokens that do not count never reach the head
     chunks = [7] * (total // 7) + [total % 7] * (total % 7 > 0)
     assert len(chunks) > 1 and head.rows == chunks
     losses.values.sum().backward()
     assert head.rows == [*chunks, *reversed(chunks)]  # again in the backward pass
-    assert asked == (head.rows if kind == "kl" else [])
+    assert teacher_rows == (head.rows if kind == "kl" else [])
     assert head.weight.grad is None
     assert not hidden.grad[~counted].any()
 
@@ -163,7 +163,8 @@ def dpace_oracle(nll, counted, alpha):
     """Credit by credit, in the words of the paper."""
     weights = torch.zeros_like(nll)
     for block in itertools.product(*map(range, nll.shape[:-1])):
-        credit, product = [], 1.0
+        credit = []
+        product = 1.0
         for j in range(nll.shape[-1]):
             if counted[block][j]:
                 product *= (1 - alpha) * math.exp(-nll[block][j]) + alpha
@@ -231,7 +232,7 @@ def statistics_of(*batches):
     return sums
 
 
-def test_figures_written_out_by_hand():
+def test_figures_equal_hand_computed_values():
     """Two sequences of two blocks of four slots; the last block is invalid, the third ends after two tokens."""
     correct = [[[0, 1, 0, 1], [0, 0, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
     counted = [[[0, 1, 1, 1], [0, 1, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
@@ -266,7 +267,7 @@ def test_figures_without_blocks_are_absent():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_first_failure_ends_a_block(seed):
+def test_first_failure_weights_equal_the_oracle(seed):
     """Oracle of Spec-AUF: walk over each block, as verification does."""
     random = torch.Generator().manual_seed(seed)
     correct, counted = (torch.rand(2, 3, 6, generator=random) < share for share in (0.7, 0.8))

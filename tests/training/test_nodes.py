@@ -15,48 +15,65 @@ pytest.importorskip("yaml")
 pytest.importorskip("datasets")
 TESTS = Path(__file__).parents[1]
 TINY = (
-    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "init_layers=null"),
-    *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
-    *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
-    *("target_dtype=float32", "save_strategy=no", "draft_vocab_size=null", "max_length=64", "store_rows=12"),
+    "mask_token_id=null",
+    "target_layer_ids=[0, 2]",
+    "num_draft_layers=1",
+    "block_size=4",
+    "init_layers=null",
+    "draft_config.intermediate_size=32",
+    "max_steps=2",
+    "logging_steps=1",
+    "disable_tqdm=true",
+    "report_to=none",
+    "num_anchors=4",
+    "per_device_train_batch_size=2",
+    "gradient_accumulation_steps=1",
+    "bf16=false",
+    "use_cpu=true",
+    "target_dtype=float32",
+    "save_strategy=no",
+    "draft_vocab_size=null",
+    "max_length=64",
+    "store_rows=12",
 )
 
 
 def write(path, rows):
     chats = []
     for number in range(rows):
-        said = [f"Say {number}", f"{number}, as you wish."]
-        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+        texts = [f"Say {number}", f"{number}, as you wish."]
+        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
         chats.append(json.dumps({"messages": messages}) + "\n")
     path.write_text("".join(chats), encoding="utf-8")
     return path
 
 
-def run_on_two_nodes(folder, outputs, delay=0.0, *given):
+def run_on_two_nodes(folder, outputs, delay=0.0, *settings):
     """What each process did."""
-    target, data = save_target(folder / "target", THINKING), write(folder / "data.jsonl", 24)
+    target = save_target(folder / "target", THINKING)
+    data = write(folder / "data.jsonl", 24)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank, output in enumerate(outputs):
-        recipe = [f"target={target}", f"data={data}", f"output_dir={output}", *TINY, *given]
-        settings = {"recipe": recipe, "delay": delay, "result": str(folder / f"{rank}.json")}
+        recipe = [f"target={target}", f"data={data}", f"output_dir={output}", *TINY, *settings]
+        process_settings = {"recipe": recipe, "delay": delay, "result": str(folder / f"{rank}.json")}
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
         env |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
         env |= {"HF_DATASETS_CACHE": str(folder / f"cache{rank}"), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, str(TESTS / "support" / "nodes.py"), json.dumps(settings)]
+        command = [sys.executable, str(TESTS / "support" / "nodes.py"), json.dumps(process_settings)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, env=env, **streams))
-    said = []
+    outputs_of_ranks = []
     try:
         for process in processes:
-            said.append(process.communicate(timeout=300)[0])
+            outputs_of_ranks.append(process.communicate(timeout=300)[0])
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs_of_ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -27,17 +27,20 @@ WINDOWS = {
     "sliding_window": 5,
     "use_sliding_window": True,
 }
-CE, KL, DSPARK = ({"loss_type": one} for one in ("ce", "kl", "dspark"))
+CE, KL, DSPARK = ({"loss_type": loss_type} for loss_type in ("ce", "kl", "dspark"))
 UNIFORM = {"loss_type": "kl", "loss_decay_gamma": float("inf")}
 WEIGHED = {"loss": '{"ce": 0.1, "tv": 1.8}', **SURE}
-ALONE, CAUSAL = {"use_confidence_head": True, "loss": {"dflash_confidence_head_alpha": 1.0}}, "dflash_draft_attention"
+ALONE = {"use_confidence_head": True, "loss": {"dflash_confidence_head_alpha": 1.0}}
+CAUSAL = "dflash_draft_attention"
 SINKS = {"dflash_swa_window_size": 5, "dflash_attention_sink": True}
 # What makes the drafter, its kind, with which arguments of the trainer its loss is ours, and its other settings.
 CASES = {
     "speculators, DFlash": (peers.speculators, "dflash", KL, {}),
     "speculators, DSpark": (peers.speculators, "dspark", DSPARK, WEIGHED),
     "speculators, DSpark, 1+N, gated": (
-        *(peers.speculators, "dspark", DSPARK),
+        peers.speculators,
+        "dspark",
+        DSPARK,
         {**WEIGHED, "sample_from_anchor": False, "markov_head_type": "gated"},
     ),
     "speculators, DSpark, rnn": (peers.speculators, "dspark", DSPARK, {**WEIGHED, "markov_head_type": "rnn"}),
@@ -55,7 +58,9 @@ CASES = {
 }
 for selector in (1.0, 0.0):  # theirs learns through the backbone, too: compared alone, and then the rest
     CASES[f"speculators, DFlash 2, {selector}"] = (
-        *(peers.speculators, "dflash2", CE),
+        peers.speculators,
+        "dflash2",
+        CE,
         {"loss": "ce", "selector": selector, **CONV2},
     )
     CASES[f"Automodel, DFlash 2, {selector}"] = (peers.automodel, "dflash2", CE, {"selector": selector, **CONV2})
@@ -67,7 +72,9 @@ for form in ("vanilla", "gated", "rnn"):
     CASES[f"SpecForge, DSpark, {form}"] = (peers.specforge, "dspark", DSPARK, named)
     CASES[f"Automodel, DSpark, {form}"] = (peers.automodel_dspark, "dspark", DSPARK, {"markov_head_type": form})
     CASES[f"ModelOpt, DSpark, {form}"] = (
-        *(peers.modelopt, "dspark", DSPARK),
+        peers.modelopt,
+        "dspark",
+        DSPARK,
         {"markov_rank": 6, "markov_head_type": form, **ALONE},
     )
 MODULES = {
@@ -80,31 +87,32 @@ MODULES = {
 
 def watched(monkeypatch, owner, name):
     """The last answer of a function, as a list that is empty until it is called."""
-    seen, original = [], getattr(owner, name)
+    last_result = []
+    original = getattr(owner, name)
 
     def watch(*args, **kwargs):
-        seen[:] = [original(*args, **kwargs)]
-        return seen[0]
+        last_result[:] = [original(*args, **kwargs)]
+        return last_result[0]
 
     monkeypatch.setattr(owner, name, watch)
-    return seen
+    return last_result
 
 
 def states_of(draft):
     """What the final norm gives in the last forward."""
-    seen = []
-    draft.norm.register_forward_hook(lambda module, args, output: seen.append(output))
-    return seen
+    states = []
+    draft.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    return states
 
 
 def with_labels(blocks, labels):
     """Blocks that learn these tokens, `[1, S]`, in place of the text's."""
-    place = (blocks.before + 1).clamp(max=labels.shape[1] - 1)
-    return replace(blocks, labels=labels[0, place])
+    positions = (blocks.before + 1).clamp(max=labels.shape[1] - 1)
+    return replace(blocks, labels=labels[0, positions])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_step_is_theirs(name, tmp_path, monkeypatch):
+def test_training_step_equals_other_projects(name, tmp_path, monkeypatch):
     project = MODULES[name.split(",")[0]]
     if importlib.util.find_spec(project) is None:
         pytest.skip(f"{project} is not installed")
@@ -113,17 +121,18 @@ def test_one_step_is_theirs(name, tmp_path, monkeypatch):
     batch = peers.make_batch(target)
     torch.manual_seed(0)
     step = make(target, batch, tmp_path, kind, **fields)
-    drawn, theirs = watched(monkeypatch, *step.anchors), states_of(step.draft)
+    drawn = watched(monkeypatch, *step.anchors)
+    their_states = states_of(step.draft)
     their_loss = step.run()
     their_loss.backward()
-    anchors, valid = (one.reshape(1, -1) for one in drawn[0])
+    anchors, valid = (tensor.reshape(1, -1) for tensor in drawn[0])
 
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float64)
     rows = [{"input_ids": batch.ids[0].tolist(), "loss_mask": batch.mask[0].int().tolist()}]
     arguments = {"loss_decay_gamma": peers.GAMMA, **arguments}
     trainer = make_trainer(tmp_path, target, rows, draft.train(), max_steps=4, **arguments)
     trainer.state.max_steps, trainer.state.global_step = 4, 1
-    ours = states_of(draft)
+    our_states = states_of(draft)
     inputs = {**trainer.data_collator(rows), "anchors": anchors, "valid": valid}
     build = trainer.objective.build_blocks
     if name.startswith("speculators"):  # its labels are the target's own next tokens
@@ -135,16 +144,20 @@ def test_one_step_is_theirs(name, tmp_path, monkeypatch):
     loss.backward()
 
     shape = (-1, peers.BLOCK, 32)
-    states = (one[-1].double().reshape(shape)[valid[0]] for one in (ours, theirs))
+    states = (hidden[-1].double().reshape(shape)[valid[0]] for hidden in (our_states, their_states))
     torch.testing.assert_close(*states, atol=1e-5, rtol=1e-5)
     selector = fields.get("selector")
     if selector != 0.0:
         torch.testing.assert_close(loss.double(), their_loss.double(), atol=1e-5, rtol=1e-5)
-    gradients = {canonical_name(name): one.grad for name, one in step.draft.named_parameters()}
+    gradients = {canonical_name(name): parameter.grad for name, parameter in step.draft.named_parameters()}
     for name, parameter in draft.named_parameters():
         assert parameter.grad.abs().max() > 1e-6, name
         if selector is not None and name.startswith("candidate_selector") != (selector == 1.0):
             continue
         torch.testing.assert_close(
-            parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
+            parameter.grad,
+            gradients[name],
+            atol=1e-5,
+            rtol=1e-4,
+            msg=lambda difference, name=name: f"{name}: {difference}",
         )

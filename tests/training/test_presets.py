@@ -50,7 +50,7 @@ def test_named_preset_is_the_same_everywhere(preset, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "preset"), [("cpu", "cpu"), ("mps", "cpu"), ("cuda", "paper"), ("xpu", "paper")])
-def test_default_preset_is_said(kind, preset, monkeypatch):
+def test_default_preset_is_printed(kind, preset, monkeypatch):
     machine(monkeypatch, kind)
     settings = settings_with()
     assert settings["preset"].value == preset
@@ -196,7 +196,7 @@ def test_preset_leaves_out_what_does_not_apply(word, absent, monkeypatch):
         assert values(word)["learning_rate"] == 5e-4
 
 
-def test_saves_follow_evaluations_for_the_best(monkeypatch):
+def test_best_model_is_saved_at_each_evaluation(monkeypatch):
     """Upstream refuses others."""
     machine(monkeypatch, "cpu")
     assert values("load_best_model_at_end=true", "eval_steps=3")["save_steps"] == 3
@@ -229,7 +229,7 @@ def test_half_precision_needs_no_use_cpu(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("cpu", 4), ("cuda", 8)])
-def test_step_keeps_its_rows(kind, rows, monkeypatch):
+def test_micro_batch_size_keeps_rows_per_step(kind, rows, monkeypatch):
     """The remedy for little memory, one row at a time, made the steps of a run eight times smaller in silence."""
     machine(monkeypatch, kind)
     for at_once in (1, 2, rows):

@@ -38,17 +38,18 @@ def trained(target, fields):
 
 def watched(trainer, monkeypatch):
     """What a batch's loss was made of."""
-    seen, losses_of = {}, trainer.objective.head_losses
+    recorded = {}
+    losses_of = trainer.objective.head_losses
 
     def head_losses(*args):
-        seen.update(args=args, losses=losses_of(*args))
-        return seen["losses"]
+        recorded.update(args=args, losses=losses_of(*args))
+        return recorded["losses"]
 
     monkeypatch.setattr(trainer.objective, "head_losses", head_losses)
     batch = trainer.data_collator(trainer.train_dataset)
     trainer.objective.draw_anchors(batch, step=0)
     loss = trainer.compute_loss(trainer.model, batch)
-    return loss, trainer.objective.build_blocks(batch), seen
+    return loss, trainer.objective.build_blocks(batch), recorded
 
 
 @pytest.mark.parametrize(
@@ -58,12 +59,14 @@ def watched(trainer, monkeypatch):
 def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch):
     """Token by token from the published formulas, in fp64, and the weights of the slots."""
     target = make_target(dtype=torch.float64)
-    draft, rows = trained(target, PUBLISHED[kind]), counting_rows(2)
+    draft = trained(target, PUBLISHED[kind])
+    rows = counting_rows(2)
     trainer = make_trainer(tmp_path, target, rows, draft, loss_type=loss_type, max_steps=4, num_anchors=3)
     trainer.state.max_steps, trainer.state.global_step = 4, 1
-    loss, blocks, seen = watched(trainer, monkeypatch)
-    hidden, labels, counted, before, _ = seen["args"][:5]
-    tensors, config = draft.state_dict(), draft.config
+    loss, blocks, recorded = watched(trainer, monkeypatch)
+    hidden, labels, counted, before, _ = recorded["args"][:5]
+    tensors = draft.state_dict()
+    config = draft.config
     embedding, head = target.get_input_embeddings().weight, target.lm_head.weight
     total = weights = 0.0
     gamma = {4: 2.0, 5: 2.5}[config.block_tokens]
@@ -73,7 +76,8 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
         for j in range(labels.shape[1]):
             state = torch.zeros(config.gru_hidden_dim or config.markov_rank or 0, dtype=torch.float64)
             for k in range(1, labels.shape[2]):
-                h, x = hidden[i, j, k].detach(), int(before[i, j, k])
+                h = hidden[i, j, k].detach()
+                x = int(before[i, j, k])
                 U = head @ h
                 S = U
                 if config.markov_rank:
@@ -87,12 +91,13 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
                 if not counted[i, j, k]:
                     continue
                 gold = int(labels[i, j, k])
-                place = int(trainer_anchor(blocks, rows[i], j, i) + k - 1)
-                p = texts[place].softmax(0)
+                position = int(trainer_anchor(blocks, rows[i], j, i) + k - 1)
+                p = texts[position].softmax(0)
 
                 def of(scores, gold=gold, p=p):
                     q = scores.softmax(0)
-                    ce, l1 = -q[gold].log(), (p - q).abs().sum()
+                    ce = -q[gold].log()
+                    l1 = (p - q).abs().sum()
                     kl = (p * (p.log() - q.log())).sum()
                     return {"ce": ce, "dspark": 0.1 * ce + 0.9 * l1, "kl": kl}[loss_type], l1
 
@@ -106,10 +111,11 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
                     )
                     value = value - ((1 - l1 / 2) * c.log() + l1 / 2 * (1 - c).log())
                 torch.testing.assert_close(
-                    seen["losses"].values[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
+                    recorded["losses"].values[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
                 )
                 weight = 2.718281828459045 ** (-(k - 1) / gamma)
-                total, weights = total + weight * value, weights + weight
+                total = total + weight * value
+                weights += weight
     torch.testing.assert_close(loss.detach().double(), total / weights, atol=2e-5, rtol=1e-5)
 
 
@@ -119,39 +125,45 @@ def trainer_anchor(blocks, row, j, i):
 
 @pytest.mark.parametrize("kind", ["plain", "selector", "recurrent", *PUBLISHED])
 @torch.no_grad()
-def test_training_says_what_decoding_drafts(kind, tmp_path, monkeypatch):
+def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     """
     Given the true tokens before it: one place early or late, and a head learns what decoding cannot know. The walk
     agrees with the labels just as far.
     """
     use_heads(monkeypatch, RecurrentHead)
-    target, rows = make_target(dtype=torch.float64), counting_rows(4)
+    target = make_target(dtype=torch.float64)
+    rows = counting_rows(4)
     draft = trained(target, PUBLISHED.get(kind, SIZES if kind == "recurrent" else {}))
     draft = make_draft2(target, block_size=BLOCK) if kind == "selector" else draft
-    _, blocks, seen = watched(make_trainer(tmp_path, target, rows, draft), monkeypatch)
-    hidden, labels, counted, before, _ = seen["args"][:5]
-    losses, drafter, known = seen["losses"], Drafter(draft, target), 0
+    _, blocks, recorded = watched(make_trainer(tmp_path, target, rows, draft), monkeypatch)
+    hidden, labels, counted, before, _ = recorded["args"][:5]
+    losses = recorded["losses"]
+    drafter = Drafter(draft, target)
+    compared = 0
     slots = slice(1, draft.config.block_tokens)
     for i, j in counted.any(-1).nonzero().tolist():
         anchors, states = before[i, j, 1:2], hidden[i, j : j + 1, slots]
         ids, logits = drafter.candidates(states, [])
-        state, x = drafter.head.start(anchors), anchors
+        state = drafter.head.start(anchors)
+        x = anchors
         for k in range(1, draft.config.block_tokens):
             query, state = drafter.head.step(state, x, states[:, k - 1])
             scores = drafter.head.scores(query, ids[:, k - 1], logits[:, k - 1])[0].double()
             x = labels[i, j, k][None]
             if counted[i, j, k]:
-                at, known = ids[0, k - 1] == x, known + 1
-                nll = -scores.log_softmax(-1)[at].sum() if at.any() else torch.tensor(torch.inf).double()
+                is_label = ids[0, k - 1] == x
+                compared += 1
+                nll = -scores.log_softmax(-1)[is_label].sum() if is_label.any() else torch.tensor(torch.inf).double()
                 torch.testing.assert_close(losses.nll[i, j, k].double(), nll, atol=1e-4, rtol=1e-4)
-                assert losses.correct[i, j, k] == at[scores.argmax()]
-        right = (drafter.decode_block(anchors, states, [])[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
-        assert right.long().cumprod(0).sum() == losses.correct[i, j, slots].long().cumprod(0).sum()
-    assert known > 20
+                assert losses.correct[i, j, k] == is_label[scores.argmax()]
+        correct = (drafter.decode_block(anchors, states, [])[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
+        assert correct.long().cumprod(0).sum() == losses.correct[i, j, slots].long().cumprod(0).sum()
+    assert compared > 20
 
 
-def test_hole_ends_a_block_of_dspark():
-    ids, mask = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.long)
+def test_uncounted_token_ends_a_dspark_block():
+    ids = torch.arange(12)[None]
+    mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, 5] = 0
     arguments = (ids, mask, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), 4, 11)
     counted = build_blocks(*arguments, anchor_first=True, unbroken=True).counted

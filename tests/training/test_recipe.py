@@ -43,13 +43,13 @@ def test_paper_recipe_holds_the_papers_settings(size, tmp_path):
 
 
 def test_value_has_the_type_of_its_setting(tmp_path):
-    given = ("target=t", "data=[a.jsonl, b.jsonl]", "learning_rate=6e-4", "eval_steps=5", "data_revision=12e4")
-    inner = (
+    top_level = ("target=t", "data=[a.jsonl, b.jsonl]", "learning_rate=6e-4", "eval_steps=5", "data_revision=12e4")
+    nested = (
         "chat_template_kwargs.enable_thinking=false",
         "chat_template_kwargs.depth.a=1",
         "lr_scheduler_kwargs.a=-1e-05",
     )
-    words = [*given, *inner, "save_strategy=no", "report_to=none", "eval_data=~/x"]
+    words = [*top_level, *nested, "save_strategy=no", "report_to=none", "eval_data=~/x"]
     recipe, training = read_recipe(None, as_settings(words))
     assert recipe.data == ["a.jsonl", "b.jsonl"] and recipe.data_revision == "12e4"
     assert recipe.chat_template_kwargs == {"enable_thinking": False, "depth": {"a": 1}}
@@ -112,10 +112,10 @@ def test_wrong_setting_is_named(overrides, message):
 
 
 def test_setting_has_one_owner_and_is_listed(capsys):
-    ours, theirs = ScriptArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
-    assert not set(ours) & set(theirs)
+    script_fields, training_fields = ScriptArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
+    assert not set(script_fields) & set(training_fields)
     listed = {line.strip().split("=")[0] for line in key_lines()}
-    assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
+    assert set(script_fields) | {name for name, field in training_fields.items() if field.init} <= listed
     assert main(["train", "--keys"]) == 0
     assert (
         "block_size=None  Block size of a new drafter, including the anchor. (paper: 16, cpu: 4)"
@@ -123,7 +123,7 @@ def test_setting_has_one_owner_and_is_listed(capsys):
     )
 
 
-def test_dry_run_shows_who_decided(tmp_path, capsys):
+def test_dry_run_shows_the_source_of_each_setting(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text(
         "preset: cpu\ntarget: nowhere\nblock_size: 12\nnum_anchors: 9\nhead: dspark\nhub_token: secret"
     )
@@ -138,19 +138,19 @@ def test_dry_run_shows_who_decided(tmp_path, capsys):
     ]
     assert main([*config, "--num-anchors", "4"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    shown = {name: [part.strip() for part in line.split("#")] for name, line in lines.items()}
-    assert shown["num_anchors"] == ["4", "command line"]
-    assert shown["block_size"] == ["12", f"recipe {tmp_path / 'r.yaml'}"]
-    assert shown["loss_type"] == ['"dspark"', "head dspark"]
-    assert shown["learning_rate"] == ["0.001", "preset cpu: the paper's 6e-4 is for days"]
-    assert shown["hub_token"][0] == '"(set)"'
-    again = tmp_path / "again.yaml"
-    again.write_text("".join(f"{name}: {line}\n" for name, line in lines.items() if name != "hub_token"))
+    printed = {name: [part.strip() for part in line.split("#")] for name, line in lines.items()}
+    assert printed["num_anchors"] == ["4", "command line"]
+    assert printed["block_size"] == ["12", f"recipe {tmp_path / 'r.yaml'}"]
+    assert printed["loss_type"] == ['"dspark"', "head dspark"]
+    assert printed["learning_rate"] == ["0.001", "preset cpu: the paper's 6e-4 is for days"]
+    assert printed["hub_token"][0] == '"(set)"'
+    printed_recipe = tmp_path / "again.yaml"
+    printed_recipe.write_text("".join(f"{name}: {line}\n" for name, line in lines.items() if name != "hub_token"))
     before, after = (
-        as_arguments(decide(*one))
-        for one in (
+        as_arguments(decide(*arguments))
+        for arguments in (
             (tmp_path / "r.yaml", {"data": str(tmp_path / "d.jsonl"), "output_dir": "o", "num_anchors": "4"}),
-            (again, {}),
+            (printed_recipe, {}),
         )
     )
     before[1].pop("hub_token")
@@ -168,9 +168,9 @@ def test_dry_run_shows_who_decided(tmp_path, capsys):
 @pytest.mark.parametrize(("supervised", "size"), [(70_122, 5120), (600_000, 8192), (10, 1024)])
 def test_vocabulary_follows_the_data(supervised, size):
     recipe = ScriptArguments(target="t", data="d", draft_vocab_size=-1)
-    found = validate_and_count([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
-    assert vocabulary_size(recipe, found, 49_152) == size
-    assert vocabulary_size(recipe, found, 2 * size) is None  # the head would not be much smaller
+    counts = validate_and_count([{"input_ids": [1] * supervised, "loss_mask": [1] * supervised}])
+    assert vocabulary_size(recipe, counts, 49_152) == size
+    assert vocabulary_size(recipe, counts, 2 * size) is None  # the head would not be much smaller
 
 
 def test_counts_of_a_table_equal_those_of_a_list():
@@ -180,14 +180,14 @@ def test_counts_of_a_table_equal_those_of_a_list():
         for i, row in enumerate(counting_rows(6))
     ]
     table = datasets.Dataset.from_list(rows).select([5, 0, 3])
-    same = [rows[5], rows[0], rows[3]]
-    assert lengths_of(table).tolist() == lengths_of(same).tolist() == [19, 24, 21]
-    assert torch.equal(validate_and_count(table), validate_and_count(same)) and digest_of_rows(
+    selected = [rows[5], rows[0], rows[3]]
+    assert lengths_of(table).tolist() == lengths_of(selected).tolist() == [19, 24, 21]
+    assert torch.equal(validate_and_count(table), validate_and_count(selected)) and digest_of_rows(
         table
-    ) == digest_of_rows(same)
-    assert digest_of_rows(same) != digest_of_rows(rows)
-    joined = [{name: [*same[0][name], *same[1][name]] for name in same[0]}, same[2]]
-    assert digest_of_rows(joined) != digest_of_rows(same)  # the same tokens in other rows
+    ) == digest_of_rows(selected)
+    assert digest_of_rows(selected) != digest_of_rows(rows)
+    joined = [{name: [*selected[0][name], *selected[1][name]] for name in selected[0]}, selected[2]]
+    assert digest_of_rows(joined) != digest_of_rows(selected)  # the same tokens in other rows
     assert validate_and_count(table).sum() == sum(sum(rows[i]["loss_mask"]) for i in (0, 3, 5))
 
 
@@ -206,8 +206,8 @@ def test_counts_of_a_table_equal_those_of_a_list():
 )
 def test_row_that_teaches_nothing_is_named(columns, message):
     datasets = pytest.importorskip("datasets")
-    good = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
-    rows = [good, good, {**good, **columns}]
+    good_row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+    rows = [good_row, good_row, {**good_row, **columns}]
     for kind in (list, datasets.Dataset.from_list):
         with pytest.raises(ValueError, match=message):
             validate_and_count(kind(rows))

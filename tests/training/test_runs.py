@@ -34,10 +34,24 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 DEMO, OFFLINE, LORA = (FOLDER / f"{name}.yaml" for name in ("demo", "offline", "lora"))
 TINY = (
-    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4"),
-    *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
-    *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
-    *("dataloader_num_workers=0", "target_dtype=float32", "init_layers=null", "save_steps=1"),
+    "mask_token_id=null",
+    "target_layer_ids=[0, 2]",
+    "num_draft_layers=1",
+    "block_size=4",
+    "draft_config.intermediate_size=32",
+    "max_steps=2",
+    "logging_steps=1",
+    "disable_tqdm=true",
+    "report_to=none",
+    "num_anchors=4",
+    "per_device_train_batch_size=2",
+    "gradient_accumulation_steps=1",
+    "bf16=false",
+    "use_cpu=true",
+    "dataloader_num_workers=0",
+    "target_dtype=float32",
+    "init_layers=null",
+    "save_steps=1",
 )
 ONLINE = ("max_length=64", "store_rows=0")
 RESUME = "resume_from_checkpoint=auto"
@@ -51,15 +65,18 @@ def data(tmp_path):
 def write(path, answer="as you wish"):
     rows = []
     for i in range(12):
-        user, answers = {"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}, {answer}."}
+        user = {"role": "user", "content": f"Say {i}"}
+        answers = {"role": "assistant", "content": f"{i}, {answer}."}
         rows.append({"messages": [user, answers]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def train(capsys, folder, output, *overrides, config=DEMO):
-    given = [*TINY, *(() if config == OFFLINE else ONLINE), *overrides]
-    code = main(["train", "--config", str(config), *as_options([f"target={folder}", f"output_dir={output}", *given])])
+    settings = [*TINY, *overrides] if config == OFFLINE else [*TINY, *ONLINE, *overrides]
+    code = main(
+        ["train", "--config", str(config), *as_options([f"target={folder}", f"output_dir={output}", *settings])]
+    )
     printed = capsys.readouterr()
     print(printed.err)
     return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
@@ -91,12 +108,12 @@ def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys
     assert (config.mask_token_id, config.block_size, config.target_layer_ids) == (259, 4, [0, 2])
     draft = DFlashDraftModel.from_pretrained(output).eval()
     draft.save_pretrained(tmp_path / "again")
-    again = DFlashDraftConfig.from_pretrained(tmp_path / "again")
-    assert again.dflash_config == config.dflash_config  # training's keys survive
+    resaved = DFlashDraftConfig.from_pretrained(tmp_path / "again")
+    assert resaved.dflash_config == config.dflash_config  # training's keys survive
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([[5, 6, 7]])
-    alone = target.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=draft), alone)
+    target_only = target.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=draft), target_only)
 
     # Another mode than the drafter's, further training, and going on from a checkpoint.
     code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
@@ -110,17 +127,25 @@ def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys
 
 def test_given_drafter_keeps_its_shape(folder, data, tmp_path, capsys):
     """Another value was ignored."""
-    target, first = AutoModelForCausalLM.from_pretrained(folder), tmp_path / "first"
-    make_draft(target, block_size=4, num_hidden_layers=2, target_layer_ids=[0, 2]).save_pretrained(first)
-    given = (f"target={folder}", f"data={data}", *TINY, *ONLINE, "num_draft_layers=2", f"draft={first}")
-    for key, has, other in (("num_draft_layers", 2, 3), ("block_size", 4, 3), ("target_layer_ids", [0, 2], [0, 1])):
-        assert main(["train", *as_options([*given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"])]) == 1
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    draft_folder = tmp_path / "first"
+    make_draft(target, block_size=4, num_hidden_layers=2, target_layer_ids=[0, 2]).save_pretrained(draft_folder)
+    settings = (f"target={folder}", f"data={data}", *TINY, *ONLINE, "num_draft_layers=2", f"draft={draft_folder}")
+    for key, trained, value in (
+        ("num_draft_layers", 2, 3),
+        ("block_size", 4, 3),
+        ("target_layer_ids", [0, 2], [0, 1]),
+    ):
+        assert main(["train", *as_options([*settings, f"output_dir={tmp_path / 'other'}", f"{key}={value}"])]) == 1
         option = f"--{key.replace('_', '-')}"
-        other = other if isinstance(other, int) else " ".join(map(str, other))
-        assert f"{option} {other}, but {first} was trained with {has}; leave it out." in capsys.readouterr().err
+        value = value if isinstance(value, int) else " ".join(map(str, value))
+        assert (
+            f"{option} {value}, but {draft_folder} was trained with {trained}; leave it out."
+            in capsys.readouterr().err
+        )
 
 
-def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsys):
+def test_training_leaves_stored_features_unchanged(folder, data, tmp_path, capsys):
     """Also in the run's own folder, which a run of stored features once emptied."""
     features = tmp_path / "drafter" / "features"
     store(folder, data, features, "0", "2")
@@ -130,26 +155,24 @@ def test_stored_features_train_as_they_were_stored(folder, data, tmp_path, capsy
     config = DFlashDraftConfig.from_pretrained(tmp_path / "drafter")
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
     assert contents(features) == before
-    other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
-    code, _, error = train(capsys, folder, tmp_path / "other", *other, config=OFFLINE)
+    other_settings = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
+    code, _, error = train(capsys, folder, tmp_path / "other", *other_settings, config=OFFLINE)
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
 
 
 @pytest.mark.parametrize(("source", "layers"), [("data", "init_layers=[3]"), ("features", "init_layers=[-1]")])
-def test_drafter_begins_as_its_target(source, layers, folder, data, tmp_path, capsys):
-    given = f"data={data}"
+def test_init_layers_copies_the_targets_weights(source, layers, folder, data, tmp_path, capsys):
+    rows = f"data={data}"
     if source == "features":
         store(folder, data, tmp_path / "features", "0", "2")
-        given = f"features={tmp_path / 'features'}"
-    options = (given, "draft_vocab_size=20", "share_head=false", layers, "learning_rate=1e-12", "warmup_steps=0")
+        rows = f"features={tmp_path / 'features'}"
+    options = (rows, "draft_vocab_size=20", "share_head=false", layers, "learning_rate=1e-12", "warmup_steps=0")
     config = DEMO if source == "data" else OFFLINE
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options, config=config)
     assert code == 0, error
     assert "draft vocabulary  20 tokens, " in out
-    draft, target = (
-        DFlashDraftModel.from_pretrained(tmp_path / "drafter"),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "drafter")
+    target = AutoModelForCausalLM.from_pretrained(folder)
     head = target.get_output_embeddings().weight[draft.target_ids(torch.arange(20))]
     assert torch.equal(draft.lm_head.weight, head.to(draft.dtype))
     last = target.model.layers[3].self_attn.o_proj.weight
@@ -193,7 +216,10 @@ def test_adapter_is_merged_into_its_drafter(folder, data, tmp_path, capsys):
     assert code == 0, error
     adapted = DFlashDraftModel.from_pretrained(output)
     assert adapted.config.mask_token_id == 279
-    changed = [not torch.equal(one, other) for one, other in zip(adapted.parameters(), draft.parameters())]
+    changed = [
+        not torch.equal(adapted_parameter, parameter)
+        for adapted_parameter, parameter in zip(adapted.parameters(), draft.parameters())
+    ]
     assert any(changed) and not all(changed)  # norms are not adapted
     assert (output / "adapter" / "adapter_model.safetensors").is_file() and not (output / "eval_report.json").exists()
     assert json.loads((output / "card_facts.json").read_text(encoding="utf-8"))["training"]["optimizer_steps"] == 2
@@ -233,22 +259,24 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG.items(), ids=list(WRONG))
-def test_wrong_run_ends_before_its_target_is_loaded(given, message, data, folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("text", "message"), WRONG.items(), ids=list(WRONG))
+def test_wrong_run_ends_before_its_target_is_loaded(text, message, data, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dflash_hf.training.train.load_target", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.chdir(tmp_path)
-    for name, text in (("list.yaml", "- a"), ("broken.yaml", "a: ["), ("empty.jsonl", "")):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    config, words = DEMO, [given] if "{" in given else given.split()
-    if given.startswith("config="):
-        config, words = Path(given.removeprefix("config=")), []
+    for name, content in (("list.yaml", "- a"), ("broken.yaml", "a: ["), ("empty.jsonl", "")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    config = DEMO
+    words = [text] if "{" in text else text.split()
+    if text.startswith("config="):
+        config = Path(text.removeprefix("config="))
+        words = []
     code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", *words, config=config)
     assert code == 1 and re.search(message, error) and error.startswith("dflash train: ")
     assert not (tmp_path / "drafter").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         (["mask_token_id=2"], "12 because it holds the mask token 2"),
         (["per_device_train_batch_size=16", "dataloader_drop_last=true"], "12 examples are less than a batch"),
@@ -256,47 +284,47 @@ def test_wrong_run_ends_before_its_target_is_loaded(given, message, data, folder
         (["init_layers=[9]"], "--init-layers 9 must name a layer of the target"),
     ],
 )
-def test_wrong_run_stores_no_features(given, message, folder, data, tmp_path, capsys, monkeypatch):
+def test_wrong_run_stores_no_features(settings, message, folder, data, tmp_path, capsys, monkeypatch):
     """They took a third of the time, and then the trainer refused its arguments."""
     if "batch" not in message:
         monkeypatch.setattr("dflash_hf.training.train.store_rows", lambda *_: pytest.fail("stored"))
-    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", "store_rows=-1", *given)
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", "store_rows=-1", *settings)
     assert code == 1 and message in error
     assert not list(tmp_path.glob("drafter/*.safetensors"))
 
 
-@pytest.mark.parametrize("what", ["layers", "template", "tokenizer"])
-def test_features_of_something_else_are_refused(what, folder, data, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("changed", ["layers", "template", "tokenizer"])
+def test_features_of_something_else_are_refused(changed, folder, data, tmp_path, capsys, monkeypatch):
     """Those of a fine-tuned target passed: only embedding and head were compared."""
     target, features = tmp_path / "target", tmp_path / "features"
     shutil.copytree(folder, target)
     store(target, data, features, "0", "2")
-    if what == "layers":
+    if changed == "layers":
         tuned = AutoModelForCausalLM.from_pretrained(target)
         with torch.no_grad():
             tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
         tuned.save_pretrained(target)
     else:
         monkeypatch.setattr("dflash_hf.training.train.load_target", lambda *_, **__: pytest.fail("loaded"))
-    if what == "template":
+    if changed == "template":
         make_tokenizer(CHATML).save_pretrained(target)
-    if what == "tokenizer":
-        other = make_tokenizer(THINKING)
-        other.add_tokens(["<new>"])
-        other.save_pretrained(target)
+    if changed == "tokenizer":
+        tokenizer = make_tokenizer(THINKING)
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(target)
     code, _, error = train(capsys, target, tmp_path / "drafter", f"features={features}", config=OFFLINE)
-    key = "weights.layers" if what == "layers" else what
+    key = "weights.layers" if changed == "layers" else changed
     remedy = r"train with the target, tokenizer, chat template \(chat_template=FILE\) and target_layer_ids of the"
     assert code == 1 and re.search(f"was stored with {key}='.*, not .*: {remedy}", error), error
 
 
-@pytest.mark.parametrize("given", [[], ["overwrite_output_dir=true"]])
-def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, given):
+@pytest.mark.parametrize("settings", [[], ["overwrite_output_dir=true"]])
+def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, settings):
     """The target itself could be named as the output, and was replaced."""
     model = tmp_path / "model"
     shutil.copytree(folder, model)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    code, _, error = train(capsys, model, model, f"data={data}", *given)
+    code, _, error = train(capsys, model, model, f"data={data}", *settings)
     assert code == 1 and "holds another model, which the drafter would overwrite" in error
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
@@ -304,18 +332,18 @@ def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, give
 PLAIN = ("draft_config.intermediate_size=32", "report_to=none", "disable_tqdm=true", "max_length=64")
 
 
-def test_plain_run_keeps_to_its_time(folder, data, tmp_path, capsys):
+def test_run_ends_within_max_minutes(folder, data, tmp_path, capsys):
     output = tmp_path / "drafter"
     words = [f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN, "max_minutes=0.15"]
     command = ["train", *as_options(words)]
     assert main([*command, "--save-steps", "10", "--logging-steps", "5"]) == 0
     printed = capsys.readouterr()
     assert re.search(r"time              about [\d,]+ steps of \S+ s, \d+ s left", printed.out)
-    said = re.search(r"trained           (\d+) steps, (\d+) s in all", printed.out)
-    assert int(said[1]) > 5 and int(said[2]) <= 11
+    trained_line = re.search(r"trained           (\d+) steps, (\d+) s in all", printed.out)
+    assert int(trained_line[1]) > 5 and int(trained_line[2]) <= 11
     draft = DFlashDraftModel.from_pretrained(output)
     assert draft.config.block_size == 4 and not (output / ".features").exists()
-    last = max(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))
+    last = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert main([*command, "--resume-from-checkpoint", str(last)]) == 0
     assert f"resuming from {last}" in capsys.readouterr().out
 
@@ -325,9 +353,15 @@ def test_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""
     sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "dflash2": "selector_rank: 8, conv_group_size: 8"}
     config = f"draft_config={{{sizes[head]}, intermediate_size: 32}}"
-    given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
-    given += [*ONLINE, *(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true"]
-    trainer = train_recipe(*read_recipe(None, as_settings(given)))
+    settings = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
+    settings += [
+        *ONLINE,
+        *(setting for setting in TINY if "draft_config" not in setting),
+        f"head={head}",
+        config,
+        "bf16=true",
+    ]
+    trainer = train_recipe(*read_recipe(None, as_settings(settings)))
     assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
 
 
@@ -341,8 +375,8 @@ def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
     files = ["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "responses.jsonl")]
     limits = ["--max-new-tokens", "4", "--device", "cpu"]
     assert main(["regenerate", "--target", str(tmp_path / "full"), *files, *limits]) == 0
-    said = capsys.readouterr().err
-    assert "which training needs: set --mask-token-id to an id" in said and "Its last added tokens: " in said
+    warning = capsys.readouterr().err
+    assert "which training needs: set --mask-token-id to an id" in warning and "Its last added tokens: " in warning
 
 
 @pytest.mark.slow
@@ -352,10 +386,10 @@ def test_accelerate_launches_two_processes(folder, data, tmp_path):
     launch = [sys.executable, *"-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1".split()]
     words = [f"target={folder}", f"data={data}", *TINY, *ONLINE, f"output_dir={tmp_path / 'drafter'}"]
     command = [*launch, "-m", "dflash_hf.cli", "train", "--config", str(DEMO), *as_options(words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rows              12") == 1
-    assert done.stdout.count("The drafter is in") == 1
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("rows              12") == 1
+    assert process.stdout.count("The drafter is in") == 1
     DFlashDraftModel.from_pretrained(tmp_path / "drafter")
 
 
@@ -363,51 +397,51 @@ def test_accelerate_launches_two_processes(folder, data, tmp_path):
 
 
 @pytest.fixture
-def used(folder, data, tmp_path, capsys):
+def used_folder(folder, data, tmp_path, capsys):
     """A folder with a finished drafter and two checkpoints."""
     code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}")
     assert code == 0, error
     return tmp_path / "drafter"
 
 
-def test_used_folder_is_not_overwritten(used, folder, data, capsys):
-    before = contents(used)
-    code, _, error = train(capsys, folder, used, f"data={data}")
+def test_used_folder_is_not_overwritten(used_folder, folder, data, capsys):
+    before = contents(used_folder)
+    code, _, error = train(capsys, folder, used_folder, f"data={data}")
     assert code == 1 and "holds a finished drafter. Resume with --resume-from-checkpoint auto" in error
     assert "--overwrite-output-dir" in error and "another --output-dir" in error
-    code, _, error = train(capsys, folder, used, f"data={data}", RESUME, "overwrite_output_dir=true")
+    code, _, error = train(capsys, folder, used_folder, f"data={data}", RESUME, "overwrite_output_dir=true")
     assert code == 1 and "contradict each other" in error
-    code, _, error = train(capsys, folder, used, f"data={data}", "resume_from_checkpoint=nowhere")
+    code, _, error = train(capsys, folder, used_folder, f"data={data}", "resume_from_checkpoint=nowhere")
     assert code == 1 and "--resume-from-checkpoint nowhere: there is no such folder" in error
-    assert contents(used) == before
-    for checkpoint in used.glob("checkpoint-*"):
+    assert contents(used_folder) == before
+    for checkpoint in used_folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    code, _, error = train(capsys, folder, used, f"data={data}", RESUME)
+    code, _, error = train(capsys, folder, used_folder, f"data={data}", RESUME)
     assert code == 1 and "holds no checkpoint to resume from, but a finished drafter" in error
 
 
-def test_overwriting_leaves_nothing_of_another_run(used, folder, data, capsys):
+def test_overwriting_leaves_nothing_of_another_run(used_folder, folder, data, capsys):
     """`auto` later took the last checkpoint of the other run. A folder of the user's was taken for one."""
-    (used / "checkpoint-best").mkdir()
-    (used / "eval_report.json").write_text("{}")
+    (used_folder / "checkpoint-best").mkdir()
+    (used_folder / "eval_report.json").write_text("{}")
     options = (f"data={data}", "overwrite_output_dir=true", "max_steps=1", "block_size=8")
-    code, _, error = train(capsys, folder, used, *options)
+    code, _, error = train(capsys, folder, used_folder, *options)
     assert code == 0, error
-    assert {path.name for path in used.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-best"}
-    assert not list(used.glob("eval_report.*")) and not (used / ".lock").exists()
-    assert DFlashDraftConfig.from_pretrained(used).block_size == 8
+    assert {path.name for path in used_folder.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-best"}
+    assert not list(used_folder.glob("eval_report.*")) and not (used_folder / ".lock").exists()
+    assert DFlashDraftConfig.from_pretrained(used_folder).block_size == 8
 
 
-def test_finished_run_resumes_with_more_steps(used, folder, data, tmp_path, capsys):
+def test_finished_run_resumes_with_more_steps(used_folder, folder, data, tmp_path, capsys):
     moved = data.rename(tmp_path / "moved.jsonl")
-    code, out, error = train(capsys, folder, used, f"data={moved}", RESUME, "max_steps=5", "logging_steps=3")
+    code, out, error = train(capsys, folder, used_folder, f"data={moved}", RESUME, "max_steps=5", "logging_steps=3")
     assert code == 0 and "resuming from" in out and "checkpoint-2" in out, error
 
 
-def test_unfinished_checkpoint_is_skipped(used, folder, data, capsys):
-    (used / "checkpoint-2" / "trainer_state.json").write_text("{")
-    (used / "checkpoint-9").mkdir()
-    code, out, _ = train(capsys, folder, used, f"data={data}", RESUME)
+def test_unfinished_checkpoint_is_skipped(used_folder, folder, data, capsys):
+    (used_folder / "checkpoint-2" / "trainer_state.json").write_text("{")
+    (used_folder / "checkpoint-9").mkdir()
+    code, out, _ = train(capsys, folder, used_folder, f"data={data}", RESUME)
     assert code == 0 and "checkpoint-1" in out
 
 
@@ -421,7 +455,8 @@ def test_two_runs_do_not_share_a_folder(folder, data, tmp_path, capsys):
 
 def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     """Killed by SIGKILL between two checkpoints: the features are not stored again, and other data are refused."""
-    output, script = tmp_path / "o", [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
+    output = tmp_path / "o"
+    script = [sys.executable, "-m", "dflash_hf.cli", "train", "--config", str(DEMO)]
     options = [f"target={folder}", f"data={data}", f"output_dir={output}", *TINY, *ONLINE, "store_rows=8"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(
@@ -434,8 +469,8 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     process.wait()
     before = contents(output / ".features")
     assert FeatureManifest.load(output / ".features" / "train").examples == 8
-    other = write(tmp_path / "other.jsonl", "no")
-    code, _, error = train(capsys, folder, output, f"data={other}", RESUME, "store_rows=8")
+    other_data = write(tmp_path / "other.jsonl", "no")
+    code, _, error = train(capsys, folder, output, f"data={other_data}", RESUME, "store_rows=8")
     assert code == 1 and "was stored with data='" in error
     assert contents(output / ".features") == before
     code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
@@ -452,15 +487,15 @@ class Cut(TrainerCallback):
 @pytest.mark.parametrize("saves", ["steps", "no"])
 def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsys, monkeypatch, saves):
     """As many rows are stored as the steps read; a resumed run of more refused its own, or stored them anew."""
-    given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
-    given.append(f"save_strategy={saves}")
+    settings = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", *TINY, *ONLINE, "store_rows=-1"]
+    settings.append(f"save_strategy={saves}")
     with pytest.raises(KeyboardInterrupt):
-        train_recipe(*read_recipe(None, as_settings([*given, "max_steps=4"])), callbacks=[Cut()])
+        train_recipe(*read_recipe(None, as_settings([*settings, "max_steps=4"])), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
     monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
-    other = f"data={write(tmp_path / 'other.jsonl', 'no')}"
-    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], other, RESUME, "max_steps=5")
+    other_data = f"data={write(tmp_path / 'other.jsonl', 'no')}"
+    code, _, error = train(capsys, folder, tmp_path / "o", *settings[1:], other_data, RESUME, "max_steps=5")
     assert code == 1 and "was stored with data='" in error
-    code, _, error = train(capsys, folder, tmp_path / "o", *given[1:], RESUME, "max_steps=5")
+    code, _, error = train(capsys, folder, tmp_path / "o", *settings[1:], RESUME, "max_steps=5")
     assert code == 0, error
     assert not (tmp_path / "o" / ".features").exists()

@@ -35,7 +35,7 @@ def forked_rows(count, length=26):
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
-def known_tokens(teacher, chunk_size=3, shift=None, tokens=7, k=4):
+def losses_of_a_block(with_teacher, chunk_size=3, shift=None, tokens=7, k=4):
     """Losses of one block's slots, in fp64, whose candidates' scores are shifted, and all that they were made of."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 1, tokens, 6, generator=random, dtype=torch.float64).requires_grad_()
@@ -46,7 +46,7 @@ def known_tokens(teacher, chunk_size=3, shift=None, tokens=7, k=4):
     labels[..., 3] = -1  # a token that the drafter does not have
     counted = torch.ones_like(labels, dtype=torch.bool)
     counted[..., 0] = False
-    one = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if teacher else None
+    teacher = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if with_teacher else None
 
     def score(query, logits):
         ids = logits.topk(k).indices.sort().values
@@ -56,39 +56,43 @@ def known_tokens(teacher, chunk_size=3, shift=None, tokens=7, k=4):
         return Head.loss(None, rows, progress=0.0)
 
     scored = () if shift is None else (shift, score, loss)
-    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, one, *scored)
+    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, teacher, *scored)
     return losses, hidden, weight, labels, states
 
 
-@pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
+@pytest.mark.parametrize("with_teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_loss_among_candidates_equals_the_oracle(teacher, chunk_size):
+def test_loss_among_candidates_equals_the_oracle(with_teacher, chunk_size):
     """And the slots learn what they would without the selector."""
     shift = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    plain, own, *_ = known_tokens(teacher, chunk_size)
-    both, hidden, weight, labels, states = known_tokens(teacher, chunk_size, shift)
-    known = [1, 2, 4, 5, 6]
-    assert both.draftable[0, 0].nonzero().flatten().tolist() == known
-    for number, slot in enumerate(known):
+    without_selector, hidden_without_selector, *_ = losses_of_a_block(with_teacher, chunk_size)
+    with_selector, hidden, weight, labels, states = losses_of_a_block(with_teacher, chunk_size, shift)
+    draftable_slots = [1, 2, 4, 5, 6]
+    assert with_selector.draftable[0, 0].nonzero().flatten().tolist() == draftable_slots
+    for number, slot in enumerate(draftable_slots):
         logits = weight @ hidden[0, 0, slot].detach()
         ids = logits.topk(4).indices.sort().values
         log_q = (logits[ids] + shift[number].detach()).log_softmax(0)
-        wanted = (weight @ states[slot]).softmax(0)[ids] if teacher else (ids == labels[0, 0, slot]).double()
-        extra = sum(w * ((w / wanted.sum()).log() - q) for w, q in zip(wanted, log_q, strict=True) if w > 0)
-        assert both.values[0, 0, slot].item() == pytest.approx(plain.values[0, 0, slot].item() + float(extra))
-        at = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
-        assert both.nll[0, 0, slot].item() == (pytest.approx(-float(log_q[at[0]])) if at else float("inf"))
-        assert both.correct[0, 0, slot].item() == (log_q.argmax().item() in at)
+        p = (weight @ states[slot]).softmax(0)[ids] if with_teacher else (ids == labels[0, 0, slot]).double()
+        extra = sum(w * ((w / p.sum()).log() - q) for w, q in zip(p, log_q, strict=True) if w > 0)
+        assert with_selector.values[0, 0, slot].item() == pytest.approx(
+            without_selector.values[0, 0, slot].item() + float(extra)
+        )
+        index = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
+        assert with_selector.nll[0, 0, slot].item() == (
+            pytest.approx(-float(log_q[index[0]])) if index else float("inf")
+        )
+        assert with_selector.correct[0, 0, slot].item() == (log_q.argmax().item() in index)
         assert (
-            both.correct_without_head[0, 0, slot]
-            == plain.correct[0, 0, slot]
+            with_selector.correct_without_head[0, 0, slot]
+            == without_selector.correct[0, 0, slot]
             == (logits.argmax() == labels[0, 0, slot])
         )
-    for losses in (plain, both):
+    for losses in (without_selector, with_selector):
         losses.values.sum().backward()
     # Of the labels, one that is no candidate teaches the selector nothing; a teacher's candidates always do.
-    assert shift.grad.abs().amax(1).gt(0).tolist() == [True, teacher, True, True, True]
-    assert torch.equal(hidden.grad, own.grad)
+    assert shift.grad.abs().amax(1).gt(0).tolist() == [True, with_teacher, True, True, True]
+    assert torch.equal(hidden.grad, hidden_without_selector.grad)
 
 
 def test_certain_candidate_has_no_loss():
@@ -100,7 +104,7 @@ def test_certain_candidate_has_no_loss():
 # ------------------------------------------------------------------------------------------------------------- a run
 
 
-def test_all_of_dflash_2_learns(tmp_path):
+def test_every_dflash2_parameter_learns(tmp_path):
     target = make_target()
     draft = make_draft2(target, block_size=BLOCK)
     trainer = make_trainer(tmp_path, target, counting_rows(4), draft, warmup_steps=0, max_steps=2)
@@ -110,9 +114,10 @@ def test_all_of_dflash_2_learns(tmp_path):
         assert not torch.equal(parameter, before[name]), name
 
 
-def test_selector_alone_learns_what_slots_cannot(tmp_path):
+def test_selector_alone_raises_tau(tmp_path):
     """It finds the second token of a pair once the first is drafted; the rest of the drafter stays as it is."""
-    target, rows = make_target(), forked_rows(256)
+    target = make_target()
+    rows = forked_rows(256)
     options = {"loss_type": "dpace", "per_device_train_batch_size": 8, "num_anchors": 12, "warmup_steps": 0}
     plain = make_draft(target, block_size=BLOCK)
     make_trainer(tmp_path / "plain", target, rows, plain, max_steps=25, learning_rate=5e-3, **options).train()
@@ -145,12 +150,12 @@ def test_drafter_with_new_parts_drafts_as_before(tmp_path):
     set_draft_vocabulary(plain, target, torch.arange(VOCAB))
     wider = with_parts(with_parts(plain, SELECTOR), {"conv_kernel_size": 2, "conv_group_size": 4})
     wider.save_pretrained(tmp_path)
-    again = DFlashDraftModel.from_pretrained(tmp_path)
-    assert again.config.selector_rank == 8 and again.config.conv_kernel_size == 2
+    reloaded = DFlashDraftModel.from_pretrained(tmp_path)
+    assert reloaded.config.selector_rank == 8 and reloaded.config.conv_kernel_size == 2
     assert plain.config.selector_rank is None and not hasattr(plain, "candidate_selector")
     ids = torch.randint(2, 90, (1, 9), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-    outputs = [target.generate(ids, assistant_model=draft, **options) for draft in (plain, wider, again)]
+    outputs = [target.generate(ids, assistant_model=draft, **options) for draft in (plain, wider, reloaded)]
     assert len({tuple(output.sequences[0].tolist()) for output in outputs}) == 1
     assert len({str(output.acceptance_lengths) for output in outputs}) == 1
 
@@ -182,7 +187,8 @@ def test_part_that_cannot_be_added_is_refused(fields, message):
 
 
 def test_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
-    target, rows = make_target(), counting_rows(6)
+    target = make_target()
+    rows = counting_rows(6)
     target.save_pretrained(tmp_path / "target")
     draft = make_draft(target, block_size=BLOCK, draft_vocab_size=48)
     set_draft_vocabulary(draft, target, validate_and_count(rows))
@@ -198,14 +204,14 @@ def test_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "num_anchors": 4, "use_cpu": True, "report_to": []}
     options |= {"head_only": True, "warmup_steps": 0, "save_steps": 1}
     train(script, options)
-    made = DFlashDraftModel.from_pretrained(tmp_path / "out")
-    assert made.config.selector_rank == 8 and made.config.draft_vocab_size == 48
-    assert made.candidate_selector.successor_codebook.abs().max() > 0
-    assert torch.equal(made.fc.weight, draft.fc.weight)
-    again = {**options, "resume_from_checkpoint": "auto", "max_steps": 3}
+    trained = DFlashDraftModel.from_pretrained(tmp_path / "out")
+    assert trained.config.selector_rank == 8 and trained.config.draft_vocab_size == 48
+    assert trained.candidate_selector.successor_codebook.abs().max() > 0
+    assert torch.equal(trained.fc.weight, draft.fc.weight)
+    resuming = {**options, "resume_from_checkpoint": "auto", "max_steps": 3}
     with pytest.raises(ValueError, match="holds the optimizer of other parameters .*head_only"):
-        train(script, {**again, "head_only": False})
+        train(script, {**resuming, "head_only": False})
     script.draft_config = {"intermediate_size": 48, "selecter_rank": 8, **SELECTOR}
-    train(script, again)
-    noted = [line for line in capsys.readouterr().err.splitlines() if "draft_config" in line]
-    assert noted == [f"draft_config.selecter_rank=8 is for a fresh drafter: {script.draft} is not changed"]
+    train(script, resuming)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "draft_config" in line]
+    assert warnings == [f"draft_config.selecter_rank=8 is for a fresh drafter: {script.draft} is not changed"]

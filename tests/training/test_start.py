@@ -21,12 +21,14 @@ WIDTH, VOCAB = 8, 40
 def test_layers_norm_and_one_feature_are_the_targets():
     target = make_target()
     draft = make_draft(target, num_hidden_layers=2, target_layer_ids=[0, 1, 3])
-    taken = initialize_from_target(draft, target, [2, 3])
-    for ours, theirs in zip(draft.layers, target.model.layers[2:], strict=True):
+    copied_names = initialize_from_target(draft, target, [2, 3])
+    for draft_layer, target_layer in zip(draft.layers, target.model.layers[2:], strict=True):
         for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm"):
-            assert torch.allclose(ours.get_submodule(name).weight, theirs.get_submodule(name).weight), name
+            assert torch.allclose(draft_layer.get_submodule(name).weight, target_layer.get_submodule(name).weight), (
+                name
+            )
     assert torch.allclose(draft.norm.weight, target.model.norm.weight)
-    assert {"layers.0.mlp.up_proj.weight", "norm.weight", "fc.weight"} <= set(taken)
+    assert {"layers.0.mlp.up_proj.weight", "norm.weight", "fc.weight"} <= set(copied_names)
     # The context is what layer 2 of the target reads: the output of layer 1, the second of the features.
     features = torch.randn(1, 5, 3 * target.config.hidden_size)
     own = features.chunk(3, dim=-1)[1]
@@ -46,13 +48,14 @@ def test_target_without_head_norms_keeps_score_size():
 
 
 @torch.no_grad()
-def test_norm_gives_what_it_really_multiplies_with():
-    ours, theirs = Qwen3RMSNorm(WIDTH), GemmaRMSNorm(WIDTH)
+def test_copied_gemma_norm_scales_alike():
+    draft_norm = Qwen3RMSNorm(WIDTH)
+    target_norm = GemmaRMSNorm(WIDTH)
     with torch.no_grad():
-        theirs.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH))
-    assert _copy_weight(ours, theirs)
+        target_norm.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH))
+    assert _copy_weight(draft_norm, target_norm)
     states = torch.randn(3, WIDTH)
-    assert torch.allclose(ours(states), theirs(states), atol=1e-4)
+    assert torch.allclose(draft_norm(states), target_norm(states), atol=1e-4)
 
 
 @pytest.mark.parametrize(

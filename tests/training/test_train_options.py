@@ -27,10 +27,10 @@ def test_every_setting_is_an_option_of_its_name():
     names = {field.name for field in fields if field.init} - {"debug"}
     options = {f"--{name.replace('_', '-')}": name for name in names}
     parser = cli.build_parser("train", all_options=True)
-    found = {option: action.dest for action in parser._actions for option in action.option_strings}
-    assert options.items() <= found.items()
+    parser_options = {option: action.dest for action in parser._actions for option in action.option_strings}
+    assert options.items() <= parser_options.items()
     of_commands = {"--config", "--dry-run", "--keys", "--entry", "--json", "--quiet", "--verbose", "--debug", "--help"}
-    assert found.keys() - options.keys() == of_commands | {"-q", "-v", "-h"}
+    assert parser_options.keys() - options.keys() == of_commands | {"-q", "-v", "-h"}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def test_text_and_trace_equal_the_published_loop(pair, prompts):
         return draft(noise_embeds=block[None], context_hidden_states=features[None]).last_hidden_state[0]
 
     options = {"max_new_tokens": 60, "do_sample": False}
-    inputs, mask, seen = prompts.clone(), torch.ones_like(prompts), set()
+    inputs = prompts.clone()
+    mask = torch.ones_like(prompts)
+    lengths_seen = set()
     for row, pad in enumerate([0, 3, 1, 5, 2, 0] * 2):
         inputs[row, :pad] = mask[row, :pad] = 0
     drafted = {**options, "assistant_model": draft, "return_dict_in_generate": True}
@@ -46,16 +48,16 @@ def test_text_and_trace_equal_the_published_loop(pair, prompts):
         ones = torch.ones_like(prompt)  # without a mask, `generate` would take a 0 in the prompt for padding
         text, trace = published_loop(draft_hidden, target, config, prompt, 60, [])
         alone = target.generate(prompt, attention_mask=ones, **drafted)
-        plain = target.generate(prompt, attention_mask=ones, **options)
-        assert alone.sequences[0].tolist() == text == plain[0].tolist()
+        target_only = target.generate(prompt, attention_mask=ones, **options)
+        assert alone.sequences[0].tolist() == text == target_only[0].tolist()
         assert batch.sequences[row, 8:].tolist() == text[prompt.shape[1] :]
         committed = alone.acceptance_lengths[0]
         assert batch.acceptance_lengths[row] == committed and committed[:-1] == trace[: len(committed) - 1]
-        seen.update(committed)
-    assert len(seen) >= 4, seen
+        lengths_seen.update(committed)
+    assert len(lengths_seen) >= 4, lengths_seen
 
 
-def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, monkeypatch):
+def test_training_accuracy_equals_decoding_accuracy(pair, prompts, tmp_path, monkeypatch):
     """
     Counted by the trainer's own step at the anchors that decoding stopped at: counted, right, reached and accepted
     tokens of every slot are those of the drafts that decoding made, and the prefixes those that verification accepted.
@@ -74,7 +76,8 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
-    sums, expected = Statistics.zeros(torch.device("cpu")), torch.zeros(4, size - 1)
+    sums = Statistics.zeros(torch.device("cpu"))
+    expected = torch.zeros(4, size - 1)
     draft.eval()
     for prompt in prompts[:6]:
         drafted.clear()
@@ -82,10 +85,10 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
         text = output.sequences[0].tolist()
         committed = []
         for start, block in drafted:
-            right = [text[start + k] == block[k] for k in range(1, size) if start + k < len(text)]
-            prefix = right.index(False) if False in right else len(right)
+            hits = [text[start + k] == block[k] for k in range(1, size) if start + k < len(text)]
+            prefix = hits.index(False) if False in hits else len(hits)
             committed.append(prefix + 1)
-            for k, hit in enumerate(right):
+            for k, hit in enumerate(hits):
                 expected[:, k] += torch.tensor([1, hit, k <= prefix, k < prefix])
         # The last verification is cut short by the end of the text, or has nothing left to draft.
         assert committed[:-1] == output.acceptance_lengths[0][: len(committed) - 1]
@@ -97,5 +100,6 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
             _, outputs = trainer.compute_loss(draft, batch, return_outputs=True)
         sums = sums.add(outputs["statistics"])
     assert torch.equal(torch.stack([sums.counted, sums.correct, sums.reached, sums.accepted]), expected)
-    counted, correct = expected[0].sum(), expected[1].sum()
+    counted = expected[0].sum()
+    correct = expected[1].sum()
     assert 0.2 * counted < correct < 0.95 * counted  # neither is empty

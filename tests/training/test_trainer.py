@@ -27,7 +27,9 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 
 def reference_loss(trainer, rows):
     """The loss in plain loops: row by row, block by block, all logits, one division at the end."""
-    draft, target, kind = trainer.model, trainer.target, trainer.args.loss_type
+    draft = trainer.model
+    target = trainer.target
+    kind = trainer.args.loss_type
     batch = trainer.data_collator(rows)
     trainer.objective.draw_anchors(batch, step=0)
     decay = slot_weights(BLOCK).double()
@@ -50,7 +52,8 @@ def reference_loss(trainer, rows):
                     nll[k] = -log_q[k, ids[0, anchor + k]]
                     values[k] = divergence if "kl" in kind else nll[k]
             if "dpace" in kind:
-                credit, product = {}, 1.0
+                credit = {}
+                product = 1.0
                 for k, value in nll.items():
                     product *= 0.5 * math.exp(-value.item()) + 0.5
                     credit[k] = product
@@ -185,7 +188,7 @@ def test_longest_text_is_in_the_configuration(before, after, tmp_path):
     assert json.loads((tmp_path / "saved" / "config.json").read_text()).get("trained_length") == after
 
 
-def test_fresh_drafter_looks_back_as_far_as_it_likes(tmp_path):
+def test_untrained_drafter_has_no_context_window(tmp_path):
     """One that is trained in another loop, or on a stream: it once saw a single token, and accepted nothing."""
     target = make_target()
     config = DFlashDraftConfig.for_target(target.config, mask_token_id=5, num_hidden_layers=1, target_layer_ids=[0])
@@ -197,7 +200,7 @@ def test_fresh_drafter_looks_back_as_far_as_it_likes(tmp_path):
     assert Drafter(draft, target).context.window == 7
 
 
-def test_training_learns(tmp_path):
+def test_training_lowers_loss_and_raises_tau(tmp_path):
     target = make_target()
     rows = counting_rows(64, modulus=10)
     draft = make_draft(target, block_size=BLOCK)
@@ -225,8 +228,13 @@ def test_training_learns(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        *({"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}),
-        *({"selector_top_k": 8}, {"selector_rank": 8}, {"sliding_window": 6}),
+        {"mask_token_id": 91},
+        {"block_size": 8},
+        {"target_layer_ids": [0, 1, 3]},
+        {"is_causal": True},
+        {"selector_top_k": 8},
+        {"selector_rank": 8},
+        {"sliding_window": 6},
         {"layer_types": ["sliding_attention", "full_attention"]},
     ],
 )
@@ -246,17 +254,14 @@ def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
 def test_resuming_with_other_tokens_is_refused(tmp_path):
     """As many of them load, and every label would be another's."""
     target = make_target()
-    draft, other = (make_draft(target, block_size=BLOCK, draft_vocab_size=48) for _ in range(2))
+    draft, other_draft = (make_draft(target, block_size=BLOCK, draft_vocab_size=48) for _ in range(2))
     with torch.no_grad():
         draft.d2t.copy_(torch.arange(48))  # every second token; the other drafts the first 48
     make_trainer(tmp_path, target, counting_rows(4), draft, save_strategy="steps", save_steps=1).train()
     with pytest.raises(ValueError, match="The 48 tokens that this drafter drafts are not those of"):
-        make_trainer(tmp_path, target, counting_rows(4), other, max_steps=2).train(
+        make_trainer(tmp_path, target, counting_rows(4), other_draft, max_steps=2).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-1")
         )
-
-
-# ------------------------------------------------------------------------------------------------------------- anchors
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -322,7 +327,7 @@ def test_several_evaluation_sets_have_their_prefixes(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
-def test_examples_and_their_batch():
+def test_collator_pads_examples():
     rows = [make_example([1, 2], [3, 4, 5]), make_example([6], [7])]
     assert rows[0] == {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]}
     assert make_example([1, 2], [3, 4, 5], max_length=3) == {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}
@@ -350,19 +355,32 @@ def test_defaults_are_the_papers(tmp_path):
 
 
 WRONG: list[dict] = [
-    *({"num_anchors": 0}, {"loss_chunk_size": 0}, {"gradient_accumulation_steps": 0}, {"max_steps": 0}),
-    *({"num_train_epochs": -1}, {"loss_decay_gamma": -1.0}, {"loss_decay_gamma": math.nan}, {"loss_type": "l2"}),
-    *({"block_attention": "flash"}, {"remove_unused_columns": True}, {"bf16_full_eval": True}),
-    *({"fp16_full_eval": True}, {"label_smoothing_factor": 0.1}, {"logging_nan_inf_filter": True}, {"max_minutes": 0}),
-    *({"max_minutes": 1, "max_steps": 5}, {"max_minutes": 1, "warmup_steps": 20}, {"neftune_noise_alpha": 5.0}),
+    {"num_anchors": 0},
+    {"loss_chunk_size": 0},
+    {"gradient_accumulation_steps": 0},
+    {"max_steps": 0},
+    {"num_train_epochs": -1},
+    {"loss_decay_gamma": -1.0},
+    {"loss_decay_gamma": math.nan},
+    {"loss_type": "l2"},
+    {"block_attention": "flash"},
+    {"remove_unused_columns": True},
+    {"bf16_full_eval": True},
+    {"fp16_full_eval": True},
+    {"label_smoothing_factor": 0.1},
+    {"logging_nan_inf_filter": True},
+    {"max_minutes": 0},
+    {"max_minutes": 1, "max_steps": 5},
+    {"max_minutes": 1, "warmup_steps": 20},
+    {"neftune_noise_alpha": 5.0},
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_arguments_are_named(wrong, tmp_path):
-    name, value = list(wrong.items())[-1]
+@pytest.mark.parametrize("arguments", WRONG, ids=str)
+def test_wrong_arguments_are_named(arguments, tmp_path):
+    name, value = list(arguments.items())[-1]
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **wrong)
+        DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
 
 
 def test_plain_training_arguments_are_refused(tmp_path):
@@ -372,6 +390,6 @@ def test_plain_training_arguments_are_refused(tmp_path):
 
 
 def test_drafter_of_another_target_is_refused(tmp_path):
-    target, other = make_target(), make_target(hidden_size=64)
+    target, other_target = make_target(), make_target(hidden_size=64)
     with pytest.raises(ValueError, match="hidden_size=64"):
-        make_trainer(tmp_path, target, counting_rows(2), make_draft(other))
+        make_trainer(tmp_path, target, counting_rows(2), make_draft(other_target))

@@ -51,7 +51,9 @@ def test_trained_drafter_is_published_with_its_card(hub_target, hub, tmp_path):
     card = ModelCard(published["README.md"].decode())
     assert card.data.to_dict() == result.card.data.to_dict()
     assert card.data.base_model == "someone/target" and card.data.license == "mit"
-    assert {one.metric_type: one.metric_value for one in card.data.eval_results}["tau"] == round(report.tau, 3)
+    assert {metric.metric_type: metric.metric_value for metric in card.data.eval_results}["tau"] == round(
+        report.tau, 3
+    )
     for row in (
         f"(revision `{COMMIT}`)",
         f"| tau, over all verifications | {report.tau:.2f} |",
@@ -64,8 +66,13 @@ def test_trained_drafter_is_published_with_its_card(hub_target, hub, tmp_path):
 
 
 def test_facts_written_by_hand_stay(hub_target, tmp_path):
-    known = {"base_model": "other/target", "base_model_revision": "old", "license": "mit", "data": "Nine walks."}
-    (tmp_path / "card_facts.json").write_text(json.dumps(known))
+    written_facts = {
+        "base_model": "other/target",
+        "base_model_revision": "old",
+        "license": "mit",
+        "data": "Nine walks.",
+    }
+    (tmp_path / "card_facts.json").write_text(json.dumps(written_facts))
     make_trainer(tmp_path, hub_target, counting_rows(4)).save_model()
     facts = CardFacts.from_folder(tmp_path)
     assert (facts.license, facts.data, facts.base_model, facts.base_model_revision) == (

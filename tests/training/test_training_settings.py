@@ -46,8 +46,8 @@ def test_recomputed_activations_give_equal_gradients(dflash2, tmp_path):
         results.append(gradients_of(trainer))
         assert len(passes) == 1 + recompute
     assert results[0][0] == results[1][0]
-    for one, other in zip(results[0][1], results[1][1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    for expected, gradient in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(expected, gradient, rtol=1e-6, atol=1e-9)
 
 
 def test_half_precision_keeps_single_precision_weights(tmp_path):
@@ -79,14 +79,17 @@ def test_half_precision_target_trains_fp32_drafter(tmp_path):
         draft = make_draft(single, block_size=BLOCK)
         results.append(gradients_of(make_trainer(tmp_path, target, uneven_rows(), draft)))
     assert results[0][0] == pytest.approx(results[1][0], rel=0.03)
-    one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for _, gradients in results)
-    assert one.dtype == torch.float32
-    assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.98
+    half_gradient, single_gradient = (
+        torch.cat([gradient.flatten() for gradient in gradients]) for _, gradients in results
+    )
+    assert half_gradient.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(half_gradient, single_gradient, dim=0) > 0.98
 
 
-def test_own_head_multiplies_in_the_run_s_precision(tmp_path):
+def test_own_head_computes_in_the_runs_precision(tmp_path):
     """Its rows are kept in fp32 with the drafter: products by them took five times as long as in bf16."""
-    target, hidden = make_target(), torch.randn(3, 32)
+    target = make_target()
+    hidden = torch.randn(3, 32)
     for half in (False, True):
         draft = make_draft(target, block_size=BLOCK, draft_vocab_size=16)
         trainer = make_trainer(tmp_path, target, uneven_rows(), draft, bf16=half)
@@ -160,7 +163,8 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_groups_have_the_gradients_of_the_dense_mask(attention, tmp_path, monkeypatch):
     """Also where the activations of the layers are recomputed."""
-    target, results = make_target(), []
+    target = make_target()
+    results = []
     for kind in ("dense", "groups", "recomputed"):
         draft = make_draft(target, block_size=BLOCK, attn_implementation=attention, **LAYERS)
         trainer = make_trainer(tmp_path, target, uneven_rows(), draft, num_anchors=9)
@@ -178,10 +182,10 @@ def test_groups_have_the_gradients_of_the_dense_mask(attention, tmp_path, monkey
         with groups_as_masks(draft.config):
             loss = trainer.compute_loss(trainer.model.train(), batch)
             loss.backward()
-        results.append([loss.detach(), *(one.grad for one in draft.parameters())])
-    for other in results[1:]:
-        for one, wanted in zip(other, results[0], strict=True):
-            torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-6)
+        results.append([loss.detach(), *(parameter.grad for parameter in draft.parameters())])
+    for result in results[1:]:
+        for gradient, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_drafter_keeps_its_own_attention(tmp_path):
