@@ -2,7 +2,7 @@
 Build the documentation: `python docs/build.py`, then open `site/index.html`. A warning is an error.
 
     1. pages      README, guides, results, the notebook: copied to where they are in the repository, so that links hold
-    2. reference  a page for each room of public names, made from their docstrings, without importing anything
+    2. reference  a page for each group of public names, made from their docstrings, without importing anything
     3. site       mkdocs, strict
 """
 

@@ -496,11 +496,11 @@ def test_sentences_quote_the_bundled_report(bundled_report):
     lines = summary_lines(bundled_report)
     tree_tau = next(line.split()[3] for line in lines if line.startswith("draft trees       tau"))
     sentences = {
-        "README.md": [f"{plain.speedup:.1f}x; {plain.gain:.1f}x if the target's weights are packed"],
+        "README.md": [f"| {bundled_report.tau:.2f} | {plain.speedup:.2f}x | {plain.gain:.2f}x |"],
         "examples/guides/decoding.md": [
             f"commits {tree_tau} tokens instead of {bundled_report.tau:.2f}",
             f"from {blocks.gain:.2f}x to {trees.gain:.2f}x",
-            f"the plain call, packed, is {plain.speedup:.2f}x",
+            f"with default settings, packed, is {plain.speedup:.2f}x",
             f"it: {plain.gain:.2f}x there",
         ],
         "examples/guides/reading_a_report.md": [f"{plain.gain:.2f}x above, not {plain.speedup:.2f}x"],

@@ -72,7 +72,7 @@ def test_card_leaves_out_unknown_facts(target, tmp_path):
     facts = CardFacts("example/tiny-sliding", report=report)
     card = render_card(tmp_path, facts, "example/draft")
     assert "| tau, over all verifications | 2.50 |" in card.text
-    assert "Speed-up" not in card.text and "equal" not in card.text
+    assert "Speedup" not in card.text and "equal" not in card.text
     assert card.data.eval_results is None  # nobody said on what
     facts = CardFacts("example/tiny-sliding", report=report, evaluated_on="example/walks")
     card = render_card(tmp_path, facts, "example/draft")

@@ -1,9 +1,9 @@
 """
-`dflash chat`: a conversation in the terminal.
+`dflash chat`: chat with a target and its drafter in the terminal.
 
     dflash chat
     dflash chat --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --temperature 0.7
-    dflash chat --target T --draft D < questions.txt   # one message a line
+    dflash chat --target T --draft D < questions.txt   # one message per line
 """
 
 from dflash_hf._io.terminal import Outcome, wants_color

@@ -1,12 +1,13 @@
 """
-`dflash check`.
+`dflash check`: report which engines can load a drafter, and load it correctly.
 
     dflash check my-drafter --target Qwen/Qwen3-0.6B
     dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
     dflash check my-drafter --engine vllm==0.26.0
     dflash check my-drafter --engine llama.cpp --target target.gguf
 
-The exit status is 1 if an engine of --engine cannot read it; without --engine, if transformers or all servers cannot.
+The exit status is 1 if an engine given by --engine cannot read the drafter; without --engine, if transformers or all
+servers cannot.
 """
 
 from argparse import ArgumentTypeError
@@ -26,7 +27,7 @@ def add_arguments(parser) -> None:
 
 
 def _engine(text: str) -> str:
-    """An engine, with or without a version; which is a version, [`~dflash_hf.hub.engines.split_engine`] checks."""
+    """An engine's name, with or without a version, which [`~dflash_hf.hub.engines.split_engine`] checks."""
     name = text.partition("==")[0]
     if name not in (*ENGINES, LLAMA_CPP):
         raise ArgumentTypeError(f"{text!r} is not an engine; use {', '.join((*ENGINES, LLAMA_CPP))}")
@@ -35,8 +36,9 @@ def _engine(text: str) -> str:
 
 def run(arguments, echo) -> Outcome:
     """
-    `echo` the table, the versions that it is about and who can read the drafter. The exit status is 1 if an engine
-    that was asked for cannot; if none was, only if transformers or all of the servers cannot.
+    `echo` the table of findings, the versions that were checked, and the engines that can read the drafter. The exit
+    status is 1 if an engine given by `--engine` cannot read it; without `--engine`, if transformers or all servers
+    cannot.
     """
     from dflash_hf._io.repositories import is_gguf
     from dflash_hf.hub.check import check, readers, render

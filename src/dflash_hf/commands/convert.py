@@ -1,5 +1,5 @@
 """
-`dflash convert`.
+`dflash convert`: convert a drafter to another layout, or to and from GGUF.
 
     dflash convert downloaded my-drafter
     dflash convert my-drafter for-transformers --to native

@@ -1,5 +1,5 @@
 """
-`dflash demo`.
+`dflash demo`: compare SmolLM2-135M with and without its drafter.
 
     dflash demo
     dflash demo --dtype float32 --prompts 30

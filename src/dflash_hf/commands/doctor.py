@@ -1,5 +1,5 @@
 """
-`dflash doctor`.
+`dflash doctor`: find the cause of low acceptance by experiment.
 
     dflash doctor --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.jsonl
     dflash doctor --target my-quantised-model --base Qwen/Qwen3-0.6B --draft my-drafter
@@ -26,7 +26,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
+    """`echo` the experiments, and the likeliest cause with its remedy; the exit status is 1 if there is a cause."""
     from dataclasses import replace
 
     from dflash_hf.doctor import Case, Training, diagnose

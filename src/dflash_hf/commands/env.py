@@ -1,5 +1,5 @@
 """
-`dflash env`: what a bug report should say about the machine.
+`dflash env`: versions, devices and environment variables, for a bug report.
 
     dflash env
     dflash env --json
@@ -29,7 +29,7 @@ _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", 
 
 
 def add_arguments(parser) -> None:
-    """None."""
+    """This command has no options of its own."""
 
 
 def run(arguments, echo) -> Outcome:
@@ -48,7 +48,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _devices() -> str:
-    """The GPUs, or the CPU and whether it multiplies in bf16."""
+    """The names of the GPUs, or the CPU and whether it has bf16 units."""
     try:
         import torch
 

@@ -1,5 +1,5 @@
 """
-`dflash eval`.
+`dflash eval`: measure acceptance, speedup and losslessness of a pair.
 
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
     dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
@@ -40,7 +40,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the table, write the report; exit status 1 if an output is WRONG."""
+    """`echo` the table and write the report; the exit status is 1 if an output is WRONG."""
     if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
     if arguments.mtp and arguments.revision:
@@ -70,7 +70,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _check_output(output: Path | None, draft: Path) -> None:
-    """Refuse the folder of another drafter, whose card would show the report."""
+    """Reject the folder of another drafter, whose card would show the report."""
     if output is None or not draft.is_dir() or not any(output.glob("model*.safetensors*")):  # one file, or shards
         return
     if not output.samefile(draft):
@@ -78,7 +78,7 @@ def _check_output(output: Path | None, draft: Path) -> None:
 
 
 def _measure(arguments):
-    """The report of the pair and the data that the arguments name."""
+    """The report of evaluating the named pair on the named data."""
     from dflash_hf._io.files import digest_of
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
@@ -126,7 +126,7 @@ def _measure(arguments):
 
 
 def _no_thinking(arguments, pair: NamedPair) -> dict | None:
-    """The template arguments for standard benchmarks, unless the drafter was trained with others."""
+    """Template arguments that turn thinking off for benchmarks, unless the drafter was trained with arguments."""
     may_think = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
     return NO_THINKING if may_think and trained_with is None else None

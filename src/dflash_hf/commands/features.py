@@ -1,5 +1,5 @@
 """
-`dflash features`.
+`dflash features`: store the target's hidden features of a dataset, to train without the target's layers.
 
     dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features
     dflash train --target Qwen/Qwen3-8B --output-dir my-drafter --features features
@@ -29,7 +29,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash features`: store the features missing in the output."""
+    """Store the features that the output folder does not have yet."""
     from dataclasses import replace
 
     from dflash_hf.data.examples import DFlashCollator

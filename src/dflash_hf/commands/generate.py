@@ -1,5 +1,5 @@
 """
-`dflash generate`: a streamed answer, and its speed.
+`dflash generate`: stream the answer to a prompt, and print its speed.
 
     dflash generate --prompt "What is a cache?" --show-drafts
     dflash generate --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Write a haiku."
@@ -54,7 +54,7 @@ def run(arguments, echo) -> Outcome:
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 
     def decode(**extra):
-        """The output of `generate`, the ids of the answer, and its seconds."""
+        """The output of `generate`, the ids of the answer, and the seconds that it took."""
         set_seed(arguments.seed)
         start = time.perf_counter()
         output = generate_one(target, prompt_ids, max_new_tokens=limit, **sampling, **extra)
@@ -101,7 +101,7 @@ def run(arguments, echo) -> Outcome:
 
 def _prompt_ids(pair: NamedPair, prompt: str) -> list[int]:
     """
-    The ids of the prompt, in the chat template unless it is raw.
+    The ids of the prompt, formatted with the chat template unless `--raw` is given.
 
     Raises:
         `ValueError`: it cannot be encoded, or has no ids.

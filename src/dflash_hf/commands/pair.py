@@ -1,4 +1,4 @@
-"""A pair named on the command line: checked first, each model loaded when it is needed."""
+"""The target and drafter named on the command line: names are checked first, models are loaded when needed."""
 
 from argparse import Namespace
 from functools import cached_property
@@ -11,7 +11,7 @@ SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`
 
 def take_default(arguments, say) -> None:
     """
-    SmolLM2-135M-Instruct with its drafter, if no pair is named.
+    Use SmolLM2-135M-Instruct with its drafter if no pair is named.
 
     Raises:
         `UsageError`: a drafter without its target.
@@ -80,13 +80,13 @@ class NamedPair:
 
     @cached_property
     def image_reader(self):
-        """Reads images as the target does; `None` if it does not."""
+        """Reads images as the target does; `None` for a target without images."""
         from dflash_hf.data.images import load_image_reader
 
         return load_image_reader(self.arguments.target, self.config, self.tokenizer, self.loading)
 
     def encoder(self, template: dict, mask_token_id: int | None = None):
-        """Reads rows as the target does; those with this mask token are left out."""
+        """Encodes rows for the target; rows that contain this mask token are left out."""
         from dflash_hf.data.encode import RowEncoder
         from dflash_hf.targets.config_fields import positions_of
 
@@ -115,14 +115,17 @@ class NamedPair:
         return draft
 
     def target(self):
-        """The target, in evaluation mode; that it is loaded is said, as it may take minutes."""
+        """The target, in evaluation mode. A note says that it is being loaded, which may take minutes."""
         from dflash_hf.pairs.loading import load_target
 
         note(f"loading {getattr(self.arguments, 'target_name', None) or self.arguments.target}")
         return load_target(self.arguments.target, self.loading, self.device)
 
     def ready(self) -> tuple:
-        """Target and drafter, packed as the options say, and probed, which is not part of an answer's time."""
+        """
+        Target and drafter, packed according to `--packed`. The target's capabilities are probed here, so that this is
+        not part of an answer's time.
+        """
         from dflash_hf.decoding.probe import capabilities_of
         from dflash_hf.pairs.loading import pack
 

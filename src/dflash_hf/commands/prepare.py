@@ -1,5 +1,5 @@
 """
-`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids.
+`dflash prepare`: show which tokens of a dataset are trained on, and write the examples as token ids.
 
     dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl
     dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0
@@ -22,7 +22,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` a few examples and the counts; write the examples if requested."""
+    """`echo` a few examples and the counts; write the examples to `--output`, if given."""
     import sys
     from dataclasses import asdict
 
@@ -56,7 +56,7 @@ def run(arguments, echo) -> Outcome:
 def _check_output(output, data: str) -> None:
     """
     Raises:
-        `UsageError`, `ValueError`: the output has another ending, is the data itself, or exists.
+        `UsageError`, `ValueError`: the output has another suffix, is the data itself, or exists.
     """
     if output.suffix not in (".jsonl", ".parquet"):
         raise UsageError(f"--output {output} must end in .jsonl or .parquet.")

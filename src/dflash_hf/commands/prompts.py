@@ -1,5 +1,5 @@
 """
-`dflash prompts`: requests written by the target itself.
+`dflash prompts`: have the target write prompts to train on.
 
     dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
@@ -38,7 +38,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """Add the missing requests to the output."""
+    """Append requests to the output until it has `--count` of them."""
     from collections import Counter
     from dataclasses import asdict, fields
 

@@ -1,5 +1,5 @@
 """
-`dflash publish`.
+`dflash publish`: upload a drafter with its model card to the Hub.
 
     dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run
     dflash publish my-drafter me/my-drafter --private
@@ -55,7 +55,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` what changes in the repository before it does."""
+    """`echo` what will change in the repository, then upload."""
     from pathlib import Path
 
     from dflash_hf.hub.card import CardFacts, has_own_card
@@ -94,7 +94,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _announce(folder, echo, result) -> None:
-    """`echo` findings, and what happens to each file."""
+    """`echo` the findings, and what will happen to each file."""
     from dflash_hf._io.names import ENGINES
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.report import REPORT_FILE
@@ -129,7 +129,7 @@ def _announce(folder, echo, result) -> None:
 
 
 def _code_only(arguments, echo) -> Outcome:
-    """`--code-only`: the pull request, and what it changes."""
+    """`--code-only`: open the pull request, and `echo` what it changes."""
     from dflash_hf.hub.code_only import publish_code
 
     ignored = options_given(arguments, ("private", "gguf", "replace_card", *_FACTS))

@@ -1,5 +1,5 @@
 """
-`dflash regenerate`: the target's own answers, in this process or from a server.
+`dflash regenerate`: have the target answer the prompts of a dataset, in this process or on a server.
 
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
     dflash regenerate --target Qwen/Qwen3-0.6B --data chats.jsonl --turns all --thinking 0.5 --output responses.jsonl
@@ -59,7 +59,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """Write the rows missing in the output; exit status 1 if some were refused."""
+    """Write the rows that are missing in the output; the exit status is 1 if some were refused."""
     from transformers.utils import logging
 
     from dflash_hf.data.prompts import template_kwargs

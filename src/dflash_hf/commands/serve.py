@@ -1,5 +1,5 @@
 """
-`dflash serve`: a pair behind an OpenAI-compatible API.
+`dflash serve`: serve a target and its drafter with an OpenAI-compatible API.
 
     dflash serve
     dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
@@ -86,14 +86,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _absolute(name: str) -> str:
-    """A folder by its whole path, so that a printed command runs anywhere; other names as they are."""
+    """The absolute path of a folder, so that a printed command runs anywhere; other names are unchanged."""
     import os
 
     return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def _engine(arguments, echo) -> Outcome:
-    """Check the drafter's folder, then replace this process by the engine's."""
+    """Check the drafter, then replace this process with the engine."""
     import os
     import shlex
     import sys
@@ -163,7 +163,7 @@ def _engine(arguments, echo) -> Outcome:
 
 
 def _llama_cpp_pair(arguments) -> tuple[str, str, object, dict | None]:
-    """Target, drafter and its configuration, and the target's configuration if its file is on this machine."""
+    """The target, the drafter and its configuration; and the target's configuration if its file is local."""
     from pathlib import Path
 
     from dflash_hf.conversion.gguf_format import gguf_config, gguf_in, is_gguf, target_config

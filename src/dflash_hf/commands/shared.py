@@ -1,4 +1,4 @@
-"""Arguments that several commands share; an option means the same everywhere."""
+"""Options that several commands share; an option means the same in every command."""
 
 from argparse import BooleanOptionalAction
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dflash_hf._io.terminal import UsageError, note, output_path, positive, read
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:
-    """`--target` and `--draft`; with `default`, SmolLM2-135M and its drafter if neither is given."""
+    """Add `--target` and `--draft`; with `default`, SmolLM2-135M and its drafter are used if neither is given."""
     shown = " (default: SmolLM2-135M and its drafter)" if default else ""
     parser.add_argument("--target", required=required, help=f"the target: a folder or Hub name{shown}")
     alone = "; without it the target decodes alone" if default else ""
@@ -21,7 +21,7 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
 
 
 def add_loading(parser, draft: bool = True, title: str = "models", trusted: str = "the target's own code"):
-    """How models are loaded: see [`~dflash_hf.pairs.loading.Loading`]; `trusted` is the code that may run."""
+    """Add the options of [`~dflash_hf.pairs.loading.Loading`]; `trusted` names the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
     devices = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
@@ -32,31 +32,31 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
 
 
 def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what: str = "", **more) -> None:
-    """An option with a few values, which its help lists; they are called as the end of its name."""
+    """Add an option with a few choices, which its help lists; its metavar is the last word of its name."""
     help = f"{what}{', '.join(choices)} (default: %(default)s)"
     name = option.rpartition("-")[2].upper()
     parser.add_argument(option, choices=choices, metavar=name, default=default, help=help, **more)
 
 
 def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
-    """`--dtype`, or another option that is a dtype."""
+    """Add `--dtype`, or another option whose value is a dtype."""
     add_choice(parser, option, choices, default, what, type=terminal.dtype)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
-    """`--revision`, and `--draft-revision` if there is a drafter too."""
+    """Add `--revision`, and with `draft` also `--draft-revision`."""
     group.add_argument("--revision", metavar="REV", help=f"branch, tag or commit of {of}")
     if draft:
         group.add_argument("--draft-revision", metavar="REV", help="branch, tag or commit of the drafter's repository")
 
 
 def add_threads(parser) -> None:
-    """`--threads`."""
+    """Add `--threads`."""
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
 def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") -> None:
-    """Options for faster decoding with a drafter."""
+    """Add the options for faster decoding with a drafter."""
     group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
@@ -64,7 +64,7 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") 
 
 
 def add_packed(group) -> None:
-    """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.loading.pack`]."""
+    """Add `--packed` and `--no-packed`, for [`~dflash_hf.pairs.loading.pack`]."""
     help = "faster CPU inference (default: if memory allows)"
     group.add_argument("--packed", action=BooleanOptionalAction, help=help)
 
@@ -73,7 +73,7 @@ def add_packed(group) -> None:
 
 
 def add_answering(parser) -> None:
-    """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
+    """Add the options that `generate` and `chat` share: template, sampling, and how models are loaded."""
     add_template_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
     add_sampling(parser)
@@ -84,7 +84,7 @@ def add_answering(parser) -> None:
 
 
 def add_sampling(parser, default: float | None = 0.0, shown: str = "0, greedy") -> None:
-    """Temperature, whose default is `shown` as such, nucleus and seed."""
+    """Add `--temperature` (its help shows the default as `shown`), `--top-p` and `--seed`."""
     help = f"0 is greedy (default: {shown})"
     parser.add_argument("--temperature", type=terminal.temperature, default=default, help=help)
     parser.add_argument("--top-p", type=terminal.probability, help="nucleus sampling (default: 1)")
@@ -114,25 +114,25 @@ def sampling_options(arguments) -> dict:
 
 
 def add_template(parser, default: str) -> None:
-    """`--chat-template` and its arguments; `default` is shown for these."""
+    """Add `--chat-template` and `--template-args`; the help of the latter shows `default`."""
     parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")
     add_template_arguments(parser, default)
 
 
 def add_template_arguments(parser, default: str = "the drafter's") -> None:
-    """`--template-args`; `default` is shown."""
+    """Add `--template-args`; its help shows `default`."""
     help = f"'{{\"enable_thinking\": false}}' (default: {default})"
     parser.add_argument("--template-args", metavar="JSON", help=help)
 
 
 def add_color(parser, what: str) -> None:
-    """`--color` and `--no-color`."""
+    """Add `--color` and `--no-color`."""
     help = f"colour {what} (default: on a terminal without NO_COLOR)"
     parser.add_argument("--color", action=BooleanOptionalAction, help=help)
 
 
 def options_given(arguments, names: Iterable[str]) -> list[str]:
-    """The options among these names of arguments that are set, as they are written."""
+    """The options among these argument names that are set, as written on the command line."""
     options = []
     for name in names:
         value = getattr(arguments, name)
@@ -145,7 +145,7 @@ def options_given(arguments, names: Iterable[str]) -> list[str]:
 
 
 def add_data(parser, template: str = "those of the data", files: str = ".jsonl, .json, .parquet, .csv") -> None:
-    """The arguments of every command that reads training data; `template`: the shown default of `--template-args`."""
+    """Add the options of commands that read training data; the help of `--template-args` shows `template`."""
     parser.add_argument("--data", required=True, help=f"a {files} file or Hub dataset")
     parser.add_argument("--split", help="split of the data (default: train, or the only)")
     parser.add_argument("--name", help="configuration of a Hub dataset")
@@ -154,7 +154,7 @@ def add_data(parser, template: str = "those of the data", files: str = ".jsonl, 
 
 
 def add_encoding(parser) -> None:
-    """How the rows of [`add_data`] become examples."""
+    """Add the options for encoding the rows of [`add_data`] into examples."""
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     masked = "the drafter's mask token; rows with it are left out"
     parser.add_argument("--mask-token-id", type=terminal.token_id, help=masked)
@@ -162,7 +162,7 @@ def add_encoding(parser) -> None:
 
 
 def add_output(parser, what: str, kind=output_path, **options) -> None:
-    """`--output`, a writable path."""
+    """Add `--output`, a writable path."""
     parser.add_argument("--output", type=kind, help=what, **options)
 
 
@@ -192,7 +192,7 @@ def encoder_of(pair):
 
 
 def rows_of(arguments):
-    """The dataset of [`add_data`]'s arguments."""
+    """Load the dataset that [`add_data`]'s arguments name."""
     from dflash_hf.data.sources import load_rows
 
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)

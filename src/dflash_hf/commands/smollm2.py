@@ -1,5 +1,5 @@
 """
-`dflash smollm2`.
+`dflash smollm2`: print the local folder of SmolLM2-135M-Instruct.
 
     dflash smollm2
     dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"

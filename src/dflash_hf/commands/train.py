@@ -1,15 +1,15 @@
 """
-`dflash train`.
+`dflash train`: train a drafter.
 
     dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output-dir my-drafter
     dflash train --config recipe.yaml --learning-rate 3e-4 --dry-run
     dflash train --keys save
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
 
-settings are options and keys of a recipe: --max-minutes is max_minutes. --keys lists all, transformers' included:
-    lists are words: --target-layer-ids 8 15 22; mappings YAML or entries: --peft-config '{r: 16}', --peft-config.r 16
-    --per-device-train-batch-size 1 if memory is short; a step keeps its rows, by accumulation
-    null unsets what a recipe or a preset sets
+every setting is an option and a recipe key (--max-minutes, max_minutes); --keys lists all, with transformers' own:
+    lists are several words: --target-layer-ids 8 15 22; null unsets a setting of a recipe or preset
+    mappings are YAML, or one option per entry: --peft-config '{r: 16}' or --peft-config.r 16
+    if memory is short: --per-device-train-batch-size 1; gradient accumulation keeps the rows of a step
 """
 
 import argparse
