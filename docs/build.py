@@ -33,8 +33,8 @@ TEXTS = (
     "examples/smollm2-135m-dflash/README.md",
 )
 GUIDES = {
-    "Start": ("own_model", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
-    "Understand": ("reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
+    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
+    "Understand": ("glossary", "reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
     "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_rule"),
 }
 # The public names of `dflash_hf`, by what they are for.
