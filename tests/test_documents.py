@@ -430,6 +430,22 @@ def test_document_links_lead_somewhere(path):
             assert anchor in [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads], link
 
 
+def test_glossary_names_are_in_their_files():
+    path = ROOT / "examples" / "guides" / "glossary.md"
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.*) \|$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    missing = []
+    checked = 0
+    for term, _, where in rows:
+        for link, names in re.findall(r"\]\(([^)#]+\.py)\)((?: `\w+`)*)", where):
+            text = (path.parent / link).read_text(encoding="utf-8")
+            for name in re.findall(r"\w+", names):
+                checked += 1
+                if name not in text:
+                    missing.append(f"{term}: {link} has no {name}")
+    assert checked > 30
+    assert missing == []
+
+
 def test_yaml_blocks_have_keys_of_recipes():
     blocks = [fence[3] for path in documents() for fence in FENCE.finditer(path.read_text()) if fence[2] == "yaml"]
     assert blocks

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 
 import pytest
 from support.guides import ROOT, save_stand_in
@@ -64,6 +65,16 @@ def test_cells_run_on_the_real_pair(real_target, monkeypatch):
     if os.environ.get("DFLASH_WRITE_NOTEBOOK") == "1":
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         NOTEBOOK.write_text(text, encoding="utf-8")
+
+
+def test_notebook_names_files_that_exist():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    names = re.findall(r"`((?:src|modeling)/[\w/]+\.py)`", text)
+    links = re.findall(r"\]\((\w[\w/]*\.md)\)", text)
+    assert names and links
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+    assert [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
 
 
 def test_notebook_is_small_and_has_pictures():
