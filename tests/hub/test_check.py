@@ -21,11 +21,9 @@ from dflash_hf.cli import main
 from dflash_hf.conversion.convert import convert
 from dflash_hf.hub import engines
 from dflash_hf.hub.card import CardFacts, render_card
-from dflash_hf.hub.check import check, read_shapes, render
-from dflash_hf.hub.drafter import Drafter, Finding
-from dflash_hf.hub.engines import READ
+from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.findings import Finding, render
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.limits import LIMITS
 from dflash_hf.training.start import set_draft_vocabulary
 
 
@@ -311,48 +309,6 @@ def test_check_compares_target(name, folder, target, tmp_path):
         assert check(folder, asked, target=place) == findings
     with pytest.raises(ValueError, match="nothing.json cannot be read"):
         check(folder, target=tmp_path / "nothing.json")
-
-
-SHOWN_ELSEWHERE = {  # keys of rows that need other files or weights
-    "mask_embedding.pt",
-    "{file}",
-    "dflash_hf_version",
-    "draft_vocab_size",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "markov_rank",
-    "markov_head_type",
-    "gru_hidden_dim",
-    "pure_draft_prefix_len",
-    "projector_type",
-    "sliding_window_non_causal",
-    "sliding_window",
-}
-MORE = ({"architectures": ["DFlash2DraftModel"]}, {"architectures": ["MuseGlimmerAssistantModel"]})
-
-
-VERSIONS = {engine: versions[-1] for engine, versions in READ.items()}
-
-
-def test_every_limit_is_shown(folder, target):
-    """A row that no line of these tables makes speak may say anything."""
-    whole = json.loads((folder / "config.json").read_text())
-    size = target.config.to_dict()
-    shown = set()
-    newest_limits = [limit for limit in LIMITS if limit.concerned_engines(VERSIONS)]
-    edits = [line[0] for line in (*ERRORS.values(), *WARNINGS.values())]
-    drafters = [Drafter(edited(whole, nested, **top), folder, size) for nested, top in edits]
-    drafters += [Drafter(edited(whole, None, **top), folder, size) for top in MORE]
-    drafters += [Drafter(whole, folder, {**size, **line[0]}) for line in TARGETS.values()]
-    fields = ("target_hidden_size", "v_head_dim", "backbone_rotary_base", "input_embedding_scale")
-    drafters.append(Drafter(whole, folder, non_default=dict.fromkeys(fields, (2, 1))))
-    for drafter in drafters:
-        shown |= {limit.reason for limit in newest_limits if limit.finding(drafter, VERSIONS)}
-        if drafter.target.get("max_position_embeddings") == 4096:
-            assert any(limit.finding(drafter, {"vllm": "0.32.0"}) for limit in LIMITS if limit not in newest_limits)
-    assert not [limit for limit in newest_limits if limit.reason not in shown and limit.field not in SHOWN_ELSEWHERE]
 
 
 @pytest.mark.parametrize(

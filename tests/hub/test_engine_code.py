@@ -20,14 +20,14 @@ from support.engine_variants import SLIDING, VARIANTS
 from support.pairs import make_draft
 
 from dflash_hf.hub.check import check
-from dflash_hf.hub.drafter import Drafter
-from dflash_hf.hub.engines import READ
+from dflash_hf.hub.drafter_folder import DrafterFolder
+from dflash_hf.hub.limits import CHECKED_VERSIONS
 
 
 pytestmark = pytest.mark.slow
 
 # With the version of transformers that both accept and a later one, and what their drafter's code needs besides ours.
-VERSIONS = {engine: f"{engine}=={READ[engine][-1]}" for engine in ("vllm", "sglang")}
+VERSIONS = {engine: f"{engine}=={CHECKED_VERSIONS[engine][-1]}" for engine in ("vllm", "sglang")}
 TRANSFORMERS = ("5.19.0", "5.23.0")
 BESIDE = ("msgspec", "cachetools")
 
@@ -127,7 +127,7 @@ def test_engines_draft_as_package(engine, target, tmp_path):
             engine_hidden = torch.load(tmp_path / f"{folder}.{name}.{trust}.pt")
             torch.testing.assert_close(engine_hidden, hidden, atol=1e-5, rtol=1e-5, msg=f"{folder}, {trust}")
             # What `check` says of it.
-            assert [tuple(layer) for layer in result["layers"]] == Drafter(config).layers_as_read()[name], folder
+            assert [tuple(layer) for layer in result["layers"]] == DrafterFolder(config).layers_as_read()[name], folder
             v2_findings = [finding for finding in check(tmp_path / folder, [name]) if "V2" in finding.message]
             assert bool(v2_findings) is result.get("needs_v2", False), folder
         for folder in cases_without_reference if trust == "plain" else ():
@@ -137,4 +137,4 @@ def test_engines_draft_as_package(engine, target, tmp_path):
                 assert "sliding_window" in results[folder]["error"]
             else:
                 read = [tuple(layer) for layer in results[folder]["layers"]]
-                assert read == Drafter(config).layers_as_read()[name], folder
+                assert read == DrafterFolder(config).layers_as_read()[name], folder

@@ -13,7 +13,7 @@ from support.pairs import make_draft
 from transformers import PreTrainedConfig, Qwen3Config
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.hub.drafter import Drafter
+from dflash_hf.hub.drafter_folder import DrafterFolder
 
 
 def as_engines_load(folder, trust: bool):
@@ -52,7 +52,7 @@ def test_engines_read_trained_settings(variant, trust, target, tmp_path):
             assert loaded.dflash_config.get(key, default) == getattr(config, key)
         for key in ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "vocab_size", "hidden_act"):
             assert getattr(loaded, key) == getattr(config, key)
-        layers = Drafter(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
+        layers = DrafterFolder(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
         layers_as_trained = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
         assert layers == {"vllm": layers_as_trained, "sglang": layers_as_trained}

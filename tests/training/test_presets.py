@@ -10,7 +10,8 @@ from support.runs import as_options, as_settings
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments
 from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
-from dflash_hf.hub.check import check, readers
+from dflash_hf.hub.check import check
+from dflash_hf.hub.findings import readers
 from dflash_hf.training.arguments import ScriptArguments, choices_of
 from dflash_hf.training.presets import CPU, PAPER, PRESETS
 from dflash_hf.training.recipe import HEADS, decide, key_lines, lines_of_choices, read_recipe

@@ -21,7 +21,8 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf._io.files import locked
 from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
-from dflash_hf.hub.check import check, readers
+from dflash_hf.hub.check import check
+from dflash_hf.hub.findings import readers
 from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe

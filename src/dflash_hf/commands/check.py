@@ -41,8 +41,9 @@ def run(arguments, echo) -> Outcome:
     cannot.
     """
     from dflash_hf._io.repositories import is_gguf
-    from dflash_hf.hub.check import check, readers, render
+    from dflash_hf.hub.check import check
     from dflash_hf.hub.engines import engine_versions, split_engine
+    from dflash_hf.hub.findings import readers, render
 
     is_file = is_gguf(arguments.draft)
     engines = arguments.engine or ([LLAMA_CPP] if is_file else ENGINES)

@@ -98,8 +98,8 @@ def _announce(folder, echo, result) -> None:
     from dflash_hf._io.names import ENGINES
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.report import REPORT_FILE
-    from dflash_hf.hub.check import render
     from dflash_hf.hub.engines import engine_versions
+    from dflash_hf.hub.findings import render
 
     if result.findings:
         echo(render(result.findings))

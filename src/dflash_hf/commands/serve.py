@@ -99,8 +99,9 @@ def _engine(arguments, echo) -> Outcome:
     import sys
 
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.hub.check import check, render
+    from dflash_hf.hub.check import check
     from dflash_hf.hub.engines import engine_versions
+    from dflash_hf.hub.findings import render
     from dflash_hf.hub.launch import launch_command
     from dflash_hf.pairs.loading import Loading
 

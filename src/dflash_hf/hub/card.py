@@ -22,8 +22,10 @@ from dflash_hf.conversion.gguf_format import gguf_in
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.evaluation.text import LABELS
-from dflash_hf.hub.check import check, read_shapes, readers
-from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
+from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.code_version import uses_package_code
+from dflash_hf.hub.drafter_folder import DrafterFolder
+from dflash_hf.hub.findings import Finding, readers
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
@@ -139,7 +141,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
-    drafter = Drafter(read_json(folder / "config.json"), folder)
+    drafter = DrafterFolder(read_json(folder / "config.json"), folder)
     trained_with = (config.dflash_config or {}).get("trained_with") or {}
     variables = {
         **vars(facts),
@@ -202,10 +204,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
 
 def code_of(folder: str | Path) -> dict[str, Path]:
     """The code that is published with a drafter, by name: this package's, if the drafter's `config.json` names it."""
-    auto_map = _read_json(Path(folder) / "config.json").get("auto_map")
-    if isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL:
-        return code_files()
-    return {}
+    return code_files() if uses_package_code(_read_json(Path(folder) / "config.json")) else {}
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
@@ -219,7 +218,7 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
     return "code"
 
 
-def _launch_lines(drafter: Drafter, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
+def _launch_lines(drafter: DrafterFolder, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
     """For each engine without preflight errors: its `name`, the oldest `version` that serves it, `command`."""
     layout = drafter.layout
     if layout == "DFlash" and "sliding_attention" in config.layer_types:

@@ -19,14 +19,16 @@ from dflash_hf._io.terminal import one_line, without_bars
 from dflash_hf.conversion import gguf_format
 from dflash_hf.conversion.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.hub.drafter import LAYOUTS, MASK_EMBEDDING, Drafter, Finding
+from dflash_hf.hub.drafter_folder import LAYOUT_OF_ARCHITECTURE, DrafterFolder
 from dflash_hf.hub.engines import engine_versions, split_engine
+from dflash_hf.hub.findings import Finding
 from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.heads import UnknownHeadError
 from dflash_hf.layouts.read import canonical_config, canonical_name, is_drafter_config, tensor_names
 from dflash_hf.layouts.weights import checkpoint_files, read_header
 from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
 
 
@@ -73,35 +75,6 @@ def check(
         return list(_findings_of_gguf(Path(folder), config))
     versions = {version.engine: version.checked_as for version in engine_versions(engines)}
     return _merged(_findings(_local_folder(str(folder), revision), config, versions), names)
-
-
-def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool]:
-    """
-    Whether each engine can read the drafter: it can, if no error concerns it.
-
-    Args:
-        findings (`Sequence[Finding]`): From [`check`].
-        engines (`Sequence[str]`): The engines by their names, without versions.
-    """
-    unable: set[str] = set()
-    for finding in findings:
-        if finding.severity == "error":
-            unable.update(finding.engines)
-    return {engine: engine not in unable for engine in engines}
-
-
-def render(findings: Sequence[Finding]) -> str:
-    """A table of findings for a terminal, or one line if there are none."""
-    if not findings:
-        return "No findings."
-    rows = [(finding.severity, ", ".join(finding.engines), finding.key, finding.message) for finding in findings]
-    rows.insert(0, ("severity", "engines", "key", "finding"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = []
-    for *cells, message in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths)]
-        lines.append("  ".join([*padded, message]))
-    return "\n".join(lines)
 
 
 def _local_folder(name: str, revision: str | None) -> Path:
@@ -170,13 +143,13 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     else:
         remedy = f"this package cannot read it either: {refused}"
     architectures = config.get("architectures")
-    readable_architectures = [*LAYOUTS, *(head.architecture for head in HEADS)]
+    readable_architectures = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in HEADS)]
     is_speculators = "transformer_layer_config" in config
     if is_speculators:
         message = f"is speculators' layout, which only vLLM reads; {remedy}"
         yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
     elif architectures not in [[name] for name in readable_architectures]:
-        message = f"{architectures} is not one of {', '.join(LAYOUTS)}; {remedy}"
+        message = f"{architectures} is not one of {', '.join(LAYOUT_OF_ARCHITECTURE)}; {remedy}"
         yield Finding("error", ENGINES, "architectures", one_line(message))
         return
     elif parsed.has_head and parsed.head.name not in SERVED_HEADS:
@@ -184,7 +157,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         message = f"{getattr(parsed, key)}: no engine has a {parsed.head.name}; decode with transformers' generate()."
         yield Finding("error", SERVERS, key, message)
     non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
-    drafter = Drafter(config, folder, target, shapes, non_default)
+    drafter = DrafterFolder(config, folder, target, shapes, non_default)
     if refused is not None:  # engines notice none of it; but vLLM loads an own embedding or head
         concerned = ("transformers",) if drafter.own_embeddings else (*SERVERS, "transformers")
         yield Finding("error", concerned, "weights", one_line(refused))
@@ -210,7 +183,7 @@ def _limits_of_llama_cpp(parsed, target: dict) -> Iterator[Finding]:
         yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
 
 
-def _unknown_tensors(drafter: Drafter) -> Iterator[Finding]:
+def _unknown_tensors(drafter: DrafterFolder) -> Iterator[Finding]:
     """Tensors that this package reads and engines do not, which know only the published names."""
     renamings = tensor_names()
     native = NATIVE_NAMES if drafter.layout == "Muse" else {}

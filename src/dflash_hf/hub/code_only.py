@@ -9,8 +9,7 @@ from huggingface_hub import HfApi
 from dflash_hf import __version__
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf._io.terminal import one_line
-from dflash_hf.hub.code_version import version_of
-from dflash_hf.hub.drafter import OUR_MODEL
+from dflash_hf.hub.code_version import uses_package_code, version_of
 from dflash_hf.hub.publish import (
     CODE,
     PublishError,
@@ -68,7 +67,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         if any(file.rfilename == "config.json" for file in info.siblings or []):
             text = Path(api.hf_hub_download(repo, "config.json", revision=info.sha)).read_text(encoding="utf-8")
     config = json.loads(text)
-    if (config.get("auto_map") or {}).get("AutoModel") != OUR_MODEL:
+    if not uses_package_code(config):
         raise PublishError(f"{repo}: its config.json names no code of this package, so there is none to replace.")
     try:
         DFlashDraftConfig.from_dict(config)

@@ -11,7 +11,14 @@ MENDED = {
     "0.1.1": "transformers 5.24 fails with a KeyError",
     "0.3.0": "targets with recurrent layers keep the graph of every round",
 }
+PACKAGE_MODEL = "modeling_dflash.DFlashDraftModel"  # `auto_map["AutoModel"]` of drafters with this package's code
 FIRST_VERSION = "0.1.0"  # of drafters that name no version
+
+
+def uses_package_code(config: Mapping) -> bool:
+    """Whether a `config.json` names this package's code as the drafter's own."""
+    auto_map = config.get("auto_map")
+    return isinstance(auto_map, dict) and auto_map.get("AutoModel") == PACKAGE_MODEL
 
 
 def version_of(config: Mapping) -> str:

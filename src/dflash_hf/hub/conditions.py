@@ -1,9 +1,9 @@
 """
 Conditions of the limits in `limits`: when a drafter meets one.
 
-A condition is called with a [`~dflash_hf.hub.drafter.Drafter`] and returns something false where it does not hold. A
-dictionary that it returns holds details for the limit's message, by the names in its braces. Conditions that compare
-one field are data, such as [`Comparison`]; the others are functions.
+A condition is called with a [`~dflash_hf.hub.drafter_folder.DrafterFolder`] and returns a falsy value where it does
+not hold. A dictionary that it returns holds details for the limit's message, by the names in its braces. Conditions
+that compare one field are data, such as [`Comparison`]; the others are functions.
 """
 
 import re
@@ -15,11 +15,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from dflash_hf._io.terminal import one_line
-from dflash_hf.hub.code_version import defects_of, is_current, version_of
-from dflash_hf.hub.drafter import CONVOLUTION, MASK_EMBEDDING, OUR_MODEL, SELECTOR, Drafter
+from dflash_hf.hub.code_version import defects_of, is_current, uses_package_code, version_of
+from dflash_hf.hub.drafter_folder import DrafterFolder
+from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
+from dflash_hf.modeling.heads_dflash import PathSelector
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
-Condition = Callable[[Drafter], Any]
+Condition = Callable[[DrafterFolder], Any]
 _MUSE_TYPE = "muse_glimmer_assistant"
 
 # --------------------------------------------------------------------------------------------------------- comparisons
@@ -57,7 +60,7 @@ class Comparison:
         if self.place not in PLACES:
             raise ValueError(f"place={self.place!r} is unknown; choose from {', '.join(PLACES)}.")
 
-    def __call__(self, drafter: Drafter) -> bool:
+    def __call__(self, drafter: DrafterFolder) -> bool:
         value = self._value_in(drafter)
         if self.relation == "in":
             return value in self.values
@@ -69,7 +72,7 @@ class Comparison:
             return value is None
         return bool(value) == (self.relation == "set")
 
-    def _value_in(self, drafter: Drafter):
+    def _value_in(self, drafter: DrafterFolder):
         """The field's value in its place; `None` if it is not there."""
         if self.place == "top level":
             return drafter.config.get(self.field)
@@ -84,7 +87,7 @@ class DiffersInTwoPlaces:
 
     field: str
 
-    def __call__(self, drafter: Drafter) -> dict | None:
+    def __call__(self, drafter: DrafterFolder) -> dict | None:
         nested = drafter.nested.get(self.field)
         top = drafter.config.get(self.field)
         if nested is None or top is None or nested == top:
@@ -98,7 +101,7 @@ class IsNestedOnly:
 
     field: str
 
-    def __call__(self, drafter: Drafter) -> bool:
+    def __call__(self, drafter: DrafterFolder) -> bool:
         return drafter.config.get(self.field) is None and drafter.nested.get(self.field) is not None
 
 
@@ -108,14 +111,14 @@ class IsNotDefault:
 
     field: str
 
-    def __call__(self, drafter: Drafter) -> dict | None:
+    def __call__(self, drafter: DrafterFolder) -> dict | None:
         if self.field not in drafter.non_default:
             return None
         value, default = drafter.non_default[self.field]
         return {"value": value, "default": default}
 
 
-def always(drafter: Drafter) -> bool:
+def always(drafter: DrafterFolder) -> bool:
     """Every drafter of the limit's layouts."""
     return True
 
@@ -123,7 +126,7 @@ def always(drafter: Drafter) -> bool:
 # ------------------------------------------------------------------------------------------- what it is, what it reads
 
 
-def model_type_is_unknown(drafter: Drafter) -> bool:
+def model_type_is_unknown(drafter: DrafterFolder) -> bool:
     """`model_type` is one that the AutoConfig of transformers does not know."""
     model_type = drafter.config.get("model_type")
     if model_type in ("qwen3", _MUSE_TYPE):
@@ -131,7 +134,7 @@ def model_type_is_unknown(drafter: Drafter) -> bool:
     return str(model_type) not in CONFIG_MAPPING_NAMES
 
 
-def model_type_is_of_another_layout(drafter: Drafter) -> bool:
+def model_type_is_of_another_layout(drafter: DrafterFolder) -> bool:
     """Only one of `model_type` and `architectures` says that it is a Muse assistant."""
     if model_type_is_unknown(drafter):
         return False
@@ -139,23 +142,23 @@ def model_type_is_of_another_layout(drafter: Drafter) -> bool:
     return has_muse_type != (drafter.layout == "Muse")
 
 
-def layer_ids_are_unsorted(drafter: Drafter) -> bool:
+def layer_ids_are_unsorted(drafter: DrafterFolder) -> bool:
     """`target_layer_ids` does not increase."""
     return list(drafter.target_layer_ids) != sorted(drafter.target_layer_ids)
 
 
-def eagle_layer_ids_differ(drafter: Drafter) -> bool:
+def eagle_layer_ids_differ(drafter: DrafterFolder) -> bool:
     """vLLM's own key, in which 0 is the embedding, names other layers than `target_layer_ids`."""
     eagle_ids = drafter.config.get("eagle_aux_hidden_state_layer_ids")
     return eagle_ids not in (None, [], [i + 1 for i in drafter.target_layer_ids])
 
 
-def reads_last_layer(drafter: Drafter) -> bool:
+def reads_last_layer(drafter: DrafterFolder) -> bool:
     """It reads the output of the target's last layer."""
     return max(drafter.target_layer_ids, default=0) + 1 == drafter.get("num_target_layers")
 
 
-def is_shorter_than_target(drafter: Drafter) -> dict | None:
+def is_shorter_than_target(drafter: DrafterFolder) -> dict | None:
     """Its `max_position_embeddings` is below that of the target, if that is known. Details: `target_length`."""
     length = drafter.get("max_position_embeddings")
     target_length = drafter.target.get("max_position_embeddings") or 0
@@ -167,22 +170,22 @@ def is_shorter_than_target(drafter: Drafter) -> dict | None:
 # ------------------------------------------------------------------------ attention: windows, and causality in a block
 
 
-def has_sliding_layers(drafter: Drafter) -> bool:
+def has_sliding_layers(drafter: DrafterFolder) -> bool:
     """A layer has a sliding window."""
     return "sliding_attention" in drafter.layer_types
 
 
-def windows_are_switched_off(drafter: Drafter) -> bool:
+def windows_are_switched_off(drafter: DrafterFolder) -> bool:
     """Layers have sliding windows, and `use_sliding_window` is not true."""
     return has_sliding_layers(drafter) and drafter.config.get("use_sliding_window") is not True
 
 
-def layers_are_of_two_kinds(drafter: Drafter) -> bool:
+def layers_are_of_two_kinds(drafter: DrafterFolder) -> bool:
     """Some layers have sliding windows, some do not."""
     return _differ(drafter.layer_types)
 
 
-def is_causal_is_needed(drafter: Drafter) -> bool:
+def is_causal_is_needed(drafter: DrafterFolder) -> bool:
     """`is_causal` says otherwise than engines assume without it: sliding layers causal, full layers not."""
     is_causal = drafter.config.get("is_causal")
     if is_causal is None:
@@ -190,12 +193,12 @@ def is_causal_is_needed(drafter: Drafter) -> bool:
     return any(bool(is_causal) != (kind == "sliding_attention") for kind in drafter.layer_types)
 
 
-def is_causal_is_not_nested(drafter: Drafter) -> bool:
+def is_causal_is_not_nested(drafter: DrafterFolder) -> bool:
     """`is_causal` is needed, and `causal` in `dflash_config` does not say the same."""
     return is_causal_is_needed(drafter) and drafter.nested.get("causal") != drafter.config["is_causal"]
 
 
-def causal_contradicts_is_causal(drafter: Drafter) -> dict | None:
+def causal_contradicts_is_causal(drafter: DrafterFolder) -> dict | None:
     """`causal` in `dflash_config` and `is_causal` at the top level differ. Details: `is_causal`."""
     is_causal = drafter.config.get("is_causal")
     if is_causal is None or drafter.nested.get("causal") in (None, is_causal):
@@ -203,7 +206,7 @@ def causal_contradicts_is_causal(drafter: Drafter) -> dict | None:
     return {"is_causal": is_causal}
 
 
-def causal_head_is_read_as_bidirectional(drafter: Drafter) -> bool:
+def causal_head_is_read_as_bidirectional(drafter: DrafterFolder) -> bool:
     """JetSpec's key says that layers are causal, and no key that engines read does."""
     if not drafter.nested.get("causal_head"):
         return False
@@ -213,7 +216,7 @@ def causal_head_is_read_as_bidirectional(drafter: Drafter) -> bool:
     return False
 
 
-def layer_is_read_differently(drafter: Drafter) -> dict | None:
+def layer_is_read_differently(drafter: DrafterFolder) -> dict | None:
     """Engines read a layer differently. Details: its number `layer`; (window, causal) as `vllm`, `sglang` read it."""
     layers = drafter.layers_as_read()
     for i, (vllm, sglang) in enumerate(zip(layers["vllm"], layers["sglang"])):
@@ -222,12 +225,12 @@ def layer_is_read_differently(drafter: Drafter) -> dict | None:
     return None
 
 
-def speculators_layers_slide(drafter: Drafter) -> bool:
+def speculators_layers_slide(drafter: DrafterFolder) -> bool:
     """A layer has a sliding window, in speculators' layout."""
     return "sliding_attention" in drafter.speculators_layer_types
 
 
-def speculators_full_layers_become_causal(drafter: Drafter) -> bool:
+def speculators_full_layers_become_causal(drafter: DrafterFolder) -> bool:
     """Sliding layers are causal in speculators' layout, and there are full layers, too."""
     has_full_layers = "full_attention" in drafter.speculators_layer_types
     return has_full_layers and drafter.config.get("sliding_window_non_causal") is False
@@ -236,29 +239,29 @@ def speculators_full_layers_become_causal(drafter: Drafter) -> bool:
 # ---------------------------------------------------------------------------------------------------- rotary embedding
 
 
-def rope_differs_by_layer_type(drafter: Drafter) -> bool:
+def rope_differs_by_layer_type(drafter: DrafterFolder) -> bool:
     """`rope_parameters` has a table for each type of layer."""
     return any(isinstance(value, dict) for value in drafter.rope_parameters.values())
 
 
-def theta_is_missing(drafter: Drafter) -> bool:
+def theta_is_missing(drafter: DrafterFolder) -> bool:
     """`rope_theta` is nowhere."""
     return not drafter.thetas
 
 
-def thetas_differ(drafter: Drafter) -> dict | None:
+def thetas_differ(drafter: DrafterFolder) -> dict | None:
     """`rope_theta` has two values. Details: `thetas`."""
     if not _differ(drafter.thetas):
         return None
     return {"thetas": drafter.thetas}
 
 
-def theta_is_in_rope_parameters_only(drafter: Drafter) -> bool:
+def theta_is_in_rope_parameters_only(drafter: DrafterFolder) -> bool:
     """`rope_theta` is not at the top level, where readers before transformers 5 expect it."""
     return bool(drafter.thetas) and not _differ(drafter.thetas) and "rope_theta" not in drafter.config
 
 
-def rope_types_differ(drafter: Drafter) -> dict | None:
+def rope_types_differ(drafter: DrafterFolder) -> dict | None:
     """`rope_parameters` and `rope_scaling` are of two types. Details: `rope_parameters`."""
     parameters = drafter.rope_parameters
     scaling = drafter.rope_scaling
@@ -267,17 +270,17 @@ def rope_types_differ(drafter: Drafter) -> dict | None:
     return {"rope_parameters": parameters}
 
 
-def yarn_is_in_rope_parameters_only(drafter: Drafter) -> bool:
+def yarn_is_in_rope_parameters_only(drafter: DrafterFolder) -> bool:
     """YaRN is not in `rope_scaling`, where readers before transformers 5 expect it."""
     return drafter.rope_parameters.get("rope_type") == "yarn" and not drafter.rope_scaling
 
 
-def has_mscale(drafter: Drafter) -> bool:
+def has_mscale(drafter: DrafterFolder) -> bool:
     """YaRN has factors of its own for attention."""
     return bool({"mscale", "mscale_all_dim"} & {*drafter.rope_parameters, *drafter.rope_scaling})
 
 
-def rotary_pairs_are_interleaved(drafter: Drafter) -> bool:
+def rotary_pairs_are_interleaved(drafter: DrafterFolder) -> bool:
     """Rotary pairs are neighbours, as in GPT-J, under either name of the key."""
     return False in (drafter.get("rope_is_neox_style"), drafter.get("is_neox_style"))
 
@@ -289,25 +292,25 @@ def _rope_type(rope: dict) -> str:
 # ------------------------------------------------------------------------------------- vocabulary, embedding and heads
 
 
-def vocabulary_is_reduced(drafter: Drafter) -> bool:
+def vocabulary_is_reduced(drafter: DrafterFolder) -> bool:
     """It has its own head, over a part of the vocabulary."""
     return drafter.has_own_head
 
 
-def target_looks_like_gemma(drafter: Drafter) -> bool:
+def target_looks_like_gemma(drafter: DrafterFolder) -> bool:
     """Its target is of the Gemma family, by its type or by the size of the vocabulary."""
     return drafter.get("vocab_size") == 262144 or str(drafter.target.get("model_type")).startswith("gemma")
 
 
-def has_dflash2_field(drafter: Drafter) -> dict | None:
+def has_dflash2_field(drafter: DrafterFolder) -> dict | None:
     """A field of DFlash 2's convolution or path selector is set. Details: its name `dflash2_field`."""
-    for field in (*CONVOLUTION, *SELECTOR):
+    for field in (*CONVOLUTION_KEYS, *PathSelector.sizes):
         if drafter.get(field):
             return {"dflash2_field": field}
     return None
 
 
-def markov_head_is_not_vanilla(drafter: Drafter) -> bool:
+def markov_head_is_not_vanilla(drafter: DrafterFolder) -> bool:
     """There is a Markov head, and not of the vanilla type."""
     return bool(drafter.get("markov_rank")) and drafter.get("markov_head_type", "vanilla") != "vanilla"
 
@@ -315,27 +318,27 @@ def markov_head_is_not_vanilla(drafter: Drafter) -> bool:
 # -------------------------------------------------------------------------------------------- files beside the weights
 
 
-def has_own_mask_embedding(drafter: Drafter) -> bool:
+def has_own_mask_embedding(drafter: DrafterFolder) -> bool:
     """It was trained with its own embedding of the mask token."""
     return bool(drafter.get("own_mask_embedding")) or "mask_embedding" in drafter.shapes
 
 
-def has_mask_file(drafter: Drafter) -> bool:
+def has_mask_file(drafter: DrafterFolder) -> bool:
     """The file with its own embedding of the mask token is there."""
     return (drafter.folder / MASK_EMBEDDING).is_file()
 
 
-def mask_file_is_missing(drafter: Drafter) -> bool:
+def mask_file_is_missing(drafter: DrafterFolder) -> bool:
     """It has its own embedding of the mask token, and the file that engines read it from is not there."""
     return has_own_mask_embedding(drafter) and not has_mask_file(drafter)
 
 
-def auto_map_names_no_model(drafter: Drafter) -> bool:
+def auto_map_names_no_model(drafter: DrafterFolder) -> bool:
     """`auto_map` does not name code of a model."""
     return "AutoModel" not in (drafter.config.get("auto_map") or ())
 
 
-def code_file_is_missing(drafter: Drafter) -> dict | None:
+def code_file_is_missing(drafter: DrafterFolder) -> dict | None:
     """A file that `auto_map` names, or `custom_generate`, is not in the folder. Details: its name `file`."""
     auto_map = drafter.config.get("auto_map")
     if not isinstance(auto_map, dict) or "AutoModel" not in auto_map:
@@ -348,10 +351,9 @@ def code_file_is_missing(drafter: Drafter) -> dict | None:
     return None
 
 
-def code_has_mended_defects(drafter: Drafter) -> dict | None:
+def code_has_mended_defects(drafter: DrafterFolder) -> dict | None:
     """The code beside the weights is this package's, of a version with defects that are mended. Details: `defects`."""
-    auto_map = drafter.config.get("auto_map")
-    if not isinstance(auto_map, dict) or auto_map.get("AutoModel") != OUR_MODEL or code_file_is_missing(drafter):
+    if not uses_package_code(drafter.config) or code_file_is_missing(drafter):
         return None
     defects = defects_of(version_of(drafter.config))
     if not defects or is_current(drafter.folder):
@@ -359,7 +361,7 @@ def code_has_mended_defects(drafter: Drafter) -> dict | None:
     return {"defects": "; ".join(defects)}
 
 
-def code_is_foreign(drafter: Drafter) -> dict | None:
+def code_is_foreign(drafter: DrafterFolder) -> dict | None:
     """A value of `auto_map` is not a file beside the weights and its class. Details: the value, as `code`."""
     auto_map = drafter.config.get("auto_map") or {}
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
@@ -371,7 +373,7 @@ def code_is_foreign(drafter: Drafter) -> dict | None:
     return None
 
 
-def quantization_is_unknown(drafter: Drafter) -> dict | None:
+def quantization_is_unknown(drafter: DrafterFolder) -> dict | None:
     """A quantisation that transformers would skip, the codes taken for weights. Details: its `method`."""
     quantization = drafter.config.get("quantization_config")
     if quantization is None:

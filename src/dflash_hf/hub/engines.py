@@ -1,52 +1,16 @@
 """
-Which version of an engine a drafter is checked for: one that was named, else the installed one, else the newest that
-the limits were read in.
-
-The limits stand in `limits`, each with the versions that it holds for. `READ` lists the versions in whose source they
-were read: all of them in the newest, and where each begins or ends in the others. A version newer than all of them is
-checked as the newest, and a warning says so.
+Which version of an engine a drafter is checked for: one that was named, else the installed one, else the newest of
+`CHECKED_VERSIONS` in `limits`. A version newer than all of these is checked as the newest, and a warning says so.
 """
 
 import importlib.metadata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from dflash_hf._io.names import ENGINES, LLAMA_CPP
-
-
-# The versions of each engine whose source was read, oldest first.
-READ = {
-    "vllm": (
-        "0.20.2",
-        "0.22.0",
-        "0.23.0",
-        "0.24.0",
-        "0.25.1",
-        "0.26.0",
-        "0.27.1",
-        "0.28.0",
-        "0.30.0",
-        "0.31.0",
-        "0.32.0",
-        "0.33.0",
-    ),
-    "sglang": (
-        "0.5.11",
-        "0.5.12",
-        "0.5.14",
-        "0.5.15",
-        "0.5.16",
-        "0.5.17",
-        "0.5.18",
-        "0.5.19",
-        "0.5.20",
-        "0.5.23",
-    ),
-    "transformers": ("5.20.0", "5.24.0"),
-}
+from dflash_hf.hub.limits import CHECKED_VERSIONS
 
 
 @dataclass(frozen=True)
@@ -57,7 +21,7 @@ class EngineVersion:
     Args:
         engine (`str`): `"vllm"`, `"sglang"` or `"transformers"`.
         version (`str`): The version.
-        origin (`str`): `"named"`, `"installed"` or `"not installed"`, where the version is the newest of `READ`.
+        origin (`str`): `"named"`, `"installed"` or `"not installed"`: the newest of `CHECKED_VERSIONS`.
     """
 
     engine: str
@@ -66,30 +30,31 @@ class EngineVersion:
 
     @property
     def checked_as(self) -> str:
-        """The version whose limits apply: this one, or the newest of `READ` if this one is newer."""
-        newest = READ[self.engine][-1]
+        """The version whose limits apply: this one, or the newest of `CHECKED_VERSIONS` if this one is newer."""
+        newest = CHECKED_VERSIONS[self.engine][-1]
         return newest if self.is_newer else min(self.version, newest, key=Version)
 
     @property
     def is_newer(self) -> bool:
-        """Whether it was released after every version of `READ`; builds of the same release are not newer."""
-        return _release(self.version) > Version(READ[self.engine][-1])
+        """Whether it was released after all of `CHECKED_VERSIONS`; builds of the newest of them are not newer."""
+        return _release(self.version) > Version(CHECKED_VERSIONS[self.engine][-1])
 
     @property
     def is_older(self) -> bool:
-        """Whether it was released before every version of `READ`."""
-        return _release(self.version) < Version(READ[self.engine][0])
+        """Whether it was released before every version of `CHECKED_VERSIONS`."""
+        return _release(self.version) < Version(CHECKED_VERSIONS[self.engine][0])
 
     @property
     def warning(self) -> str | None:
-        """What the limits do not know of it, in a sentence; `None` if its version is within those that were read."""
-        oldest = READ[self.engine][0]
-        newest = READ[self.engine][-1]
-        read = f"{oldest} to {newest}, whose limits are known"
+        """A sentence for a version outside of those whose limits are known; `None` for the others."""
+        oldest = CHECKED_VERSIONS[self.engine][0]
+        newest = CHECKED_VERSIONS[self.engine][-1]
+        known_versions = f"{oldest} to {newest}, whose limits are known"
+        version = f"{self.engine} {self.version} ({self.origin})"
         if self.is_newer:
-            return f"{self.engine} {self.version} ({self.origin}) is newer than {read}; it is checked as {newest}."
+            return f"{version} is newer than {known_versions}; it is checked as {newest}."
         if self.is_older:
-            return f"{self.engine} {self.version} ({self.origin}) is older than {read}; it may have more."
+            return f"{version} is older than {known_versions}; it may have more."
         return None
 
     def __str__(self) -> str:
@@ -142,14 +107,9 @@ def engine_versions(engines: Iterable[str]) -> list[EngineVersion]:
         elif installed is not None:
             version = EngineVersion(name, installed, "installed")
         else:
-            version = EngineVersion(name, READ[name][-1], "not installed")
+            version = EngineVersion(name, CHECKED_VERSIONS[name][-1], "not installed")
         versions.append(version)
     return versions
-
-
-def holds_for(version: str, specifier: str) -> bool:
-    """Whether a version is in a range such as `">=0.25,<0.28"`; release candidates and nightly builds count."""
-    return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 def _installed_version(engine: str) -> str | None:

@@ -26,7 +26,7 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_version import is_older, version_of
-from dflash_hf.hub.drafter import Finding
+from dflash_hf.hub.findings import Finding
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.layouts.weights import checkpoint_files

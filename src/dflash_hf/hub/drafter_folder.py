@@ -4,11 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-CONVOLUTION = ("conv_kernel_size", "conv_group_size")
-SELECTOR = ("selector_rank", "selector_top_k")
-MASK_EMBEDDING = "mask_embedding.pt"
-OUR_MODEL = "modeling_dflash.DFlashDraftModel"
-LAYOUTS = {
+# The name by which limits call the layout of an architecture.
+LAYOUT_OF_ARCHITECTURE = {
     "DFlashDraftModel": "DFlash",
     "DFlash2DraftModel": "DFlash 2",
     "MuseGlimmerAssistantModel": "Muse",
@@ -17,25 +14,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """
-    A problem for an engine.
-
-    Args:
-        severity (`str`): `"error"`: it will not load, or not draft as trained. `"warning"`: check before serving.
-        engines (`tuple[str, ...]`): The engines affected.
-        key (`str`): Key of `config.json`, tensor or file.
-        message (`str`): The problem and the remedy.
-    """
-
-    severity: str
-    engines: tuple[str, ...]
-    key: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Drafter:
+class DrafterFolder:
     """
     A drafter's folder as the conditions of limits see it.
 
@@ -68,12 +47,12 @@ class Drafter:
 
     @property
     def layout(self) -> str:
-        """The name by which limits call it: of `PUBLISHED` in [`~dflash_hf.hub.limits`], or `"speculators"`."""
+        """The name by which limits call it: of `ALL_LAYOUTS` in [`~dflash_hf.hub.limits`]."""
         if "transformer_layer_config" in self.config:
             return "speculators"
         if self.get("gru_hidden_dim"):
             return "Domino"
-        return LAYOUTS.get(self.architecture, "DFlash")
+        return LAYOUT_OF_ARCHITECTURE.get(self.architecture, "DFlash")
 
     @property
     def architecture(self) -> str:
