@@ -356,7 +356,7 @@ def test_check_names_wrong_tensor(name, folder):
 
 
 @pytest.mark.parametrize("name", ["LiLiCorrDraftModel", "DFlash2BeamDraftModel"])
-def test_unknown_head_is_left_to_engines(name, folder):
+def test_unknown_head_is_left_to_engines(name, folder, capsys):
     """vLLM and SGLang serve some of them; and no conversion is offered that would be refused."""
     edit(folder, architectures=[name])
     findings = check(folder)
@@ -365,6 +365,11 @@ def test_unknown_head_is_left_to_engines(name, folder):
         ("warning", ("vllm", "sglang"), "architectures"),
     ]
     assert "this package does not know" in findings[1].message and "dflash convert" not in render(findings)
+    assert main(["check", str(folder)]) == 1
+    last_lines = "It is not read by transformers.\nWhether it is read by vllm, sglang is not known.\n"
+    assert capsys.readouterr().out.endswith(last_lines)
+    assert main(["check", str(folder), "--engine", "vllm", "--json"]) == 0  # no error is known
+    assert json.loads(capsys.readouterr().out)["read_by"] == {"vllm": None}
     with pytest.raises(ValueError):
         convert(folder, folder.parent / "converted")
 

@@ -425,6 +425,15 @@ def test_code_only_replaces_code_alone(folder, hub, capsys):
     assert len(hub.pulls) == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "{ }", '{"dflash_hf_version": 1}', '{"a": {"dflash_hf_version": "0.1.0"}, "dflash_hf_version": "0.2.0"}'],
+)
+def test_version_is_written_into_any_object(text):
+    config = json.loads(with_version(text))
+    assert config == {**json.loads(text), "dflash_hf_version": __version__}
+
+
 @pytest.mark.parametrize("before", ["", '"dflash_hf_version": null, ', '"dflash_hf_version": "0.1.0", '])
 def test_version_alone_changes(before):
     config = with_version(f'{{{before}"block_size": 4}}')

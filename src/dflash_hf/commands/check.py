@@ -58,11 +58,16 @@ def run(arguments, echo) -> Outcome:
     names = list(dict.fromkeys(split_engine(engine)[0] for engine in engines))
     can_read = readers(findings, names)
     able = [name for name in names if can_read[name]]
-    unable = [name for name in names if not can_read[name]]
+    unable = [name for name in names if can_read[name] is False]
+    not_known = [name for name in names if can_read[name] is None]
     if able:
         echo(f"This {'file' if is_file else 'folder'} is read by {', '.join(able)}.")
-    if unable:
-        echo(f"It is not read by {', '.join(unable)}." if able else f"No engine reads it: not {', '.join(unable)}.")
+    if unable and not able and not not_known:
+        echo(f"No engine reads it: not {', '.join(unable)}.")
+    elif unable:
+        echo(f"It is not read by {', '.join(unable)}.")
+    if not_known:
+        echo(f"Whether it is read by {', '.join(not_known)} is not known.")
     failed = bool(unable)
     if arguments.engine is None and not is_file:
         servers_fail = not any(can_read[engine] for engine in SERVERS)

@@ -116,8 +116,8 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except UnknownHeadError as error:
         yield Finding("error", ("transformers", LLAMA_CPP), "architectures", one_line(error))
-        message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
-        yield Finding("warning", SERVERS, "architectures", message)
+        message = "names a drafter that this package does not know; whether engines can read it is not known."
+        yield Finding("warning", SERVERS, "architectures", message, leaves_open=True)
         return
     except Exception as error:  # upstream's own validation raises many types
         yield Finding("error", _ALL_READERS, "config.json", one_line(error))
@@ -139,7 +139,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
     if refused is None:
-        remedy = "`dflash convert` writes a folder that every engine can read."
+        remedy = "`dflash convert` writes a folder in z-lab's layout, for which engines can be checked."
     else:
         remedy = f"this package cannot read it either: {refused}"
     architectures = config.get("architectures")

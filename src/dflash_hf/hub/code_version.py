@@ -6,8 +6,8 @@ from pathlib import Path
 from dflash_hf.modeling.modeling_dflash import code_files
 
 
-# What older code beside the weights does wrong, by the version that mends it.
-MENDED = {
+# What older code beside the weights does wrong, by the version without the defect.
+DEFECTS = {
     "0.1.1": "transformers 5.24 fails with a KeyError",
     "0.3.0": "targets with recurrent layers keep the graph of every round",
 }
@@ -42,7 +42,7 @@ def is_current(folder: Path) -> bool:
 
 def defects_of(version: str) -> list[str]:
     """What the code of a version does wrong that later versions do right."""
-    return [defect for mending_version, defect in MENDED.items() if is_older(version, than=mending_version)]
+    return [defect for fixed_in, defect in DEFECTS.items() if is_older(version, than=fixed_in)]
 
 
 def _version_numbers(version: str) -> list[int]:

@@ -351,8 +351,8 @@ def code_file_is_missing(drafter: DrafterFolder) -> dict | None:
     return None
 
 
-def code_has_mended_defects(drafter: DrafterFolder) -> dict | None:
-    """The code beside the weights is this package's, of a version with defects that are mended. Details: `defects`."""
+def code_has_known_defects(drafter: DrafterFolder) -> dict | None:
+    """The code beside the weights is this package's, of a version with known defects. Details: `defects`."""
     if not uses_package_code(drafter.config) or code_file_is_missing(drafter):
         return None
     defects = defects_of(version_of(drafter.config))

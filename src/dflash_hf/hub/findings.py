@@ -14,27 +14,35 @@ class Finding:
         engines (`tuple[str, ...]`): The engines affected.
         key (`str`): Key of `config.json`, tensor or file.
         message (`str`): The problem and the remedy.
+        leaves_open (`bool`): Whether it is not known if these engines can read the drafter.
     """
 
     severity: str
     engines: tuple[str, ...]
     key: str
     message: str
+    leaves_open: bool = False
 
 
-def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool]:
+def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool | None]:
     """
     Whether each engine can read the drafter: it can, if no error concerns it.
 
     Args:
-        findings (`Sequence[Finding]`): From [`check`].
+        findings (`Sequence[Finding]`): From [`~dflash_hf.hub.check.check`].
         engines (`Sequence[str]`): The engines by their names, without versions.
+
+    Returns:
+        `dict[str, bool | None]`: By engine; `None` where it is not known.
     """
-    unable: set[str] = set()
+    can_read: dict[str, bool | None] = dict.fromkeys(engines, True)
     for finding in findings:
-        if finding.severity == "error":
-            unable.update(finding.engines)
-    return {engine: engine not in unable for engine in engines}
+        for engine in can_read.keys() & {*finding.engines}:
+            if finding.severity == "error":
+                can_read[engine] = False
+            elif finding.leaves_open and can_read[engine]:
+                can_read[engine] = None
+    return can_read
 
 
 def render(findings: Sequence[Finding]) -> str:

@@ -768,7 +768,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         ANY_TRANSFORMERS,
         "dflash_hf_version",
-        conditions.code_has_mended_defects,
+        conditions.code_has_known_defects,
         "the code beside the weights is older than this package's: {defects}.",
         "`dflash publish --code-only REPO` replaces it; a folder is saved again.",
         sources=(TRANSFORMERS_CODE,),

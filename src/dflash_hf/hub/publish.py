@@ -228,12 +228,20 @@ def check_not_newer(config: dict, where: str | Path) -> None:
         raise PublishError(f"{where} has code of {version}; this is {__version__}: install the newer version.")
 
 
-def with_version(config: str) -> str:
-    """The text of a `config.json` with the version of this package's code, and otherwise as it is."""
+def with_version(text: str) -> str:
+    """The text of a `config.json` with the version of this package's code, and otherwise unchanged where possible."""
+    config = json.loads(text)
+    expected = {**config, "dflash_hf_version": __version__}
     entry = f'"dflash_hf_version": {json.dumps(__version__)}'
-    if "dflash_hf_version" in json.loads(config):
-        return re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, config, count=1)
-    return config.replace("{", "{\n  " + entry + ",", 1)
+    if "dflash_hf_version" in config:
+        edited = re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, text, count=1)
+    else:
+        edited = text.replace("{", "{\n  " + entry + ",", 1)
+    try:
+        is_right = json.loads(edited) == expected
+    except ValueError:  # an object that was empty
+        is_right = False
+    return edited if is_right else json.dumps(expected, indent=2) + "\n"
 
 
 def _write_and_check_gguf(
