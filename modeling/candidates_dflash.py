@@ -87,8 +87,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.draft = draft
         self.target = target
         self.max_length = max_length
-        self.block_tokens = min(block_tokens or draft.config.block_tokens, draft.config.block_tokens)
-        self.head = draft.config.head(draft, functools.partial(draft.embed, target))
+        self.block_tokens = min(block_tokens or draft.config.max_block_tokens, draft.config.max_block_tokens)
+        self.head = draft.config.token_head_class(draft, functools.partial(draft.embed, target))
         # Keys and values of what the drafter has read; its masks know about windows, so that all layers keep all.
         self.cache = DynamicCache()
         self.length = 0  # tokens of the text when the drafter last drafted
@@ -166,7 +166,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         features = torch.cat([layer.to(fc.device, fc.dtype) for layer in layers], dim=-1)  # [1, n, L * H]
         # 2. One pass over the anchor and the masked slots; the block's own keys are dropped again.
         config = self.draft.config
-        slots = self.block_tokens - (config.block_tokens - config.block_size)
+        slots = self.block_tokens - (config.max_block_tokens - config.block_size)
         anchor = input_ids[:, -1:]
         block = torch.cat([anchor, anchor.new_full((1, slots - 1), config.mask_token_id)], dim=1)
         embeds = self.draft.embed(self.target, block).to(fc.device, fc.dtype)

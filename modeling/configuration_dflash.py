@@ -1,12 +1,19 @@
-"""Configuration of a DFlash drafter, in the one layout that is written."""
+"""
+Configuration of a DFlash drafter, in the one layout that is written.
+
+A *slot* is a position of the drafter's block, and `block_size` (`B`) counts slots: slot 0 holds the *anchor*, the last
+committed token, the others hold mask tokens. What one round verifies is counted in *tokens*, anchor included: at most
+`max_block_tokens`. That is `B`, or `B + 1` if the anchor's slot drafts a token, too (`sample_from_anchor`). So a block
+drafts `max_block_tokens - 1` tokens, which inference engines call `num_speculative_tokens`.
+"""
 
 import copy
 from dataclasses import fields
 
 from transformers import PreTrainedConfig
 
-from .head_dflash import Head
-from .heads_dflash import HEADS, head_fields
+from .head_dflash import TokenHead
+from .heads_dflash import TOKEN_HEADS, head_fields
 
 
 VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
@@ -61,7 +68,7 @@ def part_keys() -> tuple[str, ...]:
 
 def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
     """The sizes of each of these parts; 0 in a file means none, as engines write it."""
-    return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
+    return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
 
 def nested_fields() -> dict[str, str]:
@@ -74,7 +81,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     Configuration of a [`DFlashDraftModel`].
 
     Args:
-        block_size (`int`, defaults to 16): Slots of a block, including that of the known anchor.
+        block_size (`int`, defaults to 16): Slots of a block, including that of the anchor.
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
             own slot included (DSpark), instead of the token at `anchor + k`.
         mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
@@ -222,23 +229,28 @@ class DFlashDraftConfig(PreTrainedConfig):
         return {field.name for field in fields(cls)} | set(head_fields())
 
     @property
-    def head(self) -> type[Head]:
-        """Class of the drafter's head, which turns hidden states into tokens."""
-        return next((head for head in HEADS if head.is_set(lambda field: getattr(self, field, None))), Head)
+    def token_head_class(self) -> type[TokenHead]:
+        """Class of the drafter's token head; [`TokenHead`] itself takes the argmax of the draft logits."""
+        for head in TOKEN_HEADS:
+            if head.is_set(lambda field: getattr(self, field, None)):
+                return head
+        return TokenHead
 
     @property
-    def has_head(self) -> bool:
-        """Whether anything but the draft logits chooses the tokens of a block."""
-        return self.head is not Head
+    def has_token_head(self) -> bool:
+        """Whether the tokens of a block are chosen by a token head, rather than by the draft logits alone."""
+        return self.token_head_class is not TokenHead
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a drafted block, anchor included: the most that one forward of the target verifies."""
-        return self.block_size + (self.sample_from_anchor and self.head.drafts_last_slot)
+    def max_block_tokens(self) -> int:
+        """Tokens of a whole block, anchor included: what one forward of the target verifies."""
+        if self.sample_from_anchor and self.token_head_class.drafts_last_slot:
+            return self.block_size + 1
+        return self.block_size
 
     @property
-    def has_own_head(self) -> bool:
-        """Whether the drafter has its own head, over a reduced vocabulary."""
+    def has_own_lm_head(self) -> bool:
+        """Whether the drafter has its own LM head, over a reduced vocabulary, instead of the target's."""
         return self.draft_vocab_size is not None
 
     def layer_is_causal(self, layer_idx: int) -> bool:
@@ -260,12 +272,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         """The written form: nested and top-level keys, both rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
-        plain = not self.has_head and self.conv_kernel_size is not None
-        output["architectures"] = ["DFlash2DraftModel" if plain else self.head.architecture]
+        plain = not self.has_token_head and self.conv_kernel_size is not None
+        output["architectures"] = ["DFlash2DraftModel" if plain else self.token_head_class.architecture]
         for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
-        self.head.write(output, self)
+        self.token_head_class.write_config(output, self)
         unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
         for key, default in unsaid.items():
             if output[key] == default:
@@ -310,7 +322,7 @@ def _nested_keys(config: DFlashDraftConfig) -> dict:
             nested[key] = value
     if "causal_head" in nested:
         nested["causal_head"] = bool(config.is_causal)
-    nested |= config.head.nested(config)
+    nested |= config.token_head_class.extra_nested_keys(config)
     return nested
 
 

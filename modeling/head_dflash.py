@@ -1,16 +1,17 @@
 """
-The contract of heads, which turn the hidden states of a block's slots into tokens. The base class takes the argmax of
-every slot; each other head is a file: its parameters, initial values, scores and loss.
+The base class of token heads. A token head chooses the tokens of a block from the hidden states of its slots and their
+draft logits; it is not the LM head, which computes these logits. The base class takes the argmax of each slot. Every
+other token head has a file of its own: parameters, initial values, scores and loss.
 
-One parallel pass of the drafter gives the hidden state `h_k` of every slot. A head then goes through the slots from
-left to right. With `U_k` the draft logits of a slot, `x_{k-1}` the previous token:
+One parallel pass of the drafter gives the hidden state `h_k` of every slot. `decode_block` then goes through the slots
+from left to right. With `U_k` the draft logits of a slot and `x_{k-1}` the previous token:
 
-    query_k, state = step(state, x_{k-1}, h_k)     what the past says about the slot, without the vocabulary
-    S_k            = scores(query_k, ids, U_k)     over all tokens, or over the candidates of the slot
+    query_k, state = step(state, x_{k-1}, h_k)     a small vector, independent of the vocabulary
+    S_k            = scores(query_k, ids, U_k)     over the whole vocabulary, or over the candidates of the slot
 
-The token is the argmax of `S_k`, to which the noise of the target's next sample may have been added. In training the
-previous tokens are known, so that `step` runs over whole blocks first, and `scores` chunk by chunk after the target's
-frozen head, whose logits are never in memory all at once.
+The token is the argmax of `S_k`. When the target samples, `U_k` may include the noise of its next sample. In training
+the previous tokens are known: `step` runs over whole blocks first, and `scores` chunk by chunk after the target's
+frozen LM head, so that the logits of all slots are never in memory at once.
 """
 
 import math
@@ -19,29 +20,30 @@ import torch
 from torch import nn
 
 
-class Head:
+class TokenHead:
     """
-    How the tokens of a block are chosen; this one takes the likeliest of each slot.
+    Chooses the tokens of a block; this class takes the likeliest token of each slot.
 
-    A head is a view on a drafter: its modules are the drafter's, under their published names. Everything about a head
-    is in its class; `heads_dflash.HEADS` lists the classes.
+    A token head owns no parameters: its modules belong to the drafter, under their published names. An instance is
+    cheap, and made for each call. `heads_dflash.TOKEN_HEADS` lists the classes.
 
     Class attributes:
         name (`str`): Name in messages.
         architecture (`str`): Name in the `architectures` of a drafter's `config.json`.
-        fields (`dict`): Fields of the configuration, nested in `dflash_config` of a file, and their defaults. A
+        fields (`dict`): Configuration fields of this head and their defaults; a file nests them in `dflash_config`. A
             drafter has this head if the first of them is set.
-        sizes (`tuple[str]`): The fields that are sizes: positive integers, or 0 for none; all set, or none.
-        order (`int`): Number of previous tokens that a slot's scores depend on: 0; 1, without a state; or `MANY`. An
-            instance may override it: a head may have several forms.
-        drafts_last_slot (`bool`): Whether the last slot of an anchor-first block is drafted, or only trained.
+        sizes (`tuple[str]`): Those of the fields that are sizes: all are positive integers, or all are 0 or unset.
+        order (`int`): How many previous tokens the scores of a slot depend on: 0, 1 (then there is no state), or
+            `ALL_PREVIOUS`. An instance may override it, if the head has several variants.
+        drafts_last_slot (`bool`): Whether the last slot of a block with `sample_from_anchor` drafts a token, or is
+            only trained.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
-        embed (`Callable`): The raw embeddings `[..., H]` of the target's tokens `[...]`, from which blocks are built.
+        embed (`Callable`): Maps the target's ids `[...]` to raw embeddings `[..., H]`, those of a block's input.
     """
 
-    MANY = math.inf
+    ALL_PREVIOUS = math.inf
 
     name = "argmax"
     architecture = "DFlashDraftModel"
@@ -51,28 +53,37 @@ class Head:
     drafts_last_slot = True
 
     def __init__(self, draft, embed):
-        self.draft, self.config, self.embed = draft, draft.config, embed
+        self.draft = draft
+        self.config = draft.config
+        self.embed = embed
 
     @classmethod
     def is_set(cls, get) -> bool:
-        """Whether a drafter has this head; `get` gives the value of a field, or `None`."""
+        """Whether a configuration sets this head; `get(field)` returns the value of a field, or `None`."""
         return bool(cls.fields) and bool(get(next(iter(cls.fields))))
 
     @classmethod
-    def nested(cls, config) -> dict:
-        """Entries of its `dflash_config` beyond its fields."""
+    def extra_nested_keys(cls, config) -> dict:
+        """What to write into `dflash_config` beyond the head's fields."""
         return {}
 
     @classmethod
-    def write(cls, output: dict, config) -> None:
+    def write_config(cls, output: dict, config) -> None:
         """
-        Turn a `config.json` with this head's fields in `dflash_config` into what engines read, in place; without a
-        head, an anchor-first block is DeepSpec's plain drafter.
+        Rewrite a `config.json` into what inference engines read, in place.
+
+        Args:
+            output (`dict`): The file's content, with this head's fields in `dflash_config`.
+            config (`DFlashDraftConfig`): The configuration. Without a token head, `sample_from_anchor` is written as
+                in DeepSpec's plain drafter.
+
+        Raises:
+            `ValueError`: no published layout has this head together with `sample_from_anchor`.
         """
-        if config.sample_from_anchor and config.has_head:
+        if config.sample_from_anchor and config.has_token_head:
             raise ValueError(
                 f"sample_from_anchor=True with a {cls.name}: no published layout has both; leave it false, or give "
-                "the head its own `write`."
+                "the head its own `write_config`."
             )
         if config.sample_from_anchor:
             output |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
@@ -81,30 +92,30 @@ class Head:
             del output["sample_from_anchor"]
 
     @classmethod
-    def modules(cls, config) -> dict[str, nn.Module]:
-        """The modules a drafter gets for this head, by the first part of their tensors' published names."""
+    def build_modules(cls, config) -> dict[str, nn.Module]:
+        """New modules of a drafter with this head, by attribute name, as in published tensor names."""
         return {}
 
     @classmethod
     def init_weights(cls, module: nn.Module, config) -> None:
-        """Initialise one of the modules or submodules; a fresh head drafts what the slots say by themselves."""
+        """Initialise one of the head's modules or submodules, so that a new head drafts the argmax of each slot."""
 
     def loss(self, rows, progress: float) -> torch.Tensor:
         """
-        What the head learns from, `[M]`, differentiable.
+        The training loss of each drafted token, `[M]`, differentiable.
 
         Args:
-            rows (`Rows` of `dflash_hf.training.losses`): Scores, logits, labels and teacher of `M` draftable tokens.
+            rows (`dflash_hf.training.losses.Rows`): Scores, logits, labels and teacher of `M` drafted tokens.
             progress (`float`): Progress of the run, from 0 to 1.
         """
         if rows.ids is None:
             return rows.divergence(rows.scores)
-        # A head with candidates learns to choose among them, and leaves the loss of the independent slots unchanged.
+        # A head with candidates learns to choose among them; the draft logits have the same loss as without a head.
         return rows.divergence(rows.logits) + rows.selection()
 
     @classmethod
     def needs_teacher(cls, config) -> bool:
-        """Whether part of its loss needs the target's distribution."""
+        """Whether its loss needs the target's distribution."""
         return False
 
     @property
@@ -117,8 +128,8 @@ class Head:
         The tokens among which the head chooses.
 
         Args:
-            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary, without the last tokens of it if the
-                target's embedding has shrunk.
+            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary; without its last tokens if the target's
+                embedding has lost their rows.
 
         Returns:
             Ids in the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
@@ -126,15 +137,17 @@ class Head:
         return torch.arange(logits.shape[-1], device=logits.device), logits
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
-        """The state before the first unknown slot of each row, `[R, ...]`; `step` receives the anchors `[R]`, too."""
+        """The state of each row before any token is drafted, `[R, ...]`; the first `step` gets the anchors, too."""
         return None
 
-    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+    def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):
         """
+        Advance by one slot.
+
         Args:
             state (`torch.Tensor`): `[R, ...]`; `None` up to order 1.
-            before (`torch.LongTensor`): `[R]`, the target's id of the token before the slot. Up to order 1, any shape
-                `[...]` that broadcasts with `hidden`.
+            previous_ids (`torch.LongTensor`): `[R]`, the token before the slot, as the target's id. Up to order 1,
+                any shape `[...]` that broadcasts with `hidden`.
             hidden (`torch.Tensor`): `[R, H]`, the slot's hidden state after the final norm.
 
         Returns:
@@ -144,9 +157,11 @@ class Head:
 
     def scores(self, query, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         """
+        Scores of a slot's candidates, of which the highest is chosen.
+
         Args:
             query (`torch.Tensor`): `[..., q]`, from `step`.
-            ids (`torch.LongTensor`): `[..., k]`, the target's ids of the candidates.
+            ids (`torch.LongTensor`): `[..., k]`, the candidates, as the target's ids.
             logits (`torch.Tensor`): `[..., k]`, their draft logits.
 
         Returns:
@@ -161,27 +176,28 @@ class Head:
         Choose the tokens of a block from left to right.
 
         Args:
-            anchors (`torch.LongTensor`): `[R]`, the target's ids of the tokens before the first slot.
+            anchors (`torch.LongTensor`): `[R]`, the last committed tokens, as the target's ids; those past the
+                vocabulary that the drafter was trained on are clamped by the caller.
             hidden (`torch.Tensor`): `[R, n, H]`, of the slots that draft, after the final norm.
-            logits (`torch.Tensor`): `[R, n, V]`, their draft logits, with noise or without.
-            target_ids (`Callable`): The target's ids of ids in the drafter's vocabulary.
+            logits (`torch.Tensor`): `[R, n, V]`, their draft logits, with the noise of samples or without.
+            target_ids (`Callable`): Maps ids in the drafter's vocabulary to the target's.
 
         Returns:
             `torch.LongTensor` `[R, n]`, the target's ids.
         """
-        # 1. Independent slots are chosen together.
+        # 1. Slots that do not depend on each other are decoded together.
         if self.order == 0:
             return target_ids(logits.argmax(dim=-1))
-        # 2. One token per slot, given the tokens before it.
+        # 2. Otherwise one slot after the other, each given the tokens before it.
         ids, logits = self.candidates(logits)
         ids = target_ids(ids).to(hidden.device).expand_as(logits)  # [R, n, k]
         logits = logits.to(hidden.device)
-        before = anchors
+        previous_ids = anchors
         state = self.start(anchors)
         chosen = []
         for slot in range(hidden.shape[1]):
-            query, state = self.step(state, before, hidden[:, slot])
+            query, state = self.step(state, previous_ids, hidden[:, slot])
             best = self.scores(query, ids[:, slot], logits[:, slot]).argmax(dim=-1, keepdim=True)  # [R, 1]
-            before = ids[:, slot].gather(-1, best)[:, 0]  # [R]
-            chosen.append(before)
+            previous_ids = ids[:, slot].gather(-1, best)[:, 0]  # [R]
+            chosen.append(previous_ids)
         return torch.stack(chosen, dim=1)

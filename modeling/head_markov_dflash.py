@@ -1,15 +1,16 @@
-"""DSpark's head: a low-rank bias that depends on the previous token, and a confidence."""
+"""DSpark's token head: a low-rank bias that depends on the previous token, and a confidence."""
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .head_dflash import Head
+from .head_dflash import TokenHead
 
 
 class MarkovTables(nn.Module):
     """
-    Parameters: codebooks `W1` of the previous token and `W2` of the next, and the layers that mix in the hidden state.
+    Parameters: codebooks `W1` of the previous token and `W2` of the next, and the layer that mixes in the hidden
+    state, if the variant has one.
 
     Args:
         config (`DFlashDraftConfig`): `markov_rank`, `markov_head_type`, the vocabularies of target and drafter.
@@ -27,7 +28,7 @@ class MarkovTables(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
 
-class MarkovHead(Head):
+class MarkovHead(TokenHead):
     """
     Adds a low-rank bias that depends on the previous token `x` to the draft logits `U` of a slot. With `w = W1[x]`:
 
@@ -35,10 +36,10 @@ class MarkovHead(Head):
         gated     S = U + W2 (sigmoid(G [h; w]) * w)
         rnn       S = U + W2 tanh(o), [g; c; o] = J [s; w; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), s_0 = 0
 
-    At initialisation `W2` is zero, so that the walk is the argmax of every slot. `markov_rank` is the rank of the
-    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a confidence: the logit of the
-    chance that the target accepts a slot, from its hidden state and optionally the previous token. Drafting does not
-    use it: it is trained and saved for engines that do.
+    At initialisation `W2` is zero, so that the argmax of every slot is drafted. `markov_rank` is the rank of the
+    codebooks, `markov_head_type` the variant. `enable_confidence_head` adds a confidence: the logit of the probability
+    that the target accepts the token of a slot, from its hidden state and optionally the previous token. Drafting does
+    not use it; it is trained and saved for engines that do.
     """
 
     name = "Markov head"
@@ -56,8 +57,8 @@ class MarkovHead(Head):
         return bool(get("markov_rank") or get("enable_confidence_head"))
 
     @classmethod
-    def write(cls, output: dict, config) -> None:
-        """DeepSpec's layout: its fields at the top level, where engines read them, and the block's layout."""
+    def write_config(cls, output: dict, config) -> None:
+        """DeepSpec's layout: the head's fields and `sample_from_anchor` at the top level, where engines read them."""
         nested = output["dflash_config"]
         output |= {key: nested.pop(key, default) for key, default in cls.fields.items()}
         output["markov_rank"] = output["markov_rank"] or 0
@@ -65,7 +66,7 @@ class MarkovHead(Head):
         output.setdefault("num_anchors", 512)  # required by DeepSpec's reader
 
     @classmethod
-    def modules(cls, config) -> dict[str, nn.Module]:
+    def build_modules(cls, config) -> dict[str, nn.Module]:
         modules: dict[str, nn.Module] = {}
         if config.markov_rank:
             modules["markov_head"] = MarkovTables(config)
@@ -82,12 +83,13 @@ class MarkovHead(Head):
             init.zeros_(module.markov_w2.weight)
 
     def loss(self, rows, progress: float) -> torch.Tensor:
-        """The run's loss, plus the confidence's cross-entropy with the overlap of `p` and `q`."""
+        """The run's loss and the cross-entropy of the confidence with the overlap of target `p` and drafter `q`."""
         loss = rows.divergence(rows.scores)
         if not self.config.enable_confidence_head or rows.teacher is None:
             return loss
-        acceptance = 1.0 - rows.distance(rows.scores.detach())  # acceptance probability of rejection sampling
-        confidence = rows.query[..., self.width].to(acceptance)
+        # The overlap is the probability that rejection sampling accepts the token.
+        acceptance = 1.0 - rows.distance(rows.scores.detach())
+        confidence = rows.query[..., self.rank].to(acceptance)  # after the input of `W2`, see `step`
         entropy = nn.functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
         return loss + entropy
 
@@ -98,44 +100,50 @@ class MarkovHead(Head):
     def __init__(self, draft, embed):
         super().__init__(draft, embed)
         config = self.config
-        self.kind = config.markov_head_type if config.markov_rank else None
-        self.order = {None: 0, "rnn": self.MANY}.get(self.kind, 1)
-        self.width = config.markov_rank or 0
+        self.rank = config.markov_rank or 0
+        self.variant = config.markov_head_type if self.rank else None  # None: a confidence without a bias
+        if self.variant is None:
+            self.order = 0
+        elif self.variant == "rnn":
+            self.order = self.ALL_PREVIOUS
+        else:
+            self.order = 1
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
-        if self.kind != "rnn":
+        if self.variant != "rnn":
             return None
         weight = self.draft.markov_head.markov_w1.weight
-        return torch.zeros(len(anchors), self.width, dtype=weight.dtype, device=weight.device)
+        return torch.zeros(len(anchors), self.rank, dtype=weight.dtype, device=weight.device)
 
-    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
-        """The query is the input of `W2`, followed by the logit of the confidence if the drafter has one."""
+    def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):
+        """The query is the input of `W2`, then the logit of the confidence; a drafter may lack either."""
         parts = []
-        confidence_input = [hidden]
-        if self.kind is not None:
+        confidence_inputs = [hidden]
+        if self.variant is not None:
             tables = self.draft.markov_head
-            previous = tables.markov_w1(before).to(hidden.dtype)  # [..., r]
-            query, state = self._mixed(tables, state, previous, hidden)
-            parts.append(query)
+            previous = tables.markov_w1(previous_ids).to(hidden.dtype)  # [..., r]
+            bias_input, state = self._mix(tables, state, previous, hidden)
+            parts.append(bias_input)
             if self.config.confidence_head_with_markov:
-                confidence_input.append(previous)
+                confidence_inputs.append(previous)
         if self.config.enable_confidence_head:
-            parts.append(self.draft.confidence_head.proj(torch.cat(confidence_input, dim=-1)))
+            parts.append(self.draft.confidence_head.proj(torch.cat(confidence_inputs, dim=-1)))
         return torch.cat(parts, dim=-1), state
 
-    def _mixed(self, tables: MarkovTables, state, previous: torch.Tensor, hidden: torch.Tensor):
-        """The input of `W2`, `[..., r]`, and the next state."""
-        if self.kind == "vanilla":
+    def _mix(self, tables: MarkovTables, state, previous: torch.Tensor, hidden: torch.Tensor):
+        """The input of `W2`, `[..., r]`, and the next state; `previous` is `W1[x]`, `[..., r]`."""
+        if self.variant == "vanilla":
             return previous, None
-        if self.kind == "gated":
-            return torch.sigmoid(tables.gate_proj(torch.cat([hidden, previous], dim=-1))) * previous, None
+        if self.variant == "gated":
+            gate = torch.sigmoid(tables.gate_proj(torch.cat([hidden, previous], dim=-1)))
+            return gate * previous, None
         joint = tables.joint_proj(torch.cat([state, previous, hidden], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1.0 - gate) * torch.tanh(candidate)
 
     def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        if self.kind is None:
+        if self.variant is None:
             return logits.float()
-        bias = self.draft.markov_head.markov_w2(query[..., : self.width])
+        bias = self.draft.markov_head.markov_w2(query[..., : self.rank])
         return logits.float() + bias[..., : logits.shape[-1]].float()

@@ -1,15 +1,15 @@
-"""DFlash 2's head: a path selector among the likeliest tokens of each slot."""
+"""DFlash 2's token head: a path selector among the likeliest tokens of each slot."""
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .head_dflash import Head
+from .head_dflash import TokenHead
 
 
 class CandidateSelector(nn.Module):
     """
-    Parameters of the selector: codebooks `A` of predecessors and `C` of successors, and the projection `W`.
+    Parameters: codebooks `A` of predecessors and `C` of successors, and the projection `W` of hidden states.
 
     Args:
         config (`DFlashDraftConfig`): `selector_rank`, `vocab_size` of the target.
@@ -22,12 +22,12 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
 
 
-class PathSelector(Head):
+class PathSelector(TokenHead):
     """
     Scores the `top_k` likeliest tokens `b` of a slot, given the token `a` chosen before it:
     `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
 
-    At initialisation `C` is zero, so that the walk is the argmax of every slot. `selector_rank` is the rank `r` of the
+    At initialisation `C` is zero, so that the argmax of every slot is drafted. `selector_rank` is the rank `r` of the
     codebooks, `selector_top_k` the number of candidates `k`.
     """
 
@@ -38,7 +38,7 @@ class PathSelector(Head):
     order = 1
 
     @classmethod
-    def modules(cls, config) -> dict[str, nn.Module]:
+    def build_modules(cls, config) -> dict[str, nn.Module]:
         return {"candidate_selector": CandidateSelector(config)}
 
     @classmethod
@@ -52,14 +52,14 @@ class PathSelector(Head):
         return self.config.selector_top_k
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        """Sorted by id, so that ties go to the lowest id, as in `argmax` over the vocabulary."""
+        """The `top_k` likeliest, sorted by id: ties then go to the lowest id, as in `argmax` over the vocabulary."""
         ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(-1, ids)
 
-    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
-        # Not by index: on a GPU its gradient adds up tokens that many slots share one after the other.
+    def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):
+        # `embedding` instead of an index: the gradient of an index is serial on a GPU for ids that many slots share.
         selector = self.draft.candidate_selector
-        predecessors = nn.functional.embedding(before, selector.predecessor_codebook)  # [..., r]
+        predecessors = nn.functional.embedding(previous_ids, selector.predecessor_codebook)  # [..., r]
         return predecessors * selector.hidden_projection(hidden), None
 
     def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ from .target_dflash import check_pair
 MASK_EMBEDDING = "mask_embedding.pt"
 
 
-def running_device(module: nn.Module) -> torch.device:
-    """The device of a module's weight, or, where accelerate has offloaded it, the one it is fetched to."""
+def execution_device(module: nn.Module) -> torch.device:
+    """The device on which a module's forward runs, even if accelerate has offloaded its weight."""
     device = module.weight.device
     if device.type != "meta":
         return device
@@ -311,9 +311,9 @@ class DFlashDraftModel(PreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_mask_embedding:
             self.mask_embedding = nn.Parameter(torch.empty(config.hidden_size))
-        for name, module in config.head.modules(config).items():
+        for name, module in config.token_head_class.build_modules(config).items():
             self.add_module(name, module)
-        if config.has_own_head:
+        if config.has_own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             # Draft id `i` is the target's id `i + d2t[i]`.
             self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -327,7 +327,7 @@ class DFlashDraftModel(PreTrainedModel):
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
         """`[..., H]` raw embeddings of a block's tokens, from the drafter's own table or else the target's."""
         if not self.config.has_embed_tokens:
-            return raw_embedding(target, input_ids.to(running_device(target.get_input_embeddings())))
+            return raw_embedding(target, input_ids.to(execution_device(target.get_input_embeddings())))
         table = self.embed_tokens.weight
         ids = input_ids.to(table.device).clamp(max=len(table) - 1)  # the target's table may have been extended
         return raw_embedding(self, ids)
@@ -341,9 +341,9 @@ class DFlashDraftModel(PreTrainedModel):
             hidden_states (`torch.Tensor`): `[..., H]`.
             target_head (`nn.Module`): The target's output embedding, used unless the drafter has its own head.
         """
-        head = self.lm_head if self.config.has_own_head else target_head
-        logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
-        if not self.config.has_own_head:
+        head = self.lm_head if self.config.has_own_lm_head else target_head
+        logits = head(hidden_states.to(device=execution_device(head), dtype=head.weight.dtype))
+        if not self.config.has_own_lm_head:
             logits = logits[..., : self.config.vocab_size]
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
@@ -352,7 +352,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
         """The target's ids for tokens of the drafter's vocabulary."""
-        if not self.config.has_own_head:
+        if not self.config.has_own_lm_head:
             return draft_ids
         return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
 

@@ -27,7 +27,7 @@ def check_pair(target, config) -> None:
         )
     text = target.config.get_text_config()
     rows = len(table.weight)
-    depth = text_depth(target.config)
+    depth = num_decoder_layers(target.config)
     vocab_size = config.vocab_size or rows
     resized = vocab_size == text.vocab_size or abs(vocab_size - rows) <= vocab_size * 0.1
     mismatches = []
@@ -49,10 +49,11 @@ def check_pair(target, config) -> None:
         )
 
 
-def text_depth(target_config) -> int:
-    """Decoder layers of a target's text stack; LongCat counts the two attentions of a layer as `num_hidden_layers`."""
-    text = target_config.get_text_config()
-    return getattr(text, "num_layers", None) or text.num_hidden_layers
+def num_decoder_layers(target_config) -> int:
+    """Decoder layers of a target, of its language model if it is multimodal."""
+    text_config = target_config.get_text_config()
+    # LongCat's `num_hidden_layers` counts attentions, of which a layer has two.
+    return getattr(text_config, "num_layers", None) or text_config.num_hidden_layers
 
 
 def decoder_layers(target) -> nn.ModuleList:
@@ -62,7 +63,7 @@ def decoder_layers(target) -> nn.ModuleList:
     Raises:
         `ValueError`: no list with as many layers as the configuration counts is found.
     """
-    depth = text_depth(target.config)
+    depth = num_decoder_layers(target.config)
     for stack in (target.get_decoder(), target.base_model):  # ModernBERT's decoder is part of its head
         for module in stack.modules():
             if isinstance(module, nn.ModuleList) and len(module) == depth:

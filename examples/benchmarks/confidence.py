@@ -26,7 +26,7 @@ class Observer(Objective):
 
     def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
         draft = self.draft
-        head = draft.config.head(draft, partial(draft.embed, self.target))
+        head = draft.config.token_head_class(draft, partial(draft.embed, self.target))
         draftable = counted & (labels >= 0)
         queries = forced_queries(head, before, hidden, draftable)
         ids, logits = head.candidates(self.draft_head(hidden[draftable]))
@@ -36,7 +36,7 @@ class Observer(Objective):
         correct = torch.zeros_like(counted).masked_scatter(draftable, chosen == labels[draftable])
         reached = torch.nn.functional.pad(correct[..., 1:-1].int().cumprod(-1), (2, 0), value=1).bool()[draftable]
         logit = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
-        observed = torch.stack([logit, queries[:, head.width].float(), chosen == target_probs.argmax(-1)], dim=1)
+        observed = torch.stack([logit, queries[:, head.rank].float(), chosen == target_probs.argmax(-1)], dim=1)
         self.seen = observed[reached]
         return super().head_losses(hidden, labels, counted, before, teacher, progress)
 

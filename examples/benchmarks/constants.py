@@ -143,7 +143,7 @@ def replayed(pair, rows: list[Row], factor: float, memory: dict) -> float:
         patches.enter_context(mock.patch.object(costs, "clock", lambda device: now[0]))
         table = memory.setdefault("table", costs.CostTable(0.3, 8, target.device))
         patches.enter_context(mock.patch.object(adaptive, "table_of", lambda *_: table))
-        chosen = Replayed(call, SimpleNamespace(block_tokens=draft.config.block_tokens, graph=None))
+        chosen = Replayed(call, SimpleNamespace(block_tokens=draft.config.max_block_tokens, graph=None))
         while not text.done:
             drafted = chosen.get_candidates(text)
             now[0] += cost_of(factor, len(rows), chosen.round.work)

@@ -83,9 +83,9 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, modeling_dflash.DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
-        elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
+        elif self.config.has_own_lm_head and module is self.lm_head:  # marks that its tokens were never chosen
             init.zeros_(module.weight)
-        self.config.head.init_weights(module, self.config)
+        self.config.token_head_class.init_weights(module, self.config)
 
     @classmethod
     def from_pretrained(
@@ -191,7 +191,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             `ValueError`: `d2t` maps outside the target's vocabulary, or twice to the same token, which would give a
                 tree two equal branches.
         """
-        if self.config.has_own_head and self.d2t.device.type != "meta":
+        if self.config.has_own_lm_head and self.d2t.device.type != "meta":
             ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
             unique = ids.unique()  # sorted
             first = int(unique[0])
@@ -229,13 +229,13 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         """
         if not isinstance(self.decoding_config, DFlashDecodingConfig):
             raise ValueError(f"decoding_config={self.decoding_config!r} must be a DFlashDecodingConfig.")
-        self.decoding_config.check(self.config.block_tokens)
+        self.decoding_config.check(self.config.max_block_tokens)
 
     def dflash_validate(self, target, *args):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         super().dflash_validate(target, *args)
         rows = target.get_input_embeddings().weight.shape[0]
-        if self.config.has_own_head and rows < self.config.vocab_size:
+        if self.config.has_own_lm_head and rows < self.config.vocab_size:
             last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
             if last >= rows:
                 raise ValueError(

@@ -95,7 +95,7 @@ def made(target, name):
     parts = {"target_layer_ids": [0, 1, 2], **DRAFTERS[name]}
     plain = {"conv_kernel_size": None, "conv_group_size": None, "selector_rank": None, "selector_top_k": None}
     draft = make_draft2(target, **{**plain, **parts})
-    if draft.config.has_own_head:
+    if draft.config.has_own_lm_head:
         set_draft_vocabulary(draft, target, torch.arange(target.config.vocab_size) % 3)
     with torch.no_grad():
         if draft.config.own_mask_embedding:
@@ -434,7 +434,7 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
     draft = made(tiny, name)
     write_gguf(draft, file, tiny_file, dtype="float32")
     kind = "DSPARK" if draft.config.markov_rank else "DFLASH"
-    drafts = draft.config.block_tokens - 1
+    drafts = draft.config.max_block_tokens - 1
     alone = serve(tiny_file, context=256)
     drafted = serve(tiny_file, file, drafts, context=256, kind=kind)
     accepted = 0

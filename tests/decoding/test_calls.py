@@ -113,7 +113,7 @@ def test_pipeline_takes_a_drafter_or_its_name(talking, tmp_path):
         rounds = []
         assert isinstance(drafted.assistant_model, type(draft)) and drafted.assistant_tokenizer is None
         drafted.assistant_model.decoding_config.block_size = (
-            draft.config.block_tokens
+            draft.config.max_block_tokens
         )  # a random drafter would not be used
         drafted.assistant_model.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
         assert drafted("Once", **options) == plain("Once", **options) and rounds

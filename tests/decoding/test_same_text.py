@@ -201,7 +201,7 @@ def drafter_of(case: dict, call: Call, sequences: torch.LongTensor):
         make = EVERY[case["head"]] if case["head"] in EVERY else make_draft
         draft = make(call.target, block_size=6, **HEADS.get(case["head"], {}))
         draft = scripted(draft, sequences, case["errors"], ranks, case["seed"])
-    settings = {"block_size": draft.config.block_tokens, "window": case["window"], **DRAFTS[case["draft"]]}
+    settings = {"block_size": draft.config.max_block_tokens, "window": case["window"], **DRAFTS[case["draft"]]}
     for name, value in settings.items():
         setattr(draft.decoding_config, name, value)
     return draft
@@ -213,7 +213,7 @@ def expected_lengths(draft, call: Call, sequences: torch.LongTensor) -> list[lis
     scripted_tokens = draft.likely[:, :, 0]
     can_be_drafted = torch.isin(scripted_tokens, draft_vocabulary)
     right = torch.where(can_be_drafted, scripted_tokens, draft_vocabulary[0]) == draft.texts  # [T, S]
-    size = draft.decoding_config.block_size or draft.config.block_tokens
+    size = draft.decoding_config.block_size or draft.config.max_block_tokens
     ends = call.options.get("eos_token_id", ())
     longest = call.inputs["input_ids"].shape[1]
     expected = []

@@ -246,7 +246,7 @@ def test_nan_or_infinite_drafts_change_no_text(make, where, value, target):
             draft = make(target, block_size=8)
             if make is make_draft:
                 draft = scripted(draft, expected, error_rate=0.2, ranks=3)
-            draft.decoding_config.block_size = draft.config.block_tokens
+            draft.decoding_config.block_size = draft.config.max_block_tokens
             draft.decoding_config.tree_nodes = nodes
             logits_of = draft.draft_logits
 

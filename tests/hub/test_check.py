@@ -146,13 +146,13 @@ def test_check_names_engines_of_each_head(name, target, tmp_path):
     assert {finding.key for finding in findings if finding.severity == "warning"} == warned
     config = draft.config
     dspark = ("sample_from_anchor" in fields or "markov_rank" in fields) and "Domino" not in name
-    drafts = config.block_tokens - 1
+    drafts = config.max_block_tokens - 1
     commands = {engine: launch_command(engine, "t", "d", config)[1] for engine in ("vllm", "sglang")}
     assert all(("dspark" in " ".join(command).lower()) == dspark for command in commands.values())
     assert f'"num_speculative_tokens": {drafts}' in commands["vllm"][-1]
     assert commands["sglang"][-1] == str(drafts if dspark else drafts + 1)
     card = str(render_card(tmp_path, CardFacts(base_model="t/t"), "u/d"))
-    assert (config.head.name in card) == config.has_head
+    assert (config.token_head_class.name in card) == config.has_token_head
     assert all((engine in card) == (engine.lower() not in refused) for engine in ("vLLM", "SGLang"))
 
 

@@ -107,8 +107,8 @@ def test_publish_uploads_imports_of_own_code(folder):
     """Any `*_dflash.py` was published, and a module of another name was not."""
     for name, text in {
         "plots_dflash.py": "import matplotlib\n",
-        "layers.py": "from .head_dflash import Head\n",
-        "mine.py": "from .layers import Head\nfrom .not_there import Nothing\n\n\nclass MyDraft: ...\n",
+        "layers.py": "from .head_dflash import TokenHead\n",
+        "mine.py": "from .layers import TokenHead\nfrom .not_there import Nothing\n\n\nclass MyDraft: ...\n",
     }.items():
         (folder / name).write_text(text, encoding="utf-8")
     before = json.loads((folder / "config.json").read_text())["auto_map"]

@@ -154,7 +154,7 @@ def test_generator_drafts_what_the_engine_drafts(matches):
     """Without windows, the same blocks: both read the same features, at the same positions."""
     target = make_target()
     draft = make_draft(target)
-    draft.decoding_config.block_size = draft.config.block_tokens
+    draft.decoding_config.block_size = draft.config.max_block_tokens
     engine = target.generate(PROMPT, **OPTIONS, assistant_model=draft, return_dict_in_generate=True)
     target.generate(PROMPT, **OPTIONS, assistant_model=beside_the_weights(copy.deepcopy(draft)))
     assert [count + 1 for count in matches[1:]] == engine.acceptance_lengths[0]

@@ -68,7 +68,7 @@ ADDED = {
     "to_dict": [7],
     "get_text_config": ["x"],
     "layer_is_causal": [True],
-    "has_own_head": [True],
+    "has_own_lm_head": [True],
     "torch_dtype": ["load", "float8_e5m2", 16],
     "dtype": ["load", "no such", 16],
     "rope_scaling": [{"rope_type": "yarn"}, {"rope_type": "no such"}, {"type": "linear", "factor": -1}, 7, []],

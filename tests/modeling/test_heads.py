@@ -35,7 +35,7 @@ from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.hub.check import check
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.modeling.heads_dflash import DominoHead, Head
+from dflash_hf.modeling.heads_dflash import DominoHead, TokenHead
 from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.start import with_parts
 
@@ -65,7 +65,9 @@ def test_drafted_token_depends_on_all_before(make):
         alone = drafter.decode_block(anchors[row : row + 1], hidden[row : row + 1], [0])
         assert torch.equal(alone[0], block[row])
     plain = draft.target_ids(draft.draft_logits(hidden, target.lm_head).argmax(-1))
-    assert draft.config.head is Head or not torch.equal(block[:, 1:], plain), "the head changes nothing"
+    assert draft.config.token_head_class is TokenHead or not torch.equal(block[:, 1:], plain), (
+        "the head changes nothing"
+    )
 
 
 @pytest.mark.parametrize("make", [vanilla, late, partial(with_head, sample_from_anchor=True)])
@@ -73,12 +75,12 @@ def test_anchor_first_block_drafts_every_slot(make):
     """A whole block is accepted: its tokens, and one of the target's own; Domino's last slot is left out."""
     target = make_target()
     draft = make(target, trained=False)
-    draft.decoding_config.block_size = draft.config.block_tokens
+    draft.decoding_config.block_size = draft.config.max_block_tokens
     options = {"max_new_tokens": 25, "do_sample": False, "return_dict_in_generate": True}
     prompt = torch.tensor([[5, 7, 9, 11]])
     expected = target.generate(prompt, **options).sequences
     output = target.generate(prompt, **options, assistant_model=scripted(draft, expected, error_rate=0.0))
-    drafts = draft.config.block_size - (draft.config.head is DominoHead)
+    drafts = draft.config.block_size - (draft.config.token_head_class is DominoHead)
     assert torch.equal(output.sequences, expected)
     assert set(output.acceptance_lengths[0][:-1]) == {drafts + 1}
 
@@ -101,7 +103,7 @@ def test_fresh_head_changes_no_draft(fields):
     target = make_target()
     plain = make_draft(target)
     fresh = with_parts(plain, fields)
-    assert fresh.config.head is not plain.config.head
+    assert fresh.config.token_head_class is not plain.config.token_head_class
     inputs = torch.randn(2, 4, 32), torch.randn(2, 9, 96)
     states = [draft.eval()(*inputs).last_hidden_state for draft in (plain, fresh)]
     assert torch.equal(*states)
@@ -123,7 +125,7 @@ def test_forced_queries_equal_single_steps():
     in_context = torch.rand(2, 3, 4) < 0.7
     in_context[..., 0] = False
     for draft in (recurrent(target), make_draft2(target), gated(target), rnn(target), domino(target)):
-        head = draft.config.head(draft, embed)
+        head = draft.config.token_head_class(draft, embed)
         queries = forced_queries(head, before, hidden, in_context)
         rows = iter(range(int(in_context.sum())))
         for i in range(2):
@@ -158,7 +160,7 @@ def test_head_loads_under_other_names(tmp_path):
     renamed = {name.replace("memory.", "memories."): tensor for name, tensor in tensors.items()}
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for loaded in (again, DFlashDraftModel.from_pretrained(tmp_path)):
-        assert loaded.config.head is RecurrentHead and loaded.config.memory_share == 0.25
+        assert loaded.config.token_head_class is RecurrentHead and loaded.config.memory_share == 0.25
         for name, tensor in draft.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name]), name
     smaller = DFlashDraftConfig.from_pretrained(tmp_path, memory_rank=3)
@@ -200,9 +202,9 @@ def test_errors_name_field_and_value(fields, message):
 def test_drafter_without_head_fields_has_no_head():
     target = make_target()
     draft = make_draft(target, memory_width=0, memory_rank=0)
-    assert draft.config.head is Head and not hasattr(draft, "memory")
+    assert draft.config.token_head_class is TokenHead and not hasattr(draft, "memory")
     assert set(draft.config.to_dict()["dflash_config"]) == {"block_size", "mask_token_id", "target_layer_ids"}
-    assert make_draft2(target).config.head.name == "path selector"
+    assert make_draft2(target).config.token_head_class.name == "path selector"
 
 
 def test_architecture_is_named_after_the_head():
@@ -241,7 +243,7 @@ def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
     target = make_target()
     draft = make_draft(target, bigram_rank=4, block_size=5)
     with torch.no_grad():
-        draft.bigram.after.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+        draft.bigram.next.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
 
     # 1. A block, and a tree that needs no more paths than the beam holds.
     drafter, anchors = after_random_text(draft, target)
@@ -254,7 +256,7 @@ def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
         def scores(prefix, row=row):
             before = (int(anchors[row]), *prefix)[-1]
             h = hidden[row, len(prefix)]
-            bias = draft.bigram.after.weight @ draft.bigram.before.weight[before]
+            bias = draft.bigram.next.weight @ draft.bigram.previous.weight[before]
             return (target.lm_head.weight @ h + bias).detach()
 
         def likely(prefix, scores=scores):

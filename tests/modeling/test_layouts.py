@@ -87,7 +87,7 @@ def test_layout_drafts_as_the_reference(tmp_path, layout, target, features):
         draft.set_attn_implementation(attn)
         output = draft(noise_embeds=block[None], context_hidden_states=features[None])
         torch.testing.assert_close(output.last_hidden_state[0], hidden, atol=1e-5, rtol=1e-5)
-    assert drafted(draft, target, features) == tokens and len(tokens) == draft.config.block_tokens
+    assert drafted(draft, target, features) == tokens and len(tokens) == draft.config.max_block_tokens
     headless = {key: value for key, value in truth.items() if key not in ("markov_rank", "gru_hidden_dim")}
     without = expected_of(tensors, headless, target, features)[1]
     assert headless == truth or without[: len(tokens)] != tokens, "the head changed nothing: nothing was tested"
@@ -152,13 +152,13 @@ def test_dspark_reads_the_embedding(tmp_path, layout, ids):
     target = make_target()
     draft = load(tmp_path)
     assert draft.config.target_layer_ids == ids
-    draft.decoding_config.block_size = draft.config.block_tokens
+    draft.decoding_config.block_size = draft.config.max_block_tokens
     options = {"inputs": torch.tensor([[5, 9, 17, 33, 5, 9]]), "max_new_tokens": 15, "do_sample": False}
     expected = target.generate(**options)
     for drafter in (draft, scripted(draft, expected)):
         output = target.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
         lengths = output.acceptance_lengths[0]
-        assert torch.equal(output.sequences, expected) and min(lengths[:-1]) < draft.config.block_tokens
+        assert torch.equal(output.sequences, expected) and min(lengths[:-1]) < draft.config.max_block_tokens
     assert max(lengths) > 1
 
 

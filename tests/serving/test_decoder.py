@@ -324,7 +324,7 @@ def test_each_conversation_keeps_its_own_cache(served):
     plain = {"max_new_tokens": 8, "do_sample": False}
     chats = [[system, {"role": "user", "content": prompt}] for prompt in PROMPTS[:3]]
     draft = recognising(target, [target.generate(**chat_ids(tokenizer, chat), **plain)[0] for chat in chats])
-    draft.decoding_config.block_size = draft.config.block_tokens
+    draft.decoding_config.block_size = draft.config.max_block_tokens
     decoder = Decoder(target, tokenizer, draft)
     read = [0] * 3
     decoder.conversations.longest = 1000

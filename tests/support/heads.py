@@ -76,7 +76,7 @@ def log_probs_after(draft, target, anchor: int, hidden: torch.Tensor, prefix: tu
     embedding = target.get_input_embeddings().weight
     tokens = (anchor, *prefix)
     scores = scores_after(draft.state_dict(), vars(config), hidden, target.lm_head.weight, embedding, tokens)
-    if config.head is RecurrentHead:
+    if config.token_head_class is RecurrentHead:
         memory = draft.memory
         state = torch.zeros(1, config.memory_width, dtype=draft.dtype)
         for token in tokens:

@@ -90,7 +90,7 @@ def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: in
         **fields,
     )
     draft = DFlashDraftModel(config)
-    if config.has_own_head:  # of the first tokens
+    if config.has_own_lm_head:  # of the first tokens
         torch.nn.init.normal_(draft.lm_head.weight, std=0.02)
     draft.decoding_config.block_size = block_size
     return draft.to(target.dtype).eval()

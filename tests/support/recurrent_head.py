@@ -10,7 +10,7 @@ from torch import nn
 from transformers import initialization as init
 
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
-from dflash_hf.modeling.heads_dflash import Head
+from dflash_hf.modeling.heads_dflash import TokenHead
 
 
 SIZES = {"memory_width": 8, "memory_rank": 6}
@@ -26,17 +26,17 @@ class Memory(nn.Module):
         self.tokens = nn.Linear(config.memory_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
 
-class RecurrentHead(Head):
+class RecurrentHead(TokenHead):
     """Adds a bias of rank `memory_rank` to the logits, from a recurrent state of `memory_width` numbers."""
 
     name = "recurrent head"
     architecture = "RecurrentDraftModel"
     sizes = tuple(SIZES)
     fields = {**dict.fromkeys(sizes), "memory_share": 0.5}
-    order = Head.MANY
+    order = TokenHead.ALL_PREVIOUS
 
     @classmethod
-    def modules(cls, config):
+    def build_modules(cls, config):
         return {"memory": Memory(config)}
 
     @classmethod
@@ -51,9 +51,9 @@ class RecurrentHead(Head):
     def start(self, anchors):
         return torch.zeros(len(anchors), self.config.memory_width, device=anchors.device, dtype=self.draft.dtype)
 
-    def step(self, state, before, hidden):
+    def step(self, state, previous_ids, hidden):
         memory = self.draft.memory
-        state = memory.cell(self.embed(before).to(hidden.dtype), state)
+        state = memory.cell(self.embed(previous_ids).to(hidden.dtype), state)
         return nn.functional.silu(memory.query(torch.cat([hidden, state], dim=-1))), state
 
     def scores(self, query, ids, logits):
@@ -75,5 +75,5 @@ HEAD_SCHEMAS[RecurrentHead] = HeadSchema("Recurrent", None, {r"^memories\.": "me
 def use_heads(monkeypatch, *heads):
     """For the length of a test drafters may have these heads as well."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("dflash_hf.") and hasattr(module, "HEADS"):
-            monkeypatch.setattr(module, "HEADS", (*module.HEADS, *heads))
+        if name.startswith("dflash_hf.") and hasattr(module, "TOKEN_HEADS"):
+            monkeypatch.setattr(module, "TOKEN_HEADS", (*module.TOKEN_HEADS, *heads))

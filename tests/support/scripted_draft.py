@@ -108,7 +108,7 @@ class ScriptedDraft(DFlashDraftModel):
         logits = super().draft_logits(nn.functional.pad(rest, (_DIGITS, 0)), target_head)
         places = (codes.to(self.base.device, torch.float32) * self.base).sum(dim=-1).long()
         likely = self.likely.flatten(0, 1)[places].to(logits.device)  # [..., k]
-        if self.config.has_own_head:  # a token that it does not have is another one
+        if self.config.has_own_lm_head:  # a token that it does not have is another one
             drafted = torch.arange(logits.shape[-1], device=logits.device)
             likely = drafted.new_zeros(self.config.vocab_size).scatter(0, self.target_ids(drafted), drafted)[likely]
         if self.decoding_config.tree_nodes is None and self.is_certain_in_blocks:

@@ -57,7 +57,7 @@ def serve(folder: Path, prompts: list[str]) -> None:
     target = AutoModelForCausalLM.from_pretrained(folder)
     processor = AutoTokenizer.from_pretrained(folder)
     draft = scripted(folder, prompts, MAX_TOKENS)
-    draft.decoding_config.block_size = draft.config.block_tokens  # in every round, whatever the clock says
+    draft.decoding_config.block_size = draft.config.max_block_tokens  # in every round, whatever the clock says
     server = Server(target, processor, draft, "readable", say)
     server.run(bound("127.0.0.1", 0), server.app())
 

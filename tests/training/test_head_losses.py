@@ -10,7 +10,7 @@ from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.head_dflash import Head
+from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.losses import Teacher, block_loss, token_losses
 from dflash_hf.training.start import set_draft_vocabulary
 
@@ -94,7 +94,7 @@ def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
         return (scores.topk(4).indices, scores.topk(4).values) if chooses else (None, scores)
 
     nothing_counted = torch.zeros_like(counted)
-    loss = partial(Head.loss, None, progress=0.0)
+    loss = partial(TokenHead.loss, None, progress=0.0)
     losses = token_losses(
         hidden, lambda rows: rows @ weight.T, labels, nothing_counted, 512, None, queries[:0], score, loss
     )

@@ -69,7 +69,7 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
     config = draft.config
     embedding, head = target.get_input_embeddings().weight, target.lm_head.weight
     total = weights = 0.0
-    gamma = {4: 2.0, 5: 2.5}[config.block_tokens]
+    gamma = {4: 2.0, 5: 2.5}[config.max_block_tokens]
     for i in range(labels.shape[0]):
         with torch.no_grad():
             texts = target(torch.tensor(rows[i]["input_ids"])[None]).logits[0]
@@ -140,13 +140,13 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     losses = recorded["losses"]
     drafter = Drafter(draft, target)
     compared = 0
-    slots = slice(1, draft.config.block_tokens)
+    slots = slice(1, draft.config.max_block_tokens)
     for i, j in counted.any(-1).nonzero().tolist():
         anchors, states = before[i, j, 1:2], hidden[i, j : j + 1, slots]
         ids, logits = drafter.candidates(states, [])
         state = drafter.head.start(anchors)
         x = anchors
-        for k in range(1, draft.config.block_tokens):
+        for k in range(1, draft.config.max_block_tokens):
             query, state = drafter.head.step(state, x, states[:, k - 1])
             scores = drafter.head.scores(query, ids[:, k - 1], logits[:, k - 1])[0].double()
             x = labels[i, j, k][None]

@@ -10,7 +10,7 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
-from dflash_hf.modeling.head_dflash import Head
+from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.losses import Rows, Teacher, token_losses
 from dflash_hf.training.rows import validate_and_count
@@ -53,7 +53,7 @@ def losses_of_a_block(with_teacher, chunk_size=3, shift=None, tokens=7, k=4):
         return ids, logits.detach().gather(-1, ids) + query
 
     def loss(rows):
-        return Head.loss(None, rows, progress=0.0)
+        return TokenHead.loss(None, rows, progress=0.0)
 
     scored = () if shift is None else (shift, score, loss)
     losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, teacher, *scored)

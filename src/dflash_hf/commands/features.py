@@ -35,7 +35,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.layouts.read import fitting_target_layer_ids
-    from dflash_hf.modeling.target_dflash import text_depth
+    from dflash_hf.modeling.target_dflash import num_decoder_layers
     from dflash_hf.targets.frozen import freeze
     from dflash_hf.training.features import manifest_of, store_features
 
@@ -45,7 +45,7 @@ def run(arguments, echo) -> Outcome:
     rows = shared.rows_of(arguments)
     target = freeze(pair.target())
     encoder = replace(encoder, vocab_size=target.get_input_embeddings().weight.shape[0])
-    layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
+    layer_ids = arguments.target_layer_ids or fitting_target_layer_ids(num_decoder_layers(target.config), 5)
     made_with = manifest_of(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     data_options = {"num_proc": arguments.num_proc, "source": arguments.data, "conversations": True}
     dataset, report = prepare_dataset(rows, encoder, **data_options)

@@ -49,7 +49,7 @@ def run(arguments, echo) -> Outcome:
     if draft is not None and arguments.show_drafts:
         settings = draft.decoding_config
         if settings.tree_nodes is None and not settings.compile:
-            settings.block_size = draft.config.block_tokens  # in every round, even where nothing would be faster
+            settings.block_size = draft.config.max_block_tokens  # in every round, even where nothing would be faster
     packed = ", packed" if pair.packed else ""
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 

@@ -111,7 +111,7 @@ class NamedPair:
         draft = load_draft(self.arguments.draft, self.loading, self.device)
         for name, value in settings.items():
             setattr(draft.decoding_config, name, value)
-        draft.decoding_config.check(draft.config.block_tokens)
+        draft.decoding_config.check(draft.config.max_block_tokens)
         return draft
 
     def target(self):

@@ -158,7 +158,7 @@ def with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
         if tensors[name].shape != tensor.shape:
             raise ValueError(
                 f"--share-head: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
-                f"is part of its {draft.config.head.name}; train it over the whole vocabulary instead."
+                f"is part of its {draft.config.token_head_class.name}; train it over the whole vocabulary instead."
             )
     shared.load_state_dict(tensors)
     return shared
@@ -172,7 +172,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     obstacle = native_obstacle(draft)
     if obstacle is not None:
         remedy = "keep it in the default layout (--to z-lab), which this package and the engines read"
-        if draft.config.has_own_head and obstacle.startswith("draft_vocab_size"):
+        if draft.config.has_own_lm_head and obstacle.startswith("draft_vocab_size"):
             remedy = f"add --share-head, which drafts all tokens with the target's head, or {remedy}"
         raise ValueError(f"This drafter cannot be written for transformers alone (--to native): {obstacle}; {remedy}.")
     config = draft.config.to_dict()

@@ -21,7 +21,7 @@ from dflash_hf._io.weights import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
-from dflash_hf.modeling.heads_dflash import Head, MarkovHead, PathSelector
+from dflash_hf.modeling.heads_dflash import MarkovHead, PathSelector, TokenHead
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.pairs.configs import incompatibilities, read_config
 from dflash_hf.targets.frozen import digest_of_parameters
@@ -42,7 +42,7 @@ _KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathS
 _NAMES = _LLAMA_CPP["tensors"]
 # Numbers that multiply, which llama.cpp reads as 1.0 where they are absent.
 _FACTORS = ("attention_value_scale", "input_embedding_scale", "output_multiplier")
-_HEADS = (Head, PathSelector, MarkovHead)  # that llama.cpp supports
+_HEADS = (TokenHead, PathSelector, MarkovHead)  # that llama.cpp supports
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -74,12 +74,12 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
         yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
-    if config.head not in _HEADS:
-        yield next(iter(config.head.fields)), f"llama.cpp has no {config.head.name}."
-    elif config.head is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
+    if config.token_head_class not in _HEADS:
+        yield next(iter(config.token_head_class.fields)), f"llama.cpp has no {config.token_head_class.name}."
+    elif config.token_head_class is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
         kind = f"{config.markov_head_type!r} with markov_rank={config.markov_rank}"
         yield "markov_head_type", f"{kind}: llama.cpp only has the 'vanilla' Markov head, with a rank."
-    elif config.sample_from_anchor and config.head is not MarkovHead:
+    elif config.sample_from_anchor and config.token_head_class is not MarkovHead:
         yield "sample_from_anchor", "llama.cpp reads it only for drafters with a Markov head."
     if config.enable_confidence_head and not config.confidence_head_with_markov:
         yield "confidence_head_with_markov", "llama.cpp's confidence head reads the previous token, too."
@@ -191,7 +191,7 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
         if field in (*_FACTORS, "rms_norm_eps", "final_logit_softcapping"):
             value = float(value)
         put(key, value)
-    if config.head is MarkovHead:
+    if config.token_head_class is MarkovHead:
         put("sample_from_anchor", config.sample_from_anchor)
         put("has_confidence_head", config.enable_confidence_head)
     if _is_dflash2(config):  # sizes of a no-op part, see `_tensors`
@@ -226,7 +226,7 @@ def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
 
 def _is_dflash2(config: DFlashDraftConfig) -> bool:
     """Whether llama.cpp treats the drafter as DFlash 2, of which it supports both parts or none."""
-    return config.conv_kernel_size is not None or config.head is PathSelector
+    return config.conv_kernel_size is not None or config.token_head_class is PathSelector
 
 
 def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
@@ -236,7 +236,7 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     mask = state.pop("mask_embedding", None)
     names = _llama_cpp_names(state, config.num_hidden_layers)
     tensors = {names[name]: tensor for name, tensor in state.items()}
-    if config.has_own_head:
+    if config.has_own_lm_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # from differences to ids
     # A drafter has both tables or none: llama.cpp would use an own embedding as the head as well.
     has_own_table = mask is not None or "token_embd.weight" in tensors
@@ -252,7 +252,7 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
             for part in ("attn", "ffn"):
                 tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
                 tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
-    if _is_dflash2(config) and config.head is not PathSelector:
+    if _is_dflash2(config) and config.token_head_class is not PathSelector:
         tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
         for part in ("predecessor", "successor"):
             tensors[f"selector_{part}.weight"] = torch.zeros(config.vocab_size, 1)
@@ -454,7 +454,7 @@ def gguf_config(file: str | Path) -> dict:
             "enable_confidence_head": "conf_proj.weight" in tensors,
         }
     return {
-        "architectures": [(PathSelector if PathSelector.is_set(config.get) else Head).architecture],
+        "architectures": [(PathSelector if PathSelector.is_set(config.get) else TokenHead).architecture],
         "model_type": "qwen3",
         **config,
         "target_layer_ids": [i - 1 for i in get("target_layers", [])],

@@ -98,7 +98,7 @@ class AdaptiveLength(DraftPolicy):
             self.round = Round(began, NOTHING, 1.0)
             return self.no_draft(state)
         # 4. The likeliest tokens of a tree, as many as are worth it; a single path where trees cannot be verified.
-        slots = min(self.call.draft.config.block_tokens, self.room(state)) - 1
+        slots = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
         nodes, top_k = (self.widest, None) if self.supports_trees(state) else (slots, 1)
         drafted = self.draft_tree(state, nodes, top_k)
         gained, chances = gains(drafted, state.alive, state.left, self.throughput.reliability)

@@ -77,7 +77,7 @@ class GenerateCall:
     @property
     def block_tokens(self) -> int:
         """Tokens of a drafted block, anchor included: the trained size, or fewer if the caller asks for fewer."""
-        trained = self.draft.config.block_tokens
+        trained = self.draft.config.max_block_tokens
         size = self.draft.decoding_config.block_size or trained
         asked = self.asked_tokens
         return min(size, trained if asked is None else asked + 1)

@@ -230,7 +230,7 @@ def table_of(target, draft) -> CostTable:
     tables = _tables.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     if how not in tables:
         weights, of_target = (sum(p.numel() for p in model.parameters()) for model in (draft, target))
-        head = 0 if draft.config.has_own_head else target.get_output_embeddings().weight.numel()
+        head = 0 if draft.config.has_own_lm_head else target.get_output_embeddings().weight.numel()
         drafting, block_size = (weights + head) / max(of_target, 1), draft.config.block_size
         tables[how] = CostTable(drafting, block_size, target.device, target.dtype)
     return tables[how]

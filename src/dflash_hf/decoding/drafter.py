@@ -10,7 +10,7 @@ from dflash_hf.decoding.acceptance import Acceptance, Block, argmax_token
 from dflash_hf.decoding.masks import in_window, tokens_in_slots
 from dflash_hf.decoding.sampling_noise import SamplingNoise
 from dflash_hf.decoding.slots import Ring, SlotCache
-from dflash_hf.modeling.modeling_dflash import additive, running_device
+from dflash_hf.modeling.modeling_dflash import additive, execution_device
 
 
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
@@ -107,7 +107,7 @@ class DraftContext:
         past = columns - self.appended
         ring = None
         if self.window is not None:  # a block and what is read before it overwrite nothing in the window
-            margin = 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE)
+            margin = 2 * (self.draft.config.max_block_tokens + STEPS_AT_ONCE)
             ring = Ring(self.window, self.window + margin, SINK)
         pads = torch.tensor(padding, device=offset.device)[:, None]  # [R, 1]
         # Slots are counted from the first token seen, positions from a row's first token: rotary attention depends on
@@ -125,7 +125,7 @@ class DraftContext:
         else:
             before = None  # frees its slots, before others are made
             self.first_column = max(past - padding[0], 0)
-            capacity = columns + self.draft.config.block_tokens
+            capacity = columns + self.draft.config.max_block_tokens
             self.cache = SlotCache(len(padding), capacity, ring, self.fixed_shapes)
         row_offset = offset if offset.dim() == 2 else offset[0]
         self.offset = row_offset + start
@@ -134,7 +134,7 @@ class DraftContext:
 
     def _write_prompt(self, tokens: torch.LongTensor) -> None:
         """Write what was appended, the features of these tokens `[R, n]`."""
-        self.cache.reserve(max(self.lengths) + self.draft.config.block_tokens)
+        self.cache.reserve(max(self.lengths) + self.draft.config.max_block_tokens)
         ring = self.cache.ring
         if ring is not None:  # of the tokens that share a slot, only the last is written
             last = torch.tensor(self.lengths, device=tokens.device)[:, None]
@@ -145,7 +145,7 @@ class DraftContext:
     def _can_continue(self, before: KeptContext, past: int, ring: Ring | None) -> bool:
         """Whether a context has all `past` tokens of a cache, in slots that nothing later was written to."""
         keys = before.cache.layers[0].keys
-        if keys.dtype != self.dtype or keys.device != running_device(self.draft.fc):
+        if keys.dtype != self.dtype or keys.device != execution_device(self.draft.fc):
             return False
         if before.cache.ring != ring or before.cache.fixed_shapes != self.fixed_shapes:
             return False
@@ -193,7 +193,7 @@ class DraftContext:
         if features is None:
             width = self.draft.fc.in_features
             features = torch.zeros(len(tokens), 0, width, dtype=self.dtype, device=tokens.device)
-        missing = max(self.draft.config.block_tokens - tokens.shape[1], 0)
+        missing = max(self.draft.config.max_block_tokens - tokens.shape[1], 0)
         padded = torch.nn.functional.pad(features, (0, 0, 0, missing))
         return padded, torch.nn.functional.pad(tokens, (0, missing), value=-1)
 
@@ -241,7 +241,7 @@ class DraftContext:
     def to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the drafter's device, and, if floating, in its dtype."""
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=running_device(self.draft.fc), dtype=dtype)
+        return tensor.to(device=execution_device(self.draft.fc), dtype=dtype)
 
 
 class Drafter:
@@ -257,16 +257,16 @@ class Drafter:
 
     Attributes:
         context ([`DraftContext`]): What it has read of the text.
-        head (`Head`): Chooses the tokens of a block.
+        head (`TokenHead`): Chooses the tokens of a block.
     """
 
     def __init__(self, draft, target, noise: SamplingNoise | None = None, block_tokens: int | None = None, graph=None):
         self.draft = draft
         self.target = target
         self.noise = noise
-        self.block_tokens = block_tokens or draft.config.block_tokens
+        self.block_tokens = block_tokens or draft.config.max_block_tokens
         self.graph = graph
-        self.head = draft.config.head(draft, partial(draft.embed, target))
+        self.head = draft.config.token_head_class(draft, partial(draft.embed, target))
         self.context = DraftContext(draft, fixed_shapes=graph is not None)
 
     def read(self, features: torch.Tensor, acceptance: Acceptance) -> None:
@@ -291,7 +291,7 @@ class Drafter:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
         config = self.draft.config
         # Where the last slot drafts a token, too, a block has one slot less than tokens.
-        slots = self.block_tokens - (config.block_tokens - config.block_size)
+        slots = self.block_tokens - (config.max_block_tokens - config.block_size)
         masked = anchors.new_full((len(anchors), slots - 1), config.mask_token_id)
         block = self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))
         inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(slots)}
@@ -332,7 +332,7 @@ class Drafter:
         if self.noise is None:
             return logits
         ids: slice | torch.Tensor = slice(logits.shape[-1])
-        if self.draft.config.has_own_head:
+        if self.draft.config.has_own_lm_head:
             ids = self.draft.target_ids(torch.arange(logits.shape[-1])).clamp(max=self.noise.vocab_size - 1)
         noise = self.noise.gumbel(draws, logits.shape[1], ids)
         return logits.float() / self.noise.temperature + noise.to(logits.device)
@@ -346,7 +346,7 @@ class Drafter:
 
     def in_vocabulary(self, anchors: torch.LongTensor) -> torch.LongTensor:
         """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
-        anchors = anchors.to(running_device(self.draft.fc))
+        anchors = anchors.to(execution_device(self.draft.fc))
         vocab_size = self.draft.config.vocab_size
         return anchors if vocab_size is None else anchors.clamp(max=vocab_size - 1)
 

@@ -77,7 +77,7 @@ class CallGraphs:
 def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
     """The models of a call, and why their forwards cannot be compiled."""
     nodes = call.draft.decoding_config.tree_nodes or 0
-    if call.selector.max_new + nodes + call.draft.config.block_tokens >= call.positions_left:
+    if call.selector.max_new + nodes + call.draft.config.max_block_tokens >= call.positions_left:
         yield call.target, f"the text may pass its {call.positions_left + call.columns} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"

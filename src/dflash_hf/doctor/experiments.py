@@ -9,7 +9,7 @@ from torch import nn
 
 from dflash_hf.doctor.case import Case
 from dflash_hf.doctor.measuring import Experiment
-from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.modeling.target_dflash import num_decoder_layers
 from dflash_hf.targets.clones import with_own_config
 from dflash_hf.targets.frozen import spare_token_id
 from dflash_hf.targets.generation import eos_ids
@@ -68,7 +68,7 @@ def _other_masks(case: Case) -> NamedFields:
 
 def _other_layers(step: int, case: Case) -> NamedFields:
     moved = [i + step for i in case.draft.config.target_layer_ids]
-    if 0 <= min(moved) and max(moved) < text_depth(case.target.config):
+    if 0 <= min(moved) and max(moved) < num_decoder_layers(case.target.config):
         yield f"layer ids one {'up' if step > 0 else 'down'}, {moved}", {"target_layer_ids": moved}
 
 
@@ -140,7 +140,7 @@ def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
     head = case.target.get_output_embeddings().weight  # [V, H]
     embedding = case.target.get_input_embeddings().weight  # [V, H]
     is_tied = head.data_ptr() == embedding.data_ptr() or head.shape != embedding.shape
-    if not case.draft.config.has_own_head and not is_tied:
+    if not case.draft.config.has_own_lm_head and not is_tied:
         cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
         vocab_size, hidden_size = embedding.shape
         embedding_as_head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta")

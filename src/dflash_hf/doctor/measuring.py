@@ -152,7 +152,7 @@ def draft_blocks(
     head = change.head or target.get_output_embeddings()
     drafter.logits = lambda states, lengths: draft.draft_logits(states, head)
     first_slot = 0 if anchor_first else 1
-    states = hidden[:, first_slot:][:, : config.block_tokens - 1]  # [A, D, H]
+    states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
     tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
 
     # 3. What verification accepts: it stops at the first mistake.

@@ -280,12 +280,12 @@ def evaluate(
     answers_of = {}
     for method in methods:
         answers_of[method] = [_diverging_answer(decoded, method, i) for i in range(len(prompts))]
-    divergences, rounding = judge(target, prompts, answers, answers_of, draft.config.block_tokens)
+    divergences, rounding = judge(target, prompts, answers, answers_of, draft.config.max_block_tokens)
     return EvalReport(
         methods={name: _method_report(decoded, name, warmup[name], name in compiled) for name in methods},
         acceptance_lengths=[answer.acceptance_lengths for answer in decoded[-1][DFLASH]],
         responses=answers,
-        block_size=draft.config.block_tokens,
+        block_size=draft.config.max_block_tokens,
         setting={
             "target": origin(target).get("base_model"),
             "weights": digest_of_parameters(draft.named_parameters()),
@@ -420,7 +420,7 @@ def variant(draft, **changes):
 
 def in_blocks(draft):
     """The drafter with its trained block size, unless another is set, so that acceptance lengths can be compared."""
-    return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_tokens)
+    return variant(draft, block_size=draft.decoding_config.block_size or draft.config.max_block_tokens)
 
 
 def drafters_of_methods(draft, tree_nodes: int = TREE_NODES) -> dict:

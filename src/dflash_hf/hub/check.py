@@ -27,7 +27,7 @@ from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.heads import UnknownHeadError
 from dflash_hf.layouts.read import canonical_config, canonical_name, is_drafter_config, tensor_names
 from dflash_hf.layouts.weights import checkpoint_files, read_header
-from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
 
@@ -143,7 +143,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     else:
         remedy = f"this package cannot read it either: {refused}"
     architectures = config.get("architectures")
-    readable_architectures = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in HEADS)]
+    readable_architectures = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
     is_speculators = "transformer_layer_config" in config
     if is_speculators:
         message = f"is speculators' layout, which only vLLM reads; {remedy}"
@@ -152,9 +152,10 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         message = f"{architectures} is not one of {', '.join(LAYOUT_OF_ARCHITECTURE)}; {remedy}"
         yield Finding("error", ENGINES, "architectures", one_line(message))
         return
-    elif parsed.has_head and parsed.head.name not in SERVED_HEADS:
-        key = next(iter(parsed.head.fields))
-        message = f"{getattr(parsed, key)}: no engine has a {parsed.head.name}; decode with transformers' generate()."
+    elif parsed.has_token_head and parsed.token_head_class.name not in SERVED_HEADS:
+        head = parsed.token_head_class
+        key = next(iter(head.fields))
+        message = f"{getattr(parsed, key)}: no engine has a {head.name}; decode with transformers' generate()."
         yield Finding("error", SERVERS, key, message)
     non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
     drafter = DrafterFolder(config, folder, target, shapes, non_default)

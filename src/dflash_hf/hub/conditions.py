@@ -294,7 +294,7 @@ def _rope_type(rope: dict) -> str:
 
 def vocabulary_is_reduced(drafter: DrafterFolder) -> bool:
     """It has its own head, over a part of the vocabulary."""
-    return drafter.has_own_head
+    return drafter.has_own_lm_head
 
 
 def target_looks_like_gemma(drafter: DrafterFolder) -> bool:

@@ -91,7 +91,7 @@ class DrafterFolder:
         return self.config["transformer_layer_config"].get("layer_types") or []
 
     @property
-    def has_own_head(self) -> bool:
+    def has_own_lm_head(self) -> bool:
         """Whether it has its own head, over a reduced vocabulary."""
         return self.get("draft_vocab_size") not in (None, self.get("vocab_size"))
 
@@ -101,7 +101,7 @@ class DrafterFolder:
         if self.layout == "speculators":
             return set()
         own = {"embed_tokens.weight"}
-        if not self.has_own_head:
+        if not self.has_own_lm_head:
             own.add("lm_head.weight")
         return own & self.shapes.keys()
 

@@ -51,7 +51,7 @@ def _llama_cpp_command(target: str, draft: str, config, template: dict | None) -
     draft_option = "-md" if is_gguf(draft) else "-hfd"
     command = ["llama-server", target_option, target, draft_option, draft]
     command += ["--spec-type", f"draft-{engine_method(config)}"]
-    command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3 for every block size
+    command += ["--spec-draft-n-max", str(config.max_block_tokens - 1)]  # its default is 3 for every block size
     if template:
         command += ["--chat-template-kwargs", json.dumps(template)]
     return command
@@ -62,7 +62,7 @@ def _vllm_command(target: str, draft: str, config, loading: Loading, template: d
     speculative_config = {
         "method": engine_method(config),
         "model": draft,
-        "num_speculative_tokens": config.block_tokens - 1,
+        "num_speculative_tokens": config.max_block_tokens - 1,
     }
     if loading.draft_revision:
         speculative_config["revision"] = loading.draft_revision
@@ -78,9 +78,9 @@ def _sglang_command(target: str, draft: str, config, loading: Loading) -> list[s
     command = ["python", "-m", "sglang.launch_server", "--model-path", target]
     command += ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", draft]
     if method == "dflash":
-        command += ["--speculative-num-draft-tokens", str(config.block_tokens)]
+        command += ["--speculative-num-draft-tokens", str(config.max_block_tokens)]
     else:
-        command += [f"--speculative-{method}-block-size", str(config.block_tokens - 1)]
+        command += [f"--speculative-{method}-block-size", str(config.max_block_tokens - 1)]
     if loading.draft_revision:
         command += ["--speculative-draft-model-revision", loading.draft_revision]
     return command

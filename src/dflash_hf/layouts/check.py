@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.layouts.heads import require, schema_of
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
-from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -89,7 +89,7 @@ def check_parts(config):
     reduced = config.draft_vocab_size
     fits = reduced is None or (vocabulary is not None and reduced <= vocabulary)
     require(fits, f"at most vocab_size={vocabulary}, the target's", draft_vocab_size=reduced)
-    heads = [head for head in HEADS if head.is_set(lambda field: getattr(config, field))]
+    heads = [head for head in TOKEN_HEADS if head.is_set(lambda field: getattr(config, field))]
     if len(heads) > 1:
         raise ValueError(
             f"{' and '.join(next(iter(head.fields)) for head in heads)} are set, but a drafter has one head: "

@@ -18,7 +18,7 @@ from dflash_hf.layouts.heads import require
 from dflash_hf.layouts.read import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
-from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.modeling.target_dflash import num_decoder_layers
 
 
 logger = logging.get_logger(__name__)
@@ -163,7 +163,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "max_position_embeddings": length if length > 0 else 32768,  # XLNet, which has no limit, says -1
             "rope_parameters": rope or None,
-            "num_target_layers": text_depth(target_config),
+            "num_target_layers": num_decoder_layers(target_config),
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "mask_token_id": mask_token_id,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dflash_hf.modeling.heads_dflash import HEADS, DominoHead, Head, MarkovHead, PathSelector
+from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, DominoHead, MarkovHead, PathSelector, TokenHead
 
 
 class UnknownHeadError(ValueError):
@@ -151,8 +151,8 @@ def _check_domino(config) -> None:
     require(config.vocab_size is not None, "set: a Domino head has a row for each of its tokens", vocab_size=None)
 
 
-HEAD_SCHEMAS: dict[type[Head], HeadSchema] = {
-    Head: HeadSchema("DFlash", "dflash"),
+HEAD_SCHEMAS: dict[type[TokenHead], HeadSchema] = {
+    TokenHead: HeadSchema("DFlash", "dflash"),
     PathSelector: HeadSchema(
         "DFlash2",
         "dflash2",
@@ -182,17 +182,17 @@ HEAD_SCHEMAS: dict[type[Head], HeadSchema] = {
 }
 
 
-def schema_of(head: type[Head]) -> HeadSchema:
+def schema_of(head: type[TokenHead]) -> HeadSchema:
     """How others write a head; a head without an entry is in this package's files only."""
     return HEAD_SCHEMAS.get(head, HeadSchema(head.architecture))
 
 
 def head_schemas() -> list[HeadSchema]:
     """Those of all heads that a drafter may have."""
-    return [schema_of(head) for head in HEADS]
+    return [schema_of(head) for head in TOKEN_HEADS]
 
 
 def engine_method(config) -> str:
     """The engines' name for drafting with a configuration's head: `"dflash"` or `"dspark"`."""
-    plain = config.sample_from_anchor and not config.has_head
-    return "dspark" if config.head is MarkovHead or plain else "dflash"
+    plain = config.sample_from_anchor and not config.has_token_head
+    return "dspark" if config.token_head_class is MarkovHead or plain else "dflash"

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from dflash_hf.layouts.check import check_nested
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, UnknownHeadError, head_schemas, require
 from dflash_hf.modeling.configuration_dflash import nested_fields
-from dflash_hf.modeling.heads_dflash import Head
+from dflash_hf.modeling.heads_dflash import TokenHead
 
 
 logger = logging.get_logger(__name__)
@@ -191,7 +191,7 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
 
 def _families() -> list[str]:
     """Names of the drafters that are read, the plain drafter's first."""
-    return [schema.family for schema in (HEAD_SCHEMAS[Head], *head_schemas())]
+    return [schema.family for schema in (HEAD_SCHEMAS[TokenHead], *head_schemas())]
 
 
 def _refuse_other_methods(config: dict) -> None:
@@ -200,7 +200,7 @@ def _refuse_other_methods(config: dict) -> None:
     another kind have tensors without a place, which are refused when the weights are read.
     """
     families = "|".join(_families())
-    kinds = [schema.speculators_model_type for schema in (HEAD_SCHEMAS[Head], *head_schemas())]
+    kinds = [schema.speculators_model_type for schema in (HEAD_SCHEMAS[TokenHead], *head_schemas())]
     # Any target's name may come first, but that of Gemma 4, whose drafters have its own layers.
     drafters = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
     targets = "|".join(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # says nothing of the method

@@ -165,7 +165,7 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 def has_own_table(files: list[str], config, names: dict[str, str]) -> bool:
     """Whether a checkpoint has token embeddings other than the target's; engines use them too."""
     name = "embed_tokens.weight"
-    if config.vocab_size is None or is_left_out(name, config.source_layout, config.has_own_head):
+    if config.vocab_size is None or is_left_out(name, config.source_layout, config.has_own_lm_head):
         return False
     for path in files:
         if any(canonical_name(stored, names) == name for stored in read_header(path)):
@@ -195,7 +195,7 @@ def check_checkpoint(
         tensors = read_header(path)
         for name in tensors:
             canonical = canonical_name(name, names)
-            if is_left_out(canonical, config.source_layout, config.has_own_head):
+            if is_left_out(canonical, config.source_layout, config.has_own_lm_head):
                 continue
             if canonical in stored:
                 raise ValueError(f"{path}: tensors {sources[canonical]} and {name} are both {canonical}; remove one.")

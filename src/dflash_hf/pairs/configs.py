@@ -129,7 +129,7 @@ def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
-    defaults = dict(config.head.fields)
+    defaults = dict(config.token_head_class.fields)
     defaults |= {name: getattr(type(config), name) for name in _PLAIN_BY_DEFAULT}
     defaults |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     for key, default in defaults.items():

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import DynamicCache
 
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.modeling.modeling_dflash import running_device
+from dflash_hf.modeling.modeling_dflash import execution_device
 from dflash_hf.modeling.target_dflash import decoder_layers
 
 
 def input_device(target) -> torch.device:
     """The device on which a target expects token ids."""
-    return running_device(target.get_input_embeddings())
+    return execution_device(target.get_input_embeddings())
 
 
 def cache_argument(target) -> str:

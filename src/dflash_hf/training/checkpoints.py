@@ -108,7 +108,7 @@ def check_same_drafter(checkpoint: Path, draft) -> None:
                 f"resume with {saved_value!r}, or start a new run from `from_pretrained`."
             )
     weights = checkpoint / SAFE_WEIGHTS_NAME
-    if draft_config.has_own_head and weights.is_file():
+    if draft_config.has_own_lm_head and weights.is_file():
         with safe_open(weights, "pt") as tensors:
             same = torch.equal(tensors.get_tensor("d2t"), draft.d2t.cpu())
         if not same:

@@ -29,7 +29,7 @@ from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.held_out import conversation_key
 from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
+from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
 from dflash_hf.targets.frozen import TargetOutput, check_logits, digest_of_target, target_forward
 from dflash_hf.training.rows import digest_of_rows, lengths_of
 
@@ -128,7 +128,7 @@ def manifest_of(target, name: str, layer_ids: list[int], encoder, dtype: str, st
     Raises:
         `ValueError`: the target has no such layers, or one is named twice.
     """
-    depth = text_depth(target.config)
+    depth = num_decoder_layers(target.config)
     if not -1 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
         raise ValueError(
             f"target layers {layer_ids} must be distinct and from 0 to {depth - 1}, or -1, the embedding; set "

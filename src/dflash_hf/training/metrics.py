@@ -67,13 +67,13 @@ def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.T
     return torch.stack([counted.int(), correct.int(), reached, accepted])
 
 
-def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str, float]:
+def statistics_to_metrics(sums: Statistics, has_token_head: bool = False) -> dict[str, float]:
     """
     Metrics from summed statistics: `loss`; `accuracy` over all counted tokens and `accuracy_k` of slot `k`;
     `acceptance_k`, the same given that all slots before `k` are correct, as in verification; `simulated_tau`, the mean
     over blocks of the accepted prefix plus the bonus token. A block cut short by the end of its response counts with
-    its remaining tokens. If a head depends on other tokens (`has_head`), also `simulated_tau_argmax`, the value that
-    each slot's argmax without the head would reach. 0 for a slot that no block reached; empty without blocks.
+    its remaining tokens. If a head depends on other tokens (`has_token_head`), also `simulated_tau_argmax`, the value
+    that each slot's argmax without the head would reach. 0 for a slot that no block reached; empty without blocks.
     """
     values = Statistics(*(tensor.tolist() for tensor in sums))
     if values.blocks == 0:
@@ -83,7 +83,7 @@ def statistics_to_metrics(sums: Statistics, has_head: bool = False) -> dict[str,
         "accuracy": sum(values.correct) / sum(values.counted),
         "simulated_tau": sum(values.accepted) / values.blocks + 1,
     }
-    if has_head:
+    if has_token_head:
         metrics["simulated_tau_argmax"] = values.accepted_without_head / values.blocks + 1
     shares = (("accuracy", values.correct, values.counted), ("acceptance", values.accepted, values.reached))
     for name, hits, totals in shares:

@@ -58,7 +58,7 @@ class Objective:
         self.slot_weights = None  # others depend on what is drafted
         if args.weighting == "decay":
             tokens = draft.config.block_size + draft.config.sample_from_anchor
-            gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
+            gamma = args.loss_decay_gamma or default_gamma(draft.config.max_block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
         half_dtype = None
         if args.bf16:
@@ -67,7 +67,7 @@ class Objective:
             half_dtype = torch.float16
         self.precision = partial(torch.autocast, args.device.type, dtype=half_dtype, enabled=half_dtype is not None)
         self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
-        drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_head else None  # [v]
+        drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_lm_head else None  # [v]
         self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
 
     def draft_head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Objective:
         # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        drafted = (..., slice(config.block_tokens))
+        drafted = (..., slice(config.max_block_tokens))
         statistics = block_statistics(
             losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
         )
@@ -177,9 +177,9 @@ class Objective:
             progress (`float`): Share of the run that is done.
         """
         draft = self.draft
-        head = self.config.head(draft, partial(draft.embed, self.target))
+        head = self.config.token_head_class(draft, partial(draft.embed, self.target))
         common = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
-        if not self.config.has_head:
+        if not self.config.has_token_head:
             return token_losses(*common)
         before = before.clamp(max=self.config.vocab_size - 1)  # the target's table may have been extended
         chooses = head.top_k is not None  # such a head does not change the slots among whose candidates it chooses

@@ -199,7 +199,7 @@ def with_parts(draft, fields: dict):
     Raises:
         `ValueError`: any other field, or a part that it already has in another size.
     """
-    of_other_heads = head_fields().keys() - draft.config.head.fields
+    of_other_heads = head_fields().keys() - draft.config.token_head_class.fields
     for key, value in fields.items():
         present_value = None if key in of_other_heads else getattr(draft.config, key, None)
         reason = None
@@ -281,7 +281,7 @@ def draft_ids(draft, rows: int = 0) -> torch.LongTensor | None:
         `ValueError`: its vocabulary was never chosen.
     """
     size = draft.config.vocab_size
-    reduced = draft.config.has_own_head
+    reduced = draft.config.has_own_lm_head
     if not reduced and (size is None or rows <= size):
         return None
     # d2t is 0 for the first tokens of the target, too.

@@ -116,7 +116,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
     rows, held_out, facts = _hold_rows_out(rows, script, args, resume, say)
     draft = _make_draft_with_vocabulary(script, target, encoder, rows, held_out, say, tell)
 
-    shares_head = script.share_head and draft.config.has_own_head
+    shares_head = script.share_head and draft.config.has_own_lm_head
     if shares_head:
         with_shared_head(draft)  # which says now whether it can be done after training
 

@@ -257,7 +257,7 @@ class DFlashTrainer(AtomicTrainer):
         self.target.eval()  # it may have been trained in between
         with groups_as_masks(self.draft.config):
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_head).items():
+        for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_token_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
@@ -265,7 +265,7 @@ class DFlashTrainer(AtomicTrainer):
         """As upstream; a line of the training loss also gets the metrics since the previous line."""
         if "loss" in logs:
             sums = self.accelerator.reduce(self.statistics, "sum")
-            metrics = statistics_to_metrics(sums, self.draft.config.has_head)
+            metrics = statistics_to_metrics(sums, self.draft.config.has_token_head)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
             self.statistics = Statistics.zeros(self.args.device)
         super().log(logs, start_time)
@@ -439,18 +439,18 @@ def prepare_draft(draft, args, adapted: bool) -> None:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
     config = draft.config
-    head = config.head
+    head = config.token_head_class
     draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
     if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
         logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
         draft.float()
-    if config.head.needs_teacher(config) and not args.has_teacher:
+    if head.needs_teacher(config) and not args.has_teacher:
         logger.warning(
             f"Part of the {head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark or kl."
         )
     with torch.device("meta"):
-        modules = head.modules(config)
+        modules = head.build_modules(config)
     if args.head_only:
         if not modules or adapted:
             raise ValueError(
@@ -471,8 +471,8 @@ def prepare_draft(draft, args, adapted: bool) -> None:
                 "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
                 "`model.requires_grad_(True)`, or set head_only=True again."
             )
-    if config.has_head and not adapted and args.ddp_find_unused_parameters is None:
+    if config.has_token_head and not adapted and args.ddp_find_unused_parameters is None:
         # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
         args.ddp_find_unused_parameters = False
-    if config.has_own_head:
+    if config.has_own_lm_head:
         draft.lm_head.requires_grad_(False)  # rows of the target's
