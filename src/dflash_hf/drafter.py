@@ -10,16 +10,8 @@ from transformers.integrations.peft import maybe_load_adapters
 from dflash_hf.decoding.generate_hook import install_hook
 from dflash_hf.decoding.loop import decode
 from dflash_hf.decoding.settings import DFlashDecodingConfig
+from dflash_hf.layouts.checkpoint import Checkpoint, read_checkpoint
 from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.layouts.read import tensor_names
-from dflash_hf.layouts.weights import (
-    check_checkpoint,
-    check_quantization_is_read,
-    check_weights_are_loaded,
-    checkpoint_files,
-    has_own_table,
-    read_mask_embedding,
-)
 from dflash_hf.modeling import modeling_dflash
 
 
@@ -97,78 +89,91 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         output_loading_info: bool = False,
         **kwargs,
     ):
-        """
+        r"""
         As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of the
         wrong shape: a drafter with a random layer still runs, and only a low acceptance length shows it. An adapter's
         folder loads the drafter that it was trained on, with the adapter.
+
+        Args:
+            key_mapping (`dict[str, str]`, *optional*): Regular expressions of tensor names and their replacements,
+                applied in order as by `re.sub` (`\1`, `\2`, ...), before the names of the file's layout are replaced.
 
         Raises:
             `ValueError`: names the file and the key or tensor.
             `OSError`: a file is missing; only safetensors are read.
         """
         name = pretrained_model_name_or_path
+        options = {"config": config, "key_mapping": key_mapping, **kwargs}
         hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
         adapter, base, _ = maybe_load_adapters(name, hub)
-        if base != name:
-            kwargs = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
-            options = {"config": config, "key_mapping": key_mapping, "output_loading_info": True, **kwargs}
-            model, info = cls.from_pretrained(base, *model_args, **options)
+        if base == name:
+            model, info = cls._load(name, model_args, hub, **options)
+        else:
+            model, info = cls._load_base_of_adapter(base, model_args, **options)
             model.load_adapter(adapter, **hub)
-            return (model, info) if output_loading_info else model
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _load_base_of_adapter(cls, base: str, model_args, revision=None, subfolder=None, **options):
+        """The drafter that an adapter was trained on, and what was loaded; revision and folder are the adapter's."""
+        return cls.from_pretrained(base, *model_args, output_loading_info=True, **options)
+
+    @classmethod
+    def _load(cls, name, model_args, hub: dict, config, key_mapping, **kwargs):
+        """A drafter without adapters, and what was loaded."""
         # 1. The configuration, with the fields that the caller changes.
-        if not isinstance(config, PreTrainedConfig):
-            names = cls.config_class.field_names() - {"dtype"}
-            changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
-            config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
-        renamings = {**(key_mapping or {}), **tensor_names()}
-        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; upstream's report decides there.
-        config = copy.deepcopy(config)
-        quantized = check_quantization_is_read(str(name), config)
-        embedding = None
-        if name is not None:
-            files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
-            # This file overrides a tensor of the same name, as in the engines.
-            embedding = read_mask_embedding(str(name), config, **hub)
-            config.own_mask_embedding |= embedding is not None
-            config.has_embed_tokens |= has_own_table(files, config, renamings)
-            if quantized and config.interleaved_rotary:
-                raise ValueError(f"{name}: rope_is_neox_style=False needs weights whose rows can be permuted.")
-            if not quantized:
-                check_checkpoint(files, cls, config, renamings, () if embedding is None else ("mask_embedding",))
-            kwargs.pop("force_download", None)  # done
-        # 3. The weights, by upstream's own loader.
+        config, kwargs = cls._read_config(name, config, hub, kwargs)
+        # 2. What the files hold, before any weight is read.
+        files = {"variant": kwargs.get("variant"), "state_dict": kwargs.get("state_dict")}
+        checkpoint = read_checkpoint(name, cls, config, key_mapping, hub, **files)
+        kwargs.pop("force_download", None)  # has been done
+        # 3. The weights. Nothing may be left random.
+        model, info = cls._load_weights(name, model_args, config, checkpoint, **kwargs)
+        checkpoint.check_loaded(model, info)
+        # 4. The parts that other files hold, or that other projects store in another order.
+        if checkpoint.mask_embedding is not None:
+            model.mask_embedding.data.copy_(checkpoint.mask_embedding)
+        if config.interleaved_rotary:
+            model._halve_rotary_pairs()
+        model._forget_renamings(checkpoint)
+        model.check_draft_vocabulary()
+        return model, info
+
+    @classmethod
+    def _read_config(cls, name, config, hub: dict, kwargs: dict):
+        """A configuration of its own for the drafter, and the arguments that are not fields of it."""
+        if isinstance(config, PreTrainedConfig):
+            return copy.deepcopy(config), kwargs
+        fields = cls.config_class.field_names() - {"dtype"}
+        changes = {key: value for key, value in kwargs.items() if key in fields}
+        config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
+        return config, {key: value for key, value in kwargs.items() if key not in fields}
+
+    @classmethod
+    def _load_weights(cls, name, model_args, config, checkpoint: Checkpoint, **kwargs):
+        """The drafter with the weights of its files, and what was loaded, by the loader of transformers."""
         kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        # The parent class stands beside published weights and has a `from_pretrained` for them, which accepts fewer
+        # layouts and gives errors without names: it is skipped.
+        load = super(modeling_dflash.DFlashDraftModel, cls).from_pretrained
         try:
-            load = super(modeling_dflash.DFlashDraftModel, cls).from_pretrained
-            model, info = load(name, *model_args, config=config, key_mapping=renamings, **kwargs)
+            return load(name, *model_args, config=config, key_mapping=checkpoint.renamings, **kwargs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         except ImportError as error:
-            if not quantized:
+            if not checkpoint.is_quantized:
                 raise
             raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            keys = set(info[problem])
-            if embedding is not None:
-                keys.discard("mask_embedding")
-            if quantized and keys:
-                first = ", ".join(sorted(map(str, keys))[:5])
-                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {first} ({len(keys)} in all).")
-        if quantized:
-            check_weights_are_loaded(str(name), model)
-        # Upstream would restore the source's names, and bits; a drafter is always written in the published layout.
-        conversions = getattr(model, "_weight_conversions", None) or []
-        if quantized and getattr(model.config, "quantization_config", None) is None:
+
+    def _forget_renamings(self, checkpoint: Checkpoint) -> None:
+        """Save published names: upstream would restore the file's names, and the bits of quantised weights."""
+        conversions = getattr(self, "_weight_conversions", None) or []
+        if checkpoint.is_quantized and getattr(self.config, "quantization_config", None) is None:
             conversions = []  # its weights are plain ones now
-        model._weight_conversions = [
-            conversion for conversion in conversions if not set(conversion.source_patterns) & set(renamings)
+        renamings = set(checkpoint.renamings)
+        self._weight_conversions = [
+            conversion for conversion in conversions if not renamings.intersection(conversion.source_patterns)
         ]
-        if embedding is not None:
-            model.mask_embedding.data.copy_(embedding)
-        if config.interleaved_rotary:
-            model._halve_rotary_pairs()
-        model.check_draft_vocabulary()
-        return (model, info) if output_loading_info else model
 
     @torch.no_grad()
     def _halve_rotary_pairs(self) -> None:

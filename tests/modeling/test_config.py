@@ -9,7 +9,7 @@ from support.tiny_models import tiny_config
 from transformers import CONFIG_MAPPING, modeling_rope_utils
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.layouts.read import default_target_layer_ids
+from dflash_hf.layouts.target_layers import default_target_layer_ids
 
 
 GOOD = {

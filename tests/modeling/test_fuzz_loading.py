@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from support.layouts import LAYOUTS, write
 from transformers import AutoModel
 
-from dflash_hf import DFlashDraftModel
-from dflash_hf.layouts.read import canonical_name
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.layouts.tensor_names import published_name, tensor_names
 
 
 SOURCES = ["z-lab v1", "z-lab DFlash 2", "muse assistant", "speculators, reduced vocabulary", "MiMo", "gpt-oss"]
@@ -293,4 +293,5 @@ def test_config_cannot_name_other_weights(tmp_path):
     for loader in (DFlashDraftModel, AutoModel):
         assert torch.equal(loader.from_pretrained(tmp_path / "draft").fc.weight, tensors["fc.weight"])
     stored = load_file(tmp_path / "draft" / "model.safetensors")
-    assert {canonical_name(name) for name in stored} == set(tensors)
+    renamings = tensor_names(DFlashDraftConfig.from_pretrained(tmp_path / "draft"))
+    assert {published_name(name, renamings) for name in stored} == set(tensors)

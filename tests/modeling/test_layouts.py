@@ -246,6 +246,44 @@ def test_key_mapping_renames_tensors(tmp_path):
     assert torch.equal(draft.fc.weight, tensors["fc.weight"])
 
 
+KEY_MAPPINGS = {  # what tensor names begin with in the file, by the published start; and the mapping that undoes it
+    "two groups": ({"layers.": "blocks."}, {r"^blocks\.(\d+)\.(.*)": r"layers.\1.\2"}),
+    "groups in another order": ({"layers.": "w.layers."}, {r"^(\w)\.(\w+)\.": r"\2."}),
+    "a name that ends inside a word": ({"fc.": "fcat."}, {r"^fca": "fc", r"^fct": "fc"}),
+    "a star before a dot": ({"norm.": "normal.."}, {r"^normal*.\.": "norm."}),
+    "a name that another tensor has": ({"norm.": "hidden_norm.", "hidden_norm.": "old_norm."}, None),
+}
+
+
+@pytest.mark.parametrize("name", KEY_MAPPINGS)
+def test_key_mapping_is_that_of_re_sub(tmp_path, name):
+    """transformers replaces the first group alone: tensors were checked by one name, and layers were left random."""
+    names, mapping = KEY_MAPPINGS[name]
+    mapping = mapping or {r"^hidden_norm\.": "norm.", r"^old_norm\.": "hidden_norm."}
+    _, tensors = write(tmp_path, "z-lab v1")
+    save(tmp_path, zlab(), renamed(tensors, names))
+    state = load(tmp_path, key_mapping=mapping).state_dict()
+    assert state.keys() == tensors.keys()
+    for tensor_name, tensor in tensors.items():
+        assert torch.equal(state[tensor_name], tensor), tensor_name
+
+
+@pytest.mark.parametrize("problem", ["missing_keys", "unexpected_keys", "mismatched_keys"])
+def test_reported_tensor_is_an_error(tmp_path, monkeypatch, problem):
+    """Whatever transformers reports after loading: such layers are random. Only quantised checkpoints were refused."""
+    write(tmp_path, "z-lab v1")
+    parent = DFlashDraftModel.__mro__[2]
+    loader = parent.from_pretrained.__func__
+
+    def with_report(cls, *args, **kwargs):
+        model, info = loader(cls, *args, **kwargs)
+        return model, {**info, problem: ["norm.weight"]}
+
+    monkeypatch.setattr(parent, "from_pretrained", classmethod(with_report))
+    with pytest.raises(ValueError, match=rf"{problem.replace('_', ' ')}: norm\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_variant_is_loaded(tmp_path, shards):
     draft = DFlashDraftModel(read(zlab()))

@@ -13,7 +13,8 @@ from support.pairs import VOCAB, make_target
 from support.runs import make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.layouts.read import canonical_name
+from dflash_hf.layouts.all_layouts import SOURCE_LAYOUTS
+from dflash_hf.layouts.tensor_names import published_name, tensor_names
 
 
 pytestmark = pytest.mark.slow
@@ -149,7 +150,10 @@ def test_training_step_equals_other_projects(name, tmp_path, monkeypatch):
     selector = fields.get("selector")
     if selector != 0.0:
         torch.testing.assert_close(loss.double(), their_loss.double(), atol=1e-5, rtol=1e-5)
-    gradients = {canonical_name(name): parameter.grad for name, parameter in step.draft.named_parameters()}
+    renamings = tensor_names(draft.config)
+    for layout in SOURCE_LAYOUTS:
+        renamings |= layout.tensor_names
+    gradients = {published_name(name, renamings): parameter.grad for name, parameter in step.draft.named_parameters()}
     for name, parameter in draft.named_parameters():
         assert parameter.grad.abs().max() > 1e-6, name
         if selector is not None and name.startswith("candidate_selector") != (selector == 1.0):

@@ -34,7 +34,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.data.examples import DFlashCollator
     from dflash_hf.data.prepare import prepare_dataset
-    from dflash_hf.layouts.read import fitting_target_layer_ids
+    from dflash_hf.layouts.target_layers import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import num_decoder_layers
     from dflash_hf.targets.frozen import freeze
     from dflash_hf.training.features import manifest_of, store_features

@@ -23,10 +23,11 @@ from dflash_hf.hub.drafter_folder import LAYOUT_OF_ARCHITECTURE, DrafterFolder
 from dflash_hf.hub.engines import engine_versions, split_engine
 from dflash_hf.hub.findings import Finding
 from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
+from dflash_hf.layouts.checkpoint_files import checkpoint_files, read_header
 from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.layouts.heads import UnknownHeadError
-from dflash_hf.layouts.read import canonical_config, canonical_name, is_drafter_config, tensor_names
-from dflash_hf.layouts.weights import checkpoint_files, read_header
+from dflash_hf.layouts.heads import UnknownDrafterError
+from dflash_hf.layouts.read import canonical_config, is_drafter_config
+from dflash_hf.layouts.tensor_names import published_name, tensor_names
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
@@ -114,7 +115,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         config = read_json(folder / "config.json")
         canonical_config(config)  # tells which head it is
         parsed = DFlashDraftConfig.from_pretrained(folder)
-    except UnknownHeadError as error:
+    except UnknownDrafterError as error:
         yield Finding("error", ("transformers", LLAMA_CPP), "architectures", one_line(error))
         message = "names a drafter that this package does not know; whether engines can read it is not known."
         yield Finding("warning", SERVERS, "architectures", message, leaves_open=True)
@@ -163,7 +164,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         concerned = ("transformers",) if drafter.own_embeddings else (*SERVERS, "transformers")
         yield Finding("error", concerned, "weights", one_line(refused))
     if not is_speculators:
-        yield from _unknown_tensors(drafter)
+        yield from _unknown_tensors(drafter, tensor_names(parsed))
     for limit in LIMITS:
         finding = limit.finding(drafter, versions)
         if finding is not None:
@@ -184,12 +185,11 @@ def _limits_of_llama_cpp(parsed, target: dict) -> Iterator[Finding]:
         yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
 
 
-def _unknown_tensors(drafter: DrafterFolder) -> Iterator[Finding]:
+def _unknown_tensors(drafter: DrafterFolder, renamings: dict[str, str]) -> Iterator[Finding]:
     """Tensors that this package reads and engines do not, which know only the published names."""
-    renamings = tensor_names()
     native = NATIVE_NAMES if drafter.layout == "Muse" else {}
     for name in sorted(drafter.shapes):
-        published = canonical_name(name, renamings)
+        published = published_name(name, renamings)
         if name in drafter.own_embeddings:
             message = "is skipped by SGLang, which uses the target's; vLLM loads and uses it."
             yield Finding("error", ("sglang",), name, message)

@@ -27,9 +27,9 @@ from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, re
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_version import is_older, version_of
 from dflash_hf.hub.findings import Finding
+from dflash_hf.layouts.checkpoint_files import checkpoint_files
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.layouts.weights import checkpoint_files
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.targets.frozen import digest_of_parameters
 

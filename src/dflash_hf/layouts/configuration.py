@@ -4,6 +4,7 @@ import copy
 
 from transformers.utils import logging
 
+from dflash_hf.layouts.all_layouts import PUBLISHED
 from dflash_hf.layouts.check import (
     check_fields,
     check_layers,
@@ -15,7 +16,8 @@ from dflash_hf.layouts.check import (
     check_tokens,
 )
 from dflash_hf.layouts.heads import require
-from dflash_hf.layouts.read import canonical_config, default_target_layer_ids, fitting_target_layer_ids
+from dflash_hf.layouts.read import canonical_config
+from dflash_hf.layouts.target_layers import default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
 from dflash_hf.modeling.target_dflash import num_decoder_layers
@@ -32,7 +34,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     configuration beside a drafter's weights.
 
     Args:
-        source_layout (`str`, *optional*): Whose layout a file was in, if its tensors differ from ours.
+        source_layout (`str`): The layout of the file that was read, by which tensors are renamed; it is not saved.
         interleaved_rotary (`bool`): Whether the rotary pairs of a file are interleaved; rows are permuted on loading.
         dflash_config (`dict`): JetSpec's `causal_head: true` is another name for `is_causal: true`.
 
@@ -40,7 +42,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         `ValueError`: names key, value and remedy.
     """
 
-    source_layout: str | None = None
+    source_layout: str = PUBLISHED.name
     interleaved_rotary: bool = False
 
     def __post_init__(self, **kwargs):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, DominoHead, MarkovHead, PathSelector, TokenHead
 
 
-class UnknownHeadError(ValueError):
-    """A drafter whose head, or drafting method, this package does not know."""
+class UnknownDrafterError(ValueError):
+    """A drafter whose layout, head or drafting method this package does not know."""
 
 
 class HeadSchema(NamedTuple):
@@ -70,7 +70,7 @@ def _check_selector(config) -> None:
 
 def _read_markov(config: dict) -> dict:
     """DSpark's files, of several projects; the fields have DeepSpec's and Automodel's names."""
-    if not _is_dspark(config):
+    if not is_dspark(config):
         return config
     read_here = ("projector_type", "use_confidence_head", "confidence_head_alpha")
     file = {key: value for key, value in config.items() if key not in read_here}
@@ -89,13 +89,10 @@ def _read_markov(config: dict) -> dict:
     elif config.get("confidence_head_alpha"):  # SpecForge's
         defaults["enable_confidence_head"] = True
     stated = {key: value for key, value in file.items() if value is not None or key not in defaults}
-    result = {**defaults, **stated}
-    if not file.get("has_embed_tokens"):  # its embedding is a copy of the target's
-        result["source_layout"] = "with copies"
-    return result
+    return {**defaults, **stated}
 
 
-def _is_dspark(config: dict) -> bool:
+def is_dspark(config: dict) -> bool:
     """
     Whether a file names itself DSpark.
 

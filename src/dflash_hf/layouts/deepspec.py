@@ -1,0 +1,24 @@
+"""DSpark drafters of DeepSpec, SpecForge, ModelOpt and Automodel, with copies of the target's embedding and head."""
+
+from dflash_hf.layouts.heads import is_dspark
+from dflash_hf.layouts.rotary import without_partial_rotary
+from dflash_hf.layouts.source_layout import SourceLayout
+
+
+def _detect(config: dict) -> bool:
+    """Every DSpark drafter that does not say that the embedding is its own; speculators' come first."""
+    return is_dspark(config) and not config.get("has_embed_tokens")
+
+
+def _read(config: dict) -> dict:
+    if "rope_dim" in str(config.get("rope_parameters")):  # written by this package: the factor is the drafter's
+        return config
+    return without_partial_rotary(config)
+
+
+DEEPSPEC = SourceLayout(
+    "deepspec",
+    detect=_detect,
+    read=_read,
+    target_copies=r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
+)

@@ -1,0 +1,44 @@
+"""Rotary settings of other projects' files."""
+
+from transformers.utils import logging
+
+from dflash_hf.layouts.heads import require
+
+
+logger = logging.get_logger(__name__)
+
+
+def shared_rope(rope, layer_types):
+    """The one of several tables by layer type that a drafter's layers share; tables of absent types are ignored."""
+    kinds = {"full_attention", "sliding_attention"}
+    if not isinstance(rope, dict) or not rope or set(rope) - kinds:
+        return rope
+    present = rope
+    if isinstance(layer_types, list) and set(rope) & set(map(str, layer_types)):
+        present = layer_types
+    tables = [table for kind, table in rope.items() if kind in present]
+    require(all(table == tables[0] for table in tables), "the same table for each layer type", rope_parameters=rope)
+    return tables[0]
+
+
+def without_partial_rotary(config: dict) -> dict:
+    """
+    A configuration without `partial_rotary_factor`, which is the target's: Qwen3's rotary module, with which drafters
+    of some projects are trained, rotates whole heads whatever the key says.
+    """
+    result = _without_factor(config)
+    if result != config:
+        logger.warning_once(
+            "partial_rotary_factor is ignored: it was copied from the target's configuration, but drafters of this "
+            "layout are trained with whole heads rotated, whatever it says."
+        )
+    return result
+
+
+def _without_factor(table: dict) -> dict:
+    """A table and the tables in it, without the key."""
+    result = {}
+    for key, value in table.items():
+        if key != "partial_rotary_factor":
+            result[key] = _without_factor(value) if isinstance(value, dict) else value
+    return result
