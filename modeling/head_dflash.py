@@ -37,6 +37,10 @@ class TokenHead:
             `ALL_PREVIOUS`. An instance may override it, if the head has several variants.
         drafts_last_slot (`bool`): Whether the last slot of a block with `sample_from_anchor` drafts a token, or is
             only trained.
+        preset (`dict`): The configuration fields that `--head NAME` of `dflash train` sets for this head, and their
+            values. NAME is the architecture without `DraftModel`, in lower case, unless published drafters have
+            another name. Empty: `--head` does not offer it.
+        preset_loss_type (`str`, *optional*): The `loss_type` that `--head NAME` sets. `None`: that of the run.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
@@ -51,6 +55,8 @@ class TokenHead:
     sizes: tuple[str, ...] = ()
     order: float = 0
     drafts_last_slot = True
+    preset: dict = {}
+    preset_loss_type: str | None = None
 
     def __init__(self, draft, embed):
         self.draft = draft

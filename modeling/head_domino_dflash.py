@@ -48,6 +48,7 @@ class DominoHead(TokenHead):
     fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
     order = TokenHead.ALL_PREVIOUS
     drafts_last_slot = False
+    preset = {"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}
 
     @classmethod
     def extra_nested_keys(cls, config) -> dict:

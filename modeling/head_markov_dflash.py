@@ -51,6 +51,8 @@ class MarkovHead(TokenHead):
         "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }
+    preset = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    preset_loss_type = "dspark"
 
     @classmethod
     def is_set(cls, get) -> bool:

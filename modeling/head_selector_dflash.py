@@ -36,6 +36,8 @@ class PathSelector(TokenHead):
     sizes = ("selector_rank", "selector_top_k")
     fields = dict.fromkeys(sizes)
     order = 1
+    # Half the published rank was as good. vLLM serves DFlash 2 only with its convolution, at first the identity.
+    preset = {"selector_rank": 128, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
 
     @classmethod
     def build_modules(cls, config) -> dict[str, nn.Module]:

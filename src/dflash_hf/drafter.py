@@ -63,6 +63,23 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         return super().__getattr__(name)
 
     @torch.no_grad()
+    def initialize_weights(self):
+        """
+        As upstream, and then the head's modules. `_init_weights` is not called for all of them: upstream leaves out a
+        module of custom code whose parameters are all those of its submodules.
+        """
+        with torch.device("meta"):  # their names alone
+            names = list(self.config.token_head_class.build_modules(self.config))
+        new_modules = []
+        for name in names:
+            for module in self.get_submodule(name).modules():
+                if not getattr(module, "_is_hf_initialized", False):
+                    new_modules.append(module)
+        super().initialize_weights()
+        for module in new_modules:
+            self.config.token_head_class.init_weights(module, self.config)
+
+    @torch.no_grad()
     def _init_weights(self, module):
         """A fresh drafter's weights: added parts change nothing at first."""
         super()._init_weights(module)
@@ -77,7 +94,6 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             init.zeros_(module.attention_sink_bias)
         elif self.config.has_own_lm_head and module is self.lm_head:  # marks that its tokens were never chosen
             init.zeros_(module.weight)
-        self.config.token_head_class.init_weights(module, self.config)
 
     @classmethod
     def from_pretrained(

@@ -5,6 +5,7 @@ import typing
 import pytest
 import torch
 from support.pairs import make_target
+from support.recurrent_head import use_heads
 from support.runs import as_options, as_settings
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments
@@ -12,9 +13,11 @@ from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check
 from dflash_hf.hub.findings import readers
+from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.arguments import ScriptArguments, choices_of
+from dflash_hf.training.head_presets import head_presets
 from dflash_hf.training.presets import CPU, PAPER, PRESETS
-from dflash_hf.training.recipe import HEADS, decide, key_lines, lines_of_choices, read_recipe
+from dflash_hf.training.recipe import decide, key_lines, lines_of_choices, read_recipe
 
 
 pytest.importorskip("yaml")
@@ -103,7 +106,28 @@ def test_recipe_names_its_preset(tmp_path, monkeypatch):
 
 def test_presets_are_the_choices_of_the_option():
     hints = typing.get_type_hints(ScriptArguments)
-    assert set(choices_of(hints["preset"])) == set(PRESETS) and set(HEADS) == set(choices_of(hints["head"]))
+    assert set(choices_of(hints["preset"])) == set(PRESETS)
+
+
+def test_heads_of_the_option_come_from_the_table(monkeypatch):
+    """A new head needs its file and its line in `TOKEN_HEADS`: the option, its list and its errors follow."""
+    assert set(head_presets()) == {"dflash2", "dspark", "domino", "jetspec"}
+
+    class BigramHead(TokenHead):
+        architecture = "BigramDraftModel"
+        sizes = ("bigram_rank",)
+        fields = dict.fromkeys(sizes)
+        preset = {"bigram_rank": 8}
+
+    use_heads(monkeypatch, BigramHead)
+    machine(monkeypatch, "cpu")
+    assert values("head=bigram")["draft_config"] == {"bigram_rank": 8}
+    script, _ = read_recipe(None, as_settings(["target=t", "data=d", "head=bigram"]))
+    assert script.draft_config == {"bigram_rank": 8}
+    (line,) = [line for line in key_lines("head") if line.startswith("head=")]
+    assert "One of dflash2, dspark, domino, bigram, jetspec." in line
+    with pytest.raises(ValueError, match="head='eagle' must be one of dflash2, dspark, domino, bigram, jetspec"):
+        values("head=eagle")
 
 
 def test_python_defaults_are_the_papers(tmp_path):
@@ -220,7 +244,7 @@ def test_head_brings_its_loss(head, loss, monkeypatch):
     assert values(f"head={head}")["loss_type"] == loss and values(f"head={head}")["learning_rate"] == 1e-3
     assert values(f"head={head}", "loss_type=ce")["loss_type"] == "ce"
     fields = values(f"head={head}", "draft_config.markov_rank=64")["draft_config"]
-    assert fields == {**HEADS[head][0], "markov_rank": 64}
+    assert fields == {**head_presets()[head].draft_config, "markov_rank": 64}
 
 
 def test_half_precision_needs_no_use_cpu(tmp_path):

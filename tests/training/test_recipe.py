@@ -88,7 +88,7 @@ ERRORS = {
     "features=f": "A run needs data or features, but both are given",
     "data=null": "A run needs data or features, but neither is given",
     "target=null": "target is not given",
-    "head=eagle": "head: invalid choice: 'eagle' .choose from",
+    "head=eagle": "head='eagle' must be one of dflash2, .*; leave it out for a drafter without one",
     "preset=fast": "preset: invalid choice: 'fast' .choose from",
     "loss_type=mse": "loss_type: invalid choice: 'mse' .choose from",
     **{
@@ -142,6 +142,7 @@ def test_dry_run_shows_the_source_of_each_setting(tmp_path, capsys):
     assert printed["num_anchors"] == ["4", "command line"]
     assert printed["block_size"] == ["12", f"recipe {tmp_path / 'r.yaml'}"]
     assert printed["loss_type"] == ['"dspark"', "head dspark"]
+    assert printed["draft_config"][1] == "head dspark"
     assert printed["learning_rate"] == ["0.001", "preset cpu: the paper's 6e-4 is for days"]
     assert printed["hub_token"][0] == '"(set)"'
     printed_recipe = tmp_path / "again.yaml"
@@ -160,6 +161,16 @@ def test_dry_run_shows_the_source_of_each_setting(tmp_path, capsys):
     assert "max_length=32768: beside the weights, a step takes about 28 GB" in capsys.readouterr().err
     assert main([*config, "--data", "nothing.jsonl"]) == 1
     assert "--data nothing.jsonl: there is no such file" in capsys.readouterr().err
+
+
+def test_fields_of_the_head_are_not_said_to_be_the_users():
+    """Those that only `--head` sets were shown as set by the command line, or by the recipe."""
+    words = ["target=t", "data=d", "head=dspark"]
+    alone = decide(None, as_settings(words))["draft_config"]
+    assert alone.origin == "head dspark"
+    changed = decide(None, as_settings([*words, "draft_config.markov_rank=4"]))["draft_config"]
+    assert changed.value["markov_rank"] == 4 and changed.value["enable_confidence_head"]
+    assert changed.origin == "command line and head dspark"
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

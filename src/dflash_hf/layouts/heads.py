@@ -180,8 +180,8 @@ HEAD_SCHEMAS: dict[type[TokenHead], HeadSchema] = {
 
 
 def schema_of(head: type[TokenHead]) -> HeadSchema:
-    """How others write a head; a head without an entry is in this package's files only."""
-    return HEAD_SCHEMAS.get(head, HeadSchema(head.architecture))
+    """How others write a head; a head without an entry has no files but this package's."""
+    return HEAD_SCHEMAS.get(head, HeadSchema(head.architecture.removesuffix("DraftModel")))
 
 
 def head_schemas() -> list[HeadSchema]:

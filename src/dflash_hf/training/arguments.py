@@ -18,7 +18,6 @@ from types import UnionType
 from dflash_hf.training.presets import PAPER, PRESETS
 
 
-Head = typing.Literal["dflash2", "dspark", "domino", "jetspec"]
 LossType = typing.Literal["ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"]
 
 
@@ -43,12 +42,17 @@ def choices_of(hint) -> tuple:
     return ()
 
 
-def help_of(field: dataclasses.Field, hint, is_short: bool = False) -> str:
-    """The help of a field: what it is (the first sentence if short), its choices, and its value in each preset."""
+def help_of(field: dataclasses.Field, hint, is_short: bool = False, choices: tuple = ()) -> str:
+    """
+    The help of a field: what it is (the first sentence if short), its choices, and its value in each preset.
+
+    Args:
+        choices (`tuple`): The values that the field may have. Default: those of its type.
+    """
     text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
     if is_short:
         text = text.partition(". ")[0].removesuffix(".")
-    choices = choices_of(hint)
+    choices = choices or choices_of(hint)
     sentences = [text]
     if choices:
         listed = ", ".join(map(str, choices))
@@ -125,7 +129,10 @@ class ScriptArguments:
     mask_token_id: int | None = option(
         "Id of the mask token. Default: the drafter's, or the target's first spare embedding row."
     )
-    head: Head | None = option("Head of the drafter, and its loss. `draft_config` and `loss_type` change them.")
+    head: str | None = option(
+        "Head of the drafter, and its loss, such as dflash2 or dspark; `--keys head` lists all. `draft_config` and "
+        "`loss_type` change them."
+    )
     draft_config: dict = option("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
     peft_config: dict | None = option("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
 

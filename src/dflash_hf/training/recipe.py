@@ -20,6 +20,7 @@ from dflash_hf._io.terminal import is_secret, needs, read_text
 from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
+from dflash_hf.training.head_presets import head_presets
 from dflash_hf.training.presets import (
     check_settings_with_effect,
     default_preset,
@@ -27,19 +28,6 @@ from dflash_hf.training.presets import (
     preset_settings,
 )
 from dflash_hf.training.training_args import DFlashTrainingArguments
-
-
-# The drafter's configuration fields for each head, with their published values (a selector of half the rank was as
-# good), and its loss. vLLM serves DFlash 2 only with its convolution, which a fresh drafter begins without effect.
-HEADS: dict[str, tuple[dict, dict]] = {
-    "dspark": (
-        {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True},
-        {"loss_type": "dspark"},
-    ),
-    "domino": ({"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}, {}),
-    "jetspec": ({"is_causal": True}, {"loss_type": "kl"}),
-    "dflash2": ({"selector_rank": 128, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}, {}),
-}
 
 
 # What upstream's configurations read besides their fields.
@@ -124,13 +112,8 @@ def decide(path: str | Path | None, options: typing.Mapping[str, str] | None = N
     settings = {name: replace(setting, value=values[name]) for name, setting in settings.items()}
 
     # 2. What the head sets. Its loss comes before the preset's.
-    head = values.get("head")
-    fields, loss = HEADS.get(head, ({}, {}))
-    if fields:
-        decided_by = settings.get("draft_config", settings["head"])
-        settings["draft_config"] = replace(decided_by, value={**fields, **values.get("draft_config", {})})
-    for name, value in loss.items():
-        settings.setdefault(name, Setting(value, "head", head))
+    if values.get("head") is not None:
+        _apply_head(settings)
     values = {name: setting.value for name, setting in settings.items()}
 
     # 3. What the preset sets, and the machine in its place.
@@ -144,6 +127,23 @@ def decide(path: str | Path | None, options: typing.Mapping[str, str] | None = N
     for other, choice in machine_settings(choices, values).items():
         settings[other] = Setting(choice.value, "machine", choice.reason)
     return settings
+
+
+def _apply_head(settings: dict[str, Setting]) -> None:
+    """Add to the settings of a command line and a recipe those of their `head`, in place."""
+    name = settings["head"].value
+    presets = head_presets()
+    if name not in presets:
+        raise ValueError(f"head={name!r} must be one of {', '.join(presets)}; leave it out for a drafter without one.")
+    preset = presets[name]
+    user_fields = settings.get("draft_config")
+    if user_fields is None:
+        settings["draft_config"] = Setting(preset.draft_config, "head", name)
+    else:
+        reason = f"{user_fields.reason} and head {name}".strip()
+        settings["draft_config"] = Setting({**preset.draft_config, **user_fields.value}, user_fields.source, reason)
+    if preset.loss_type is not None:
+        settings.setdefault("loss_type", Setting(preset.loss_type, "head", name))
 
 
 def lines_of_choices(settings: dict[str, Setting]) -> list[str]:
@@ -185,7 +185,8 @@ def key_lines(word: str = "") -> list[str]:
     for field in sorted(fields, key=lambda field: field.name not in own_names):  # those of transformers last
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-        lines.append(f"{field.name}={default}  {help_of(field, HINTS[field.name])}".rstrip())
+        choices = tuple(head_presets()) if field.name == "head" else ()
+        lines.append(f"{field.name}={default}  {help_of(field, HINTS[field.name], choices=choices)}".rstrip())
     return [line for line in lines if word.lower() in line.lower()] or [f"No setting contains {word!r}."]
 
 
