@@ -288,7 +288,7 @@ def test_probing_the_target_is_not_timed(line, run, monkeypatch):
     order = []
     support = Probe.capabilities
     generate = GenerationMixin.generate
-    monkeypatch.setattr(Probe, "capabilities", lambda trial, kinds: order.append("tried") or support(trial, kinds))
+    monkeypatch.setattr(Probe, "capabilities", lambda probe: order.append("tried") or support(probe))
     monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))
     monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
     assert run(line)[0] == 0 and order == ["tried", "generate"]

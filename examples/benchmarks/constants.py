@@ -84,8 +84,8 @@ class Replay(GenerationState):
 
     def _advance(self, counts: list[int]) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.alive = [length < self.limit for length in self.lengths]
-        self.last = torch.tensor([row.answer[n - 1] for row, n in zip(self.rows, self.lengths, strict=True)])
+        self.unfinished = [length < self.limit for length in self.lengths]
+        self.anchors = torch.tensor([row.answer[n - 1] for row, n in zip(self.rows, self.lengths, strict=True)])
 
     def drafted(self, nodes: int) -> Tree:
         trees = [row.trees[min(length, self.limit - 1) - 1] for row, length in zip(self.rows, self.lengths)]
@@ -94,7 +94,7 @@ class Replay(GenerationState):
     def accept(self, draft) -> Acceptance:
         """Follow the recorded answers as far as the draft does."""
         paths = []
-        for row, (length, alive) in enumerate(zip(self.lengths, self.alive, strict=True)):
+        for row, (length, alive) in enumerate(zip(self.lengths, self.unfinished, strict=True)):
             children, place, path = draft.children(row), 0, []
             while alive and place is not None and length + len(path) < self.limit:
                 path.append(place)
@@ -134,7 +134,7 @@ def replayed(pair, rows: list[Row], factor: float, memory: dict) -> float:
         _throughputs = memory
 
         def room(self, state):
-            return state.left
+            return state.remaining_tokens
 
         def draft_tree(self, state, nodes, top_k=None):
             return state.drafted(nodes)
@@ -148,7 +148,7 @@ def replayed(pair, rows: list[Row], factor: float, memory: dict) -> float:
             drafted = chosen.get_candidates(text)
             now[0] += cost_of(factor, len(rows), chosen.round.work)
             chosen.update_candidate_strategy(text, drafted, text.accept(drafted))
-        chosen.summary()
+        chosen.finish()
     return now[0]
 
 

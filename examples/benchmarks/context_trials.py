@@ -28,7 +28,7 @@ from heads import SHARED, WHOLE, append, folder_of, lines_of
 from torch import nn
 
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.decoding.packing import emulated
+from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import drafter_folder, load_pair
@@ -298,7 +298,7 @@ DFLOW = {
 
 def halves() -> bool:
     """Whether this machine trains in half precision."""
-    return not emulated(torch.bfloat16)
+    return not is_emulated(torch.bfloat16)
 
 
 def place_of(name: str, arguments) -> dict:

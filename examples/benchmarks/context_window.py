@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from dflash_hf.decoding import drafter as drafting
-from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.drafter import DraftContext, Drafter
-from dflash_hf.decoding.masks import verification_mask
+from dflash_hf.decoding import draft_context
+from dflash_hf.decoding.acceptance import Acceptance, Block
+from dflash_hf.decoding.draft_context import DraftContext
+from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.masks import MaskRule, verification_mask
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.evaluation.measure import variant
@@ -190,8 +191,8 @@ def times(pair: Pair, repeats: int = 30) -> None:
 
     def verify(slots):
         cache.reserve(int(slots[0, -1]) + 1)
-        cache.place(slots)
-        mask = verification_mask(cache, slots, None, None, pair.target.dtype, None)
+        cache.set_next_tokens(slots)
+        mask = verification_mask(cache, slots, MaskRule(), pair.target.dtype, Block(slots))
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
@@ -247,7 +248,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
-    drafting.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
+    draft_context.MAX_PENDING = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
     pair.draft.decoding_config.window = None
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):

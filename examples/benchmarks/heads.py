@@ -24,7 +24,8 @@ from real_pair import decode
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.decoding.packing import emulated, packed_weights
+from dflash_hf.decoding.cpu_dtypes import is_emulated
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import requests
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
@@ -92,7 +93,7 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 def train_all(arguments) -> None:
     TimeBudgetSchedule.clock = staticmethod(time.process_time)
     trained_before = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
-    shared = SHARED | {"bf16": not emulated(torch.bfloat16)}
+    shared = SHARED | {"bf16": not is_emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):
         for name in arguments.only or [*ADDED, *FRESH]:
             if (name, arguments.minutes, seed) in trained_before:

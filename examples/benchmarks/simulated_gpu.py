@@ -113,6 +113,7 @@ class Costs:
 class World:
     """A drafter, as [`Drafter`], and what the target says."""
 
+    block_tokens = BLOCK
     OTHERS = 500  # tokens that share what the candidates leave
     head = SimpleNamespace(order=0)
     context = SimpleNamespace(offset=torch.zeros(1, 1))
@@ -150,7 +151,7 @@ class World:
         truth = torch.nn.functional.pad(torch.where(place < LIKELY, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
         # Each node asks for the target's token one slot further.
         depths = torch.arange(draft.tokens.shape[1]).expand(self.rows, -1) if draft.depths is None else draft.depths
-        return draft.agree(truth.gather(1, depths))
+        return draft.longest_match(truth.gather(1, depths))
 
 
 def tau(make, *world: float) -> float:
@@ -177,7 +178,13 @@ def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLengt
         strategy.drafter = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
-        alive=[True] * rows, lengths=[0] * rows, longest=0, left=NEW, done=False, last=world.anchors, next_draws=[]
+        unfinished=[True] * rows,
+        lengths=[0] * rows,
+        longest=0,
+        remaining_tokens=NEW,
+        done=False,
+        anchors=world.anchors,
+        sample_indices=[],
     )
     while not text.done:
         draft = world.block() if strategy is None else strategy.get_candidates(text)
@@ -187,16 +194,18 @@ def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLengt
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
         spent += costs.round(rows, size, kind)
         counts = [min(count, rest) for count, rest in zip(counts.tolist(), left, strict=True)]
-        drafting = sum(text.alive)
+        drafting = sum(text.unfinished)
         left = [rest - count for rest, count in zip(left, counts, strict=True)]
         if size >= 0:
             sizes.append(size)
             tokens += sum(counts) / drafting
         else:
             plain += 1
-        text.alive, text.left, text.longest = [rest > 0 for rest in left], max(left), NEW - min(left)
+        text.unfinished = [rest > 0 for rest in left]
+        text.remaining_tokens = max(left)
+        text.longest = NEW - min(left)
         text.lengths = [NEW - rest for rest in left]
-        text.done = not any(text.alive)
+        text.done = not any(text.unfinished)
         if strategy is not None:
             strategy.update_candidate_strategy(text, draft, Acceptance(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
@@ -220,7 +229,7 @@ class Simulated(AdaptiveLength):
         self.seen.rounds = [(0, 1, 1.0)]
 
     def room(self, text) -> int:
-        return text.left
+        return text.remaining_tokens
 
 
 def table() -> list[str]:

@@ -26,7 +26,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
-from dflash_hf.decoding.packing import emulated
+from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
@@ -40,7 +40,7 @@ DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
 FRESH = BASE | {"block_size": 4}
 SHARED = {
     **{"per_device_train_batch_size": 4, "num_anchors": 16, "loss_type": "dpace", "learning_rate": 1e-3},
-    **{"bf16": not emulated(torch.bfloat16), "overwrite_output_dir": True},
+    **{"bf16": not is_emulated(torch.bfloat16), "overwrite_output_dir": True},
 }
 SELECTOR = {"head_only": True, "loss_type": "dpace_kl", "draft_config": {"selector_rank": 32, "selector_top_k": 16}}
 WAYS: dict[str, dict] = {

@@ -263,9 +263,9 @@ def test_interrupted_rollback_keeps_recurrent_states(place, monkeypatch):
     assert torch.equal(target.generate(PROMPT, max_new_tokens=30, **options), text)  # and the target was probed
     cache = DynamicCache(config=target.config)
     failing = Interruption(KeyboardInterrupt(), place)
-    copied = recurrent._copy
+    copied = recurrent._copy_states
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recurrent, "_copy", lambda *args: failing() or copied(*args))
+        patch.setattr(recurrent, "_copy_states", lambda *args: failing() or copied(*args))
         target.generate(PROMPT, max_new_tokens=30, **options, **{cache_argument(target): cache})
     length = cache.get_seq_length()
     continued = {"max_new_tokens": text.shape[1] - length - 1, "do_sample": False, cache_argument(target): cache}

@@ -145,7 +145,7 @@ def test_change_after_compiling_is_seen(change, pair):
     adapters, changes = CHANGES_TEXT[change]
     model = target if adapters is None else lora(target, *adapters)
     before = checked_text(model, draft)
-    assert ModelGraphs.of(target).compiled, "nothing was compiled before the change"
+    assert ModelGraphs.for_model(target).compiled, "nothing was compiled before the change"
     after = checked_text(model, draft, **(changes(model, target) or {}))
     assert after != before, "a change that changes no text proves nothing"
 
@@ -155,7 +155,7 @@ def test_changed_attention_is_compiled_again(pair):
     checked_text(target, draft)
     switches_attention(target, target)
     checked_text(target, draft)
-    assert len(ModelGraphs.of(target).compiled) == 2
+    assert len(ModelGraphs.for_model(target).compiled) == 2
 
 
 def test_changed_class_is_compiled_again(pair, monkeypatch):
@@ -198,7 +198,7 @@ def test_hooks_and_replaced_forwards_decode_eagerly(pair, caplog):
     checked_text(model, draft)
     draft.decoding_config.compile = "eager"
     checked_text(model, draft, adapter_names=["a"])
-    assert not ModelGraphs.of(target).compiled
+    assert not ModelGraphs.for_model(target).compiled
     assert "Qwen3ForCausalLM are not compiled: a hook lies on a Linear" in caplog.text
 
 
@@ -234,7 +234,7 @@ def test_two_threads_compile_at_once(pair):
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert not ModelGraphs.of(target).failures
+    assert not ModelGraphs.for_model(target).failures
 
 
 def test_graphs_are_freed_with_their_models():
@@ -242,7 +242,7 @@ def test_graphs_are_freed_with_their_models():
     target, draft = shallow_pair(block_size=6)
     draft.decoding_config.compile = "eager"
     target.generate(**PROMPT, **SETTINGS, assistant_model=draft)
-    graphs = weakref.ref(ModelGraphs.of(target))
+    graphs = weakref.ref(ModelGraphs.for_model(target))
     models = weakref.ref(target), weakref.ref(draft)
     del target, draft
     gc.collect()
@@ -263,7 +263,7 @@ def test_transient_failure_is_compiled_again(pair, caplog):
     text = checked_text(target, draft)
     assert "cannot be compiled" in caplog.text and "full disk" in caplog.text
     assert checked_text(target, draft) == text
-    assert ModelGraphs.of(target).compiled
+    assert ModelGraphs.for_model(target).compiled
 
 
 def test_without_dynamo_a_call_is_eager(pair):
@@ -271,5 +271,5 @@ def test_without_dynamo_a_call_is_eager(pair):
     target, draft = pair
     with torch.compiler.set_stance("force_eager"):
         text = checked_text(target, draft)
-    assert not ModelGraphs.of(target).failures and not ModelGraphs.of(target).messages
+    assert not ModelGraphs.for_model(target).failures and not ModelGraphs.of(target).messages
     assert checked_text(target, draft) == text

@@ -8,7 +8,7 @@ import torch
 from support.pairs import make_draft, make_draft2, make_target
 from support.rows import ragged_prompts
 
-from dflash_hf.decoding.sampling_noise import SamplingNoise, foreseeable, generator_of
+from dflash_hf.decoding.sampling_noise import SamplingNoise, default_generator, multinomial_is_predictable
 
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def ignorant(draft):
 
 
 def test_torch_draws_can_be_foreseen_on_the_cpu():
-    assert foreseeable(CPU) and not foreseeable(torch.device("meta"))
-    assert generator_of(CPU) is torch.default_generator
+    assert multinomial_is_predictable(CPU) and not multinomial_is_predictable(torch.device("meta"))
+    assert default_generator(CPU) is torch.default_generator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +54,7 @@ def test_noise_foretells_torchs_samples(temperature, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        at_once = noise.race(scores, depths, lengths).argmax(dim=-1)
+        at_once = noise.perturb(scores, depths, lengths).argmax(dim=-1)
         gumbel = noise.gumbel(lengths, 5, torch.arange(999))
     finally:
         torch.set_default_dtype(before)
@@ -103,7 +103,7 @@ def test_noise_memory_of_uneven_rows_is_bounded(target, monkeypatch, options):
         keep(self, *args)
         sizes.append(sum(noise.nbytes for noise in self.draws.values()))
 
-    monkeypatch.setattr(SamplingNoise, "MOST_BYTES", 0)
+    monkeypatch.setattr(SamplingNoise, "MAX_BYTES", 0)
     monkeypatch.setattr(SamplingNoise, "_keep", watched)
     assert torch.equal(sampled(target, draft, inputs, **options).sequences, expected)
     assert of_rounds / 2 < max(sizes) <= of_rounds
@@ -164,17 +164,17 @@ def test_draw_of_many_rows_is_made_once(monkeypatch):
     """Made again for each row, large batches came to a stand; or in each round, those that the last one had."""
     noise = SamplingNoise(seeded(0), rows=12)
     made = []
-    monkeypatch.setattr(noise, "MOST_BYTES", 12 * 50 * 4 * 3)  # three draws
-    drawn = noise._drawn
-    monkeypatch.setattr(noise, "_drawn", lambda generator: made.append(0) or drawn(generator))
+    monkeypatch.setattr(noise, "MAX_BYTES", 12 * 50 * 4 * 3)  # three draws
+    drawn = noise._draw_from
+    monkeypatch.setattr(noise, "_draw_from", lambda generator: made.append(0) or drawn(generator))
     depths = torch.arange(8).expand(12, 8)
     lengths = [*range(12)]
-    raced = noise.race(torch.zeros(12, 8, 50), depths, lengths)
+    perturbed = noise.perturb(torch.zeros(12, 8, 50), depths, lengths)
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
-    noise.race(torch.zeros(12, 8, 50), depths, [14] * 12)
+    noise.perturb(torch.zeros(12, 8, 50), depths, [14] * 12)
     assert len(made) == 22  # three new ones
     other = SamplingNoise(seeded(0), rows=12)
-    assert torch.equal(raced, other.race(torch.zeros(12, 8, 50), depths, lengths))
+    assert torch.equal(perturbed, other.perturb(torch.zeros(12, 8, 50), depths, lengths))
     other.vocab_size = 50
     ids = torch.tensor([3, 7, 49])
     few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])

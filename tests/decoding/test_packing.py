@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dflash_hf import DFlashDraftModel, packed_weights
-from dflash_hf.decoding import packing
+from dflash_hf.decoding import cpu_dtypes, packing
 from dflash_hf.decoding.packing import PackedLinear, packable
 
 
@@ -179,7 +179,8 @@ def test_unsupported_layers_are_not_packed(monkeypatch, caplog):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_emulated_dtype_is_warned_of_once(dtype, pair, caplog, monkeypatch):
-    monkeypatch.setattr(packing, "emulated", lambda dtype: dtype != torch.float32)
+    for module in (cpu_dtypes, packing):
+        monkeypatch.setattr(module, "is_emulated", lambda dtype: dtype != torch.float32)
     target, draft = (model.to(dtype) for model in pair)
     with caplog.at_level(logging.WARNING, "dflash_hf"), packed_weights(target, draft):
         target.generate(prompt(9), assistant_model=draft, max_new_tokens=4, do_sample=False)

@@ -119,7 +119,7 @@ def target_of(family: str, dtype: torch.dtype):
 @pytest.fixture(autouse=True)
 def heads(monkeypatch):
     use_heads(monkeypatch, RecurrentHead)
-    monkeypatch.setattr(slots, "RING_MARGIN", 12)  # rings of slots go round several times in a short text
+    monkeypatch.setattr(slots, "MIN_RING_MARGIN", 12)  # rings of slots go round several times in a short text
 
 
 class Anything(DraftPolicy):
@@ -129,7 +129,7 @@ class Anything(DraftPolicy):
     max_draft = 40
 
     def get_candidates(self, state):
-        most = state.left - 1
+        most = state.remaining_tokens - 1
         kind = self.draws.randrange(5)
         if most < 1 or kind == 0:
             return self.no_draft(state)

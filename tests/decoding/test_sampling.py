@@ -34,7 +34,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG_CASES]
 @pytest.mark.parametrize(("rows", "temperature", "top_p", "draws", "nodes", "foreseen"), CASES)
 def test_samples_follow_the_target(small, monkeypatch, rows, temperature, top_p, draws, nodes, foreseen):
     """Drafts are right and wrong on purpose; with the noise of torch's own draws, and with other noise."""
-    monkeypatch.setattr(sampling_noise, "foreseeable", lambda device: foreseen)
+    monkeypatch.setattr(sampling_noise, "multinomial_is_predictable", lambda device: foreseen)
     prompt = [3, 1, 4]
     expected = exact_distribution(small, prompt, temperature, top_p)
     likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)

@@ -46,8 +46,8 @@ def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
         rounds = 0
 
         def get_candidates(self, state):
-            self.rounds += not all(state.alive)
-            if not all(state.alive) and self.rounds % 36:
+            self.rounds += not all(state.unfinished)
+            if not all(state.unfinished) and self.rounds % 36:
                 return self.no_draft(state)
             return super().get_candidates(state)
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dflash_hf.decoding import slots as slots_module
 from dflash_hf.decoding.acceptance import Block
-from dflash_hf.decoding.masks import in_window, verification_mask
+from dflash_hf.decoding.masks import MaskRule, in_window, verification_mask
 from dflash_hf.decoding.slots import Ring, SlotCache
 
 
@@ -44,10 +44,10 @@ class RecordedCache:
         self.cache.reserve(int(lengths.max()) + size)
         slots = lengths[:, None] + torch.arange(size)
         numbers = self.numbers(rows, size)
-        self.cache.place(slots)
+        self.cache.set_next_tokens(slots)
         keys, values = self.cache.update(*self.states(numbers), 0)
         assert torch.equal(keys, -values)
-        mask = verification_mask(self.cache, slots, window, chunk, torch.float64, draft)
+        mask = verification_mask(self.cache, slots, MaskRule(window, chunk), torch.float64, draft)
         assert mask.shape == (rows, 1, size, keys.shape[2])
         stored = keys[:, 0, :, 0].long()
         seen = [[sorted(stored[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
@@ -74,7 +74,7 @@ SEEN += [(window, chunk, kind, [0, 3, 8]) for window, chunk in WINDOWS for kind 
 @pytest.mark.parametrize(("window", "chunk", "kind", "padding"), SEEN, ids=str)
 def test_queries_see_exactly_their_context(window, chunk, kind, padding, monkeypatch):
     """Row by row, token by token, over many rounds: rejected tokens, trees, rows that end, rings that go round."""
-    monkeypatch.setattr(slots_module, "RING_MARGIN", 5)
+    monkeypatch.setattr(slots_module, "MIN_RING_MARGIN", 5)
     torch.manual_seed(0)
     draws = random.Random(0)
     recorded = RecordedCache(11, padding, window or chunk, largest=13)
@@ -109,7 +109,7 @@ def test_queries_see_exactly_their_context(window, chunk, kind, padding, monkeyp
             most = max(map(len, paths))
             path = torch.tensor([path + [0] * (most - len(path)) for path in paths])
             start = torch.tensor(starts)[:, None]
-            recorded.cache.move(start + path, start + torch.arange(most))
+            recorded.cache.copy_tokens(start + path, start + torch.arange(most))
     columns = max(len(text) + pad for text, pad in zip(recorded.texts, padding, strict=True))
     layer = recorded.cache.release(recorded.source, padding, columns).layers[0]
     assert recorded.source.get_seq_length() == columns
@@ -151,7 +151,7 @@ def test_later_slot_groups_overwrite_earlier_ones(rows):
     cache = SlotCache(rows, 20)
     recorded = torch.arange(9)[None, None, :, None].float().expand(rows, 2, 9, 4)
     cache.reserve(7)
-    cache.place(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
+    cache.set_next_tokens(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
     keys, values = cache.update(recorded, -recorded, 0)
     assert keys.shape == (rows, 2, 8, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
@@ -160,7 +160,7 @@ def test_later_slot_groups_overwrite_earlier_ones(rows):
 def test_dropped_tokens_are_never_seen():
     cache = SlotCache(1, 20)
     cache.reserve(19)
-    cache.place(torch.tensor([[-1, 4, -1]]))
+    cache.set_next_tokens(torch.tensor([[-1, 4, -1]]))
     keys, _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
     assert keys[0, 0, :, 0].nonzero().flatten().tolist() == [4] and keys.shape[2] < cache.capacity
 
@@ -171,7 +171,7 @@ def test_layers_of_other_heads_and_widths_share_slots():
     source = torch.tensor([[4, 0], [2, 2], [9, 3]])
     goal = torch.tensor([[5, 6], [11, 12], [0, 1]])
     cache.reserve(13)
-    cache.place(slots)
+    cache.set_next_tokens(slots)
     for layer, (heads, width, of_values) in enumerate(((2, 4, 4), (5, 3, 6), (1, 8, 2))):
         written = torch.randn(3, heads, 2, width), torch.randn(3, heads, 2, of_values)
         read = cache.update(*written, layer)
@@ -181,7 +181,7 @@ def test_layers_of_other_heads_and_widths_share_slots():
                 expected[row, head, slots[row, token]] = new[row, head, token]
             assert torch.equal(states, expected)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    cache.move(source, goal)
+    cache.copy_tokens(source, goal)
     for layer, old in zip(cache.layers, before, strict=True):
         for states, expected in zip((layer.keys, layer.values), old, strict=True):
             for row, token in itertools.product(range(3), range(2)):

@@ -17,6 +17,9 @@ from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.trees import draft_tree, grow_tree
 
 
+ROW = torch.tensor([[5, 9, 17, 33]])
+
+
 @pytest.fixture(autouse=True)
 def heads(monkeypatch):
     use_heads(monkeypatch, RecurrentHead)
@@ -137,6 +140,21 @@ def test_tree_over_extreme_numbers_is_a_tree(nodes, value):
     assert_is_tree(tree_of(torch.arange(3), ids, log_probs, nodes), nodes)
 
 
+@pytest.mark.parametrize("settings", [{"block_size": 1}, {"num_assistant_tokens": 0}])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_trees_of_one_token_blocks_draft_nothing(make, settings, target):
+    """With `tree_nodes` and a block that holds its anchor alone, growing a tree of no slots raised."""
+    draft = make(target, block_size=6)
+    draft.decoding_config.tree_nodes = 4
+    draft.decoding_config.block_size = settings.get("block_size")
+    options = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(ROW, **options).sequences
+    options |= {name: value for name, value in settings.items() if name == "num_assistant_tokens"}
+    output = target.generate(ROW, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected)
+    assert output.acceptance_lengths == [[1] * 8]
+
+
 def random_tree(rows: int, nodes: int, depth: int, seed: int = 0):
     """A tree of random tokens whose slots do not depend on each other."""
     random = torch.Generator().manual_seed(seed)
@@ -152,7 +170,7 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
     for row in range(3):  # the target agrees with some child of most nodes
         for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
             chosen[row, tree.parents[row, node]] = tree.tokens[row, node]
-    counts, path = tree.agree(chosen)
+    counts, path = tree.longest_match(chosen)
     along = Acceptance(counts.tolist(), path).select(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
         children = tree.children(row)
@@ -213,7 +231,7 @@ class Unchanged(LogitsProcessor):
 def test_larger_trees_are_accepted_further(target):
     """The right token is in one of three places: a block, which takes the first, is mostly wrong."""
     options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
-    options["input_ids"] = torch.tensor([[5, 9, 17, 33]])
+    options["input_ids"] = ROW
     expected = target.generate(**options).sequences
     rounds = {}
     draft = scripted(make_draft(target, block_size=8), expected, error_rate=0.0, ranks=3)

@@ -3,7 +3,9 @@ A drafter that sees only the last tokens of a text, and the first: a draft that 
 recognised, and nothing is accepted. What is drafted within a window is tested in `test_same_text.py`.
 """
 
+import copy
 import gc
+import sys
 import weakref
 
 import pytest
@@ -14,7 +16,8 @@ from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 from transformers import DynamicCache
 
-from dflash_hf.decoding.drafter import CONTEXTS, Drafter
+from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
@@ -117,13 +120,29 @@ def test_contexts_are_freed_with_their_caches(target):
             output = target.generate(
                 torch.arange(2, 30)[None], assistant_model=draft, max_new_tokens=8, return_dict_in_generate=True
             )
-            (context,) = CONTEXTS[getattr(output, CACHE_NAME)].values()
+            (context,) = KEPT_CONTEXTS[getattr(output, CACHE_NAME)].values()
             buffer = weakref.ref(context.cache.layers[0].keys)
             assert buffer() is not None
             del context, output
             assert buffer() is None
     finally:
         gc.enable()
+
+
+def test_context_that_failed_to_copy_can_be_freed(monkeypatch):
+    """Its `__del__` raised: an attribute was missing that the copy had not reached."""
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+
+    class Uncopyable:
+        def __deepcopy__(self, memo):
+            raise MemoryError
+
+    context = KeptContext(first_column=0, length=0, pending=[Uncopyable()])
+    with pytest.raises(MemoryError):
+        copy.deepcopy(context)
+    gc.collect()
+    assert not errors
 
 
 def test_context_in_another_dtype_is_not_continued(target):

@@ -14,7 +14,7 @@ from support.pairs import make_draft, make_target
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
 from dflash_hf.cli import main
-from dflash_hf.decoding import packing as packing_dflash
+from dflash_hf.decoding import cpu_dtypes
 from dflash_hf.pairs.loading import Loading, load_target, load_tokenizer, loaded
 from dflash_hf.targets.config_fields import positions_of
 from dflash_hf.targets.generation import room_for_answer
@@ -111,7 +111,7 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     ],
 )
 def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkeypatch, caplog):
-    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: not units)
+    monkeypatch.setattr(cpu_dtypes, "is_emulated", lambda dtype: not units)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, "dflash_hf"):
         assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
@@ -120,7 +120,7 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
 
 def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
     """A drafter in float16 took as long as 47 rounds without drafts, and no warning explained it."""
-    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: dtype == torch.float16)
+    monkeypatch.setattr(cpu_dtypes, "is_emulated", lambda dtype: dtype == torch.float16)
     target = make_target()
     draft = make_draft(target).half()
     target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
@@ -129,8 +129,8 @@ def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
 def test_avx2_has_no_units_for_bf16():
-    code = "import torch; from dflash_hf.decoding.packing import emulated; "
-    code += "print([emulated(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)])"
+    code = "import torch; from dflash_hf.decoding.cpu_dtypes import is_emulated; "
+    code += "print([is_emulated(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)])"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[False, True, True]"

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.decoding.drafter import CONTEXTS
+from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.request import Request
@@ -375,9 +375,9 @@ def test_prefix_is_copied_and_own_turn_is_taken(served):
     text = [*range(200)]
     keys = cache.layers[0].keys
     conversations.keep(text, 150, cache)
-    CONTEXTS[cache] = {}
+    KEPT_CONTEXTS[cache] = {}
     taken, length = conversations.take([*range(100), -1, -2])
-    assert CONTEXTS[taken] == {} and CONTEXTS[taken] is not CONTEXTS[cache]  # drafters write into them
+    assert KEPT_CONTEXTS[taken] == {} and KEPT_CONTEXTS[taken] is not KEPT_CONTEXTS[cache]  # drafters write into them
     assert length == 100 == taken.get_seq_length() and cache.get_seq_length() == 199
     assert torch.equal(taken.layers[0].keys, keys[:, :, :100])
     taken.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
@@ -404,7 +404,7 @@ def test_memory_counts_contexts_of_drafters(decoder, served):
     """Those of a beginning that is shared are copies: eight of them took eight times as much."""
     answered(decoder, served, [0])
     (conversation,) = decoder.conversations.entries
-    layers = next(iter(CONTEXTS[conversation.cache].values())).cache.layers
+    layers = next(iter(KEPT_CONTEXTS[conversation.cache].values())).cache.layers
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in conversation.cache.layers)
     assert contexts > 0 and conversation.memory >= targets + contexts

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
-from dflash_hf.decoding.slots import cached_columns, recurrent_states
+from dflash_hf.decoding.slots import cached_length, recurrent_states
 
 
 class Collected:
@@ -145,8 +145,8 @@ def _of_caches(drafted, plain, tolerance: float) -> str | None:
         return f"has a {type(drafted).__name__}, not a {type(plain).__name__}"
     if not isinstance(plain, DynamicCache):
         return None
-    if cached_columns(drafted) != cached_columns(plain):
-        return f"leaves {cached_columns(drafted)} tokens in the cache, not {cached_columns(plain)}"
+    if cached_length(drafted) != cached_length(plain):
+        return f"leaves {cached_length(drafted)} tokens in the cache, not {cached_length(plain)}"
     drafted_tensors = _tensors_of_cache(drafted)
     plain_tensors = _tensors_of_cache(plain)
     if any(tensor.is_inference() for tensor in drafted_tensors):

@@ -27,7 +27,7 @@ def machine(monkeypatch, kind: str, halves: bool = True):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind != "cpu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: halves)
-    monkeypatch.setattr("dflash_hf.decoding.packing.emulated", lambda dtype: not halves)
+    monkeypatch.setattr("dflash_hf.decoding.cpu_dtypes.is_emulated", lambda dtype: not halves)
 
 
 def settings_with(*words) -> dict:

@@ -52,7 +52,7 @@ def _devices() -> str:
     try:
         import torch
 
-        from dflash_hf.decoding.packing import emulated
+        from dflash_hf.decoding.cpu_dtypes import is_emulated
     except Exception as error:  # a broken installation is what the report is about
         return f"torch or transformers cannot be imported: {error!r}"
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -60,6 +60,6 @@ def _devices() -> str:
         return ", ".join(cards)
     if torch.backends.mps.is_available():
         return "mps"
-    if emulated(torch.bfloat16):
+    if is_emulated(torch.bfloat16):
         return "cpu, without units for bf16: float32 is faster"
     return "cpu, with units for bf16"

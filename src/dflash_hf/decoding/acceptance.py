@@ -1,4 +1,4 @@
-"""What the target accepts of a draft: a path that agrees with its own choices, and one token more."""
+"""A draft, and what the target accepts of it: the longest path of its own choices, and one token more."""
 
 import math
 from typing import NamedTuple
@@ -6,41 +6,42 @@ from typing import NamedTuple
 import torch
 
 
-CHUNK, SMALLEST_CHUNK = 256, 32  # ids whose scores are compared at once; see `argmax_token`
+ARGMAX_CHUNK = 256  # ids whose scores are reduced at once on a CPU; see `argmax_token`
+MIN_ARGMAX_CHUNK = 32  # below, `argmax_token` does without chunks
 
 
 class Block(NamedTuple):
     """
-    A draft: one path of tokens for each row. Any other draft, such as a tree, has these attributes and methods too.
+    A draft: one path of tokens for each row. A [`~dflash_hf.decoding.trees.Tree`] has these attributes and methods,
+    too. Throughout, a *node* is the index of a token in its draft; node 0 is the anchor.
 
     Attributes:
         tokens (`torch.LongTensor`): `[R, n]`, the anchor first: the last committed token of each row.
-        depths (`torch.LongTensor`, *optional*): `[R, n]`, how far a token is from the anchor; `None`: its number.
-        ancestors (`torch.BoolTensor`, *optional*): `[R, n, n]`, whether a token sees another of the draft, itself
-            included; `None`: all before it.
+        depths (`torch.LongTensor`, *optional*): `[R, n]`, each token's distance from the anchor; `None`: its index.
+        ancestors (`torch.BoolTensor`, *optional*): `[R, n, n]`, whether a token attends to another of the draft,
+            itself included; `None`: to all before it.
     """
 
     tokens: torch.LongTensor
     depths: torch.LongTensor | None = None
     ancestors: torch.BoolTensor | None = None
 
-    def agree(self, chosen: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor | None]:
+    def longest_match(self, target_tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """
-        How far the target agrees.
+        The longest path on which every drafted token is the target's own choice.
 
         Args:
-            chosen (`torch.LongTensor`): `[R, n]`, its own token after each drafted one.
+            target_tokens (`torch.LongTensor`): `[R, n]`, the target's choice after each drafted token.
 
         Returns:
-            The length of the longest path that it agrees with, anchor included, `[R]`; and the places in the draft of
-            the tokens on that path `[R, m]`, `None` if they are the first ones.
+            The number of its tokens, anchor included, `[R]`; and its nodes `[R, m]`, `None` for the first ones.
         """
-        agrees = chosen[:, :-1] == self.tokens[:, 1:]
-        return 1 + agrees.long().cumprod(dim=1).sum(dim=1), None
+        matches = target_tokens[:, :-1] == self.tokens[:, 1:]
+        return 1 + matches.long().cumprod(dim=1).sum(dim=1), None
 
     def children(self, row: int) -> dict[tuple[int, int], int]:
-        """The places of a row's tokens, by the place before them and the token."""
-        return {(place, token): place + 1 for place, token in enumerate(self.tokens[row, 1:].tolist())}
+        """The nodes of a row, by parent node and token."""
+        return {(parent, token): parent + 1 for parent, token in enumerate(self.tokens[row, 1:].tolist())}
 
 
 class Acceptance(NamedTuple):
@@ -50,12 +51,22 @@ class Acceptance(NamedTuple):
     Attributes:
         counts (`list[int]`): Tokens committed in each row, the target's own (bonus) token included; 0 for rows that
             had ended before.
-        path (`torch.LongTensor`, *optional*): `[R, m]`, places of the accepted tokens in the draft, the anchor's
-            first; `None`: the first places.
+        path (`torch.LongTensor`, *optional*): `[R, m]`, the nodes of the accepted tokens, the anchor first; `None`:
+            the first nodes.
     """
 
     counts: list[int]
     path: torch.LongTensor | None = None
+
+    @classmethod
+    def from_paths(cls, paths: list[list[int]], device: torch.device) -> "Acceptance":
+        """From the nodes that were accepted in each row."""
+        counts = [len(path) for path in paths]
+        if all(path == list(range(len(path))) for path in paths):
+            return cls(counts)
+        longest = max(counts)
+        padded = [path + [0] * (longest - len(path)) for path in paths]
+        return cls(counts, torch.tensor(padded, device=device))
 
     def select(self, states: torch.Tensor) -> torch.Tensor:
         """`[R, max(counts), F]` of the accepted path, from `[R, n, F]` of all drafted tokens."""
@@ -67,16 +78,6 @@ class Acceptance(NamedTuple):
         return states[rows, path]
 
 
-def acceptance_of(paths: list[list[int]], device: torch.device) -> Acceptance:
-    """From the places of the tokens that were accepted in each row."""
-    counts = [len(path) for path in paths]
-    if all(path == list(range(len(path))) for path in paths):
-        return Acceptance(counts)
-    longest = max(counts)
-    padded = [path + [0] * (longest - len(path)) for path in paths]
-    return Acceptance(counts, torch.tensor(padded, device=device))
-
-
 def argmax_token(scores: torch.Tensor) -> torch.LongTensor:
     """
     As `argmax` over the vocabulary, the first of ties.
@@ -84,8 +85,8 @@ def argmax_token(scores: torch.Tensor) -> torch.LongTensor:
     On a CPU `amax` alone is vectorised: it finds the chunk with the likeliest token, five to nine times as fast in
     fp32. `argmax` takes four times as long as `max` in bfloat16.
     """
-    chunk = math.gcd(scores.shape[-1], CHUNK)
-    if scores.device.type != "cpu" or chunk < SMALLEST_CHUNK:
+    chunk = math.gcd(scores.shape[-1], ARGMAX_CHUNK)
+    if scores.device.type != "cpu" or chunk < MIN_ARGMAX_CHUNK:
         return scores.max(dim=-1).indices
     chunks = scores.unflatten(-1, (-1, chunk))  # [..., C, chunk]
     best = chunks.amax(dim=-1).max(dim=-1, keepdim=True).indices  # [..., 1]

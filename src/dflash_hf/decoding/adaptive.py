@@ -10,7 +10,7 @@ from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adapters import adapters_of
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.copies import Copies, together
-from dflash_hf.decoding.costs import NOTHING, Costs, Timed, Work, table_of
+from dflash_hf.decoding.costs import NOTHING, Costs, Work, table_of
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains, judged
@@ -59,9 +59,7 @@ class AdaptiveLength(DraftPolicy):
         rows, device = len(call.prompt), call.target.device
         of_one, of_all, least = self.WIDEST.get(device.type, self.WIDEST["other"])
         self.widest = max(min(of_one, of_all // rows), least)
-        if call.selector.streamer is not None:
-            call.selector.streamer = Timed(call.selector.streamer, device)
-        self.costs = Costs(table_of(call.target, call.draft), rows, call.columns, device, call.selector.streamer)
+        self.costs = Costs(table_of(call.target, call.draft), rows, call.prompt_length, device, call.selector.streamer)
         self.throughput = copy.deepcopy(self._throughputs.get(self._key, Throughput()))
         self.throughput.begin(self.costs.curve(0, self.widest)[2])
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
@@ -84,9 +82,9 @@ class AdaptiveLength(DraftPolicy):
 
     def get_candidates(self, state: GenerationState):
         began, resting = self.costs.now(), self.throughput.resting > 0
-        speed = sum(state.alive) * self.throughput.speed
+        speed = sum(state.unfinished) * self.throughput.speed
         if not self.seen.rounds:
-            self._extend_copies(state, [1] * len(state.alive))
+            self._extend_copies(state, [1] * len(state.unfinished))
         # 1. Every fourth round costs a token of the target alone, until that is known.
         measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(state.longest, NOTHING)
         # 2. A copy, if it is faster than drafting.
@@ -101,7 +99,7 @@ class AdaptiveLength(DraftPolicy):
         slots = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
         nodes, top_k = (self.widest, None) if self.supports_trees(state) else (slots, 1)
         drafted = self.draft_tree(state, nodes, top_k)
-        gained, chances = gains(drafted, state.alive, state.left, self.throughput.reliability)
+        gained, chances = gains(drafted, state.unfinished, state.remaining_tokens, self.throughput.reliability)
         costs, ratio = self.costs.curve(state.longest, self.widest), self.seen.calibration.ratio
 
         def bonus(size: int) -> float:
@@ -111,15 +109,15 @@ class AdaptiveLength(DraftPolicy):
 
         size = best_size([ratio * gain for gain in gained], costs, speed, bonus)
         kept = drafted.first(size + 1)
-        self.round = Round(began, (size, True), costs[size], kept, chances, gained[size] / sum(state.alive))
+        self.round = Round(began, (size, True), costs[size], kept, chances, gained[size] / sum(state.unfinished))
         return kept.block or kept
 
     def _copied(self, state: GenerationState, speed: float, began: float) -> Block | None:
         """What follows the last tokens where they occurred before, if that is faster than drafting."""
         most = min(self.room(state) - 1, self.widest)
-        tokens, values = together([one.next(most) for one in self.copies], state.lengths, state.alive)
+        tokens, values = together([one.next(most) for one in self.copies], state.lengths, state.unfinished)
         costs = self.costs.curve(state.longest, self.widest, drafted=False)
-        gain_of_drafting = speed - sum(state.alive)  # over a round without a draft
+        gain_of_drafting = speed - sum(state.unfinished)  # over a round without a draft
         size = best_size(values, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
         if not size:
             return None
@@ -129,7 +127,7 @@ class AdaptiveLength(DraftPolicy):
     def _extend_copies(self, state: GenerationState, counts: list[int]) -> None:
         """Let the copies read the last tokens of each row."""
         for row, copies in enumerate(self.copies):
-            end = self.call.selector.prompt_length + state.lengths[row]
+            end = self.call.selector.input_length + state.lengths[row]
             copies.extend(state.buffer[row, end - counts[row] : end].tolist())
 
     def update_candidate_strategy(self, state: GenerationState, candidates, acceptance: Acceptance) -> None:
@@ -140,11 +138,11 @@ class AdaptiveLength(DraftPolicy):
         self._extend_copies(state, counts)
         # A batch is done when its slowest row is.
         left = self.call.selector.max_new - min(length for length, count in zip(before, counts, strict=True) if count)
-        tokens = min(left - (0 if state.done else state.left), max(counts))
+        tokens = min(left - (0 if state.done else state.remaining_tokens), max(counts))
         seen.rounds.append((done.work[0], tokens, done.cost))
         if done.tree is None:
             return
-        for chance, accepted in judged(done.tree, done.chances, acceptance, state.alive):
+        for chance, accepted in judged(done.tree, done.chances, acceptance, state.unfinished):
             throughput.reliability.note(chance, accepted)
         # Of one row, the expected number is as informative as the accepted one, and varies less.
         share = self.EXPECTED_SHARE if len(counts) == 1 else 0.0
@@ -152,22 +150,31 @@ class AdaptiveLength(DraftPolicy):
         throughput.note(share * expected + (1 - share) * tokens, done.cost)
         seen.calibration.note(done.expected, sum(counts) / sum(count > 0 for count in counts) - 1)
 
-    def summary(self) -> dict:
-        """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
+    def finish(self) -> None:
+        """Let later calls use what was learned. A call that mostly decodes without drafts logs the reason once."""
         self.costs.close()
-        throughput, sizes = self.throughput, [size for size, _, _ in self.seen.rounds]
+        throughput = self.throughput
         self._throughputs[self._key] = throughput
-        if not sizes:
-            return {"draft_sizes": [], "estimated_speedup": None}
-        speedup = sum(tokens for _, tokens, _ in self.seen.rounds) / sum(cost for _, _, cost in self.seen.rounds)
+        sizes = [size for size, _, _ in self.seen.rounds]
         mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
         measured = any(observations for observations, *_ in throughput.reliability.seen)
-        lost = measured and throughput.tokens < throughput.cost and speedup < 1.1  # copies may make up for it
-        if mostly_none and lost and not throughput.warned:
+        # Copies may make up for drafts that do not pay.
+        lost = measured and throughput.tokens < throughput.cost and mostly_none and self._speedup < 1.1
+        if lost and not throughput.warned:
             throughput.warned = True
             logger.warning(
                 f"Decoding mostly without drafts: with {len(self.call.prompt)} row(s), rounds that draft are estimated"
                 f" at {throughput.tokens / throughput.cost:.2f}x the speed of the target alone, given its acceptance "
                 "and the cost of rounds here. Set `draft.decoding_config.block_size` to draft in every round."
             )
-        return {"draft_sizes": sizes, "estimated_speedup": self.costs.speedup(speedup)}
+
+    @property
+    def _speedup(self) -> float:
+        """Of this call's rounds relative to rounds without a draft."""
+        return sum(tokens for _, tokens, _ in self.seen.rounds) / sum(cost for _, _, cost in self.seen.rounds)
+
+    def summary(self) -> dict:
+        sizes = [size for size, _, _ in self.seen.rounds]
+        if not sizes:
+            return {"draft_sizes": [], "estimated_speedup": None}
+        return {"draft_sizes": sizes, "estimated_speedup": self.costs.speedup(self._speedup)}

@@ -8,8 +8,8 @@ from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
-# Arguments that a round sets itself.
-_OF_ROUNDS = {
+# Arguments that every round sets itself.
+_SET_BY_ROUNDS = {
     "input_ids",
     "inputs_embeds",
     "attention_mask",
@@ -23,7 +23,7 @@ _OF_ROUNDS = {
 }
 # Images and sounds, which upstream passes with the prompt only; `None` if it no longer lists them.
 MULTIMODAL_ARGUMENTS = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", None)
-_OF_PROMPT = {"mm_token_type_ids", "logits_to_keep", "cache_position", *(MULTIMODAL_ARGUMENTS or ())}
+_PROMPT_ONLY = {"mm_token_type_ids", "logits_to_keep", "cache_position", *(MULTIMODAL_ARGUMENTS or ())}
 
 
 def extra_arguments(call: GenerateCall) -> dict:
@@ -32,7 +32,7 @@ def extra_arguments(call: GenerateCall) -> dict:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {}
     for key, value in call.model_kwargs.items():
-        if key in _OF_ROUNDS | _OF_PROMPT or not (takes_any or key in parameters):
+        if key in _SET_BY_ROUNDS | _PROMPT_ONLY or not (takes_any or key in parameters):
             continue
         if key == "token_type_ids" and value is not None:
             value = value[:, -1:]

@@ -1,7 +1,6 @@
 """The cost of rounds on this machine: measured during normal rounds, constant during a call."""
 
 import copy
-import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -9,7 +8,8 @@ from collections import defaultdict, deque
 import torch
 
 from dflash_hf.decoding.adapters import adapters_of
-from dflash_hf.decoding.packing import emulated
+from dflash_hf.decoding.cpu_dtypes import is_emulated
+from dflash_hf.decoding.timing import TimedStreamer, clock
 
 
 # For each target, the cost of rounds by everything that affects it.
@@ -24,26 +24,6 @@ _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 Work = tuple[int, bool]
 NOTHING: Work = (0, False)  # a round without a draft
 ENOUGH = 3  # measurements of a size, after which its cost is known; 1 and 8: within 3 %, where none is off
-
-
-def clock(device: torch.device) -> float:
-    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
-
-
-class Timed:
-    """A streamer, and the seconds spent in it, which are not a cost of rounds."""
-
-    def __init__(self, streamer, device: torch.device):
-        self.streamer, self.device, self.seconds = streamer, device, 0.0
-
-    def __getattr__(self, name: str):
-        return getattr(self.streamer, name)
-
-    def put(self, value: torch.Tensor) -> None:
-        began = clock(self.device)
-        self.streamer.put(value)
-        self.seconds += clock(self.device) - began
 
 
 class CostTable:
@@ -61,7 +41,7 @@ class CostTable:
 
     def __init__(self, drafting: float, block_size: int, device: torch.device, dtype: torch.dtype = torch.float32):
         self.drafting, self.block_size = drafting, block_size
-        on_cpu = _CPU_BF16 if dtype == torch.bfloat16 and not emulated(dtype) else _CPU
+        on_cpu = _CPU_BF16 if dtype == torch.bfloat16 and not is_emulated(dtype) else _CPU
         self.forwards = on_cpu if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
         self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {work: seconds}
@@ -177,10 +157,12 @@ class Costs:
         rows (`int`): Rows of the call.
         columns (`int`): Tokens of a row before the first round.
         device (`torch.device`): The target's device.
-        streamer (`Timed`, *optional*): The call's streamer.
+        streamer (`TimedStreamer`, *optional*): The call's streamer.
     """
 
-    def __init__(self, table: CostTable, rows: int, columns: int, device: torch.device, streamer: Timed | None = None):
+    def __init__(
+        self, table: CostTable, rows: int, columns: int, device: torch.device, streamer: TimedStreamer | None = None
+    ):
         self.table, self.known, self.rows, self.columns = table, table.copy(), rows, columns
         self.device, self.streamer = device, streamer
         self.rounds_began: float | None = None

@@ -1,4 +1,4 @@
-"""Why a call decodes without its drafter, which is lossless by definition: each reason is one sentence."""
+"""Why a call decodes without its drafter, by the target's own `generate`. Each reason completes a log line."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 
 from dflash_hf.decoding.arguments import MULTIMODAL_ARGUMENTS, extra_arguments
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.slots import cached_columns
+from dflash_hf.decoding.slots import cached_length
 from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
 
@@ -17,28 +17,28 @@ def fallback_reason(call: GenerateCall, synced_gpus: bool = False) -> str | None
 
 def _reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | None]:
     """
-    The reasons, the first of which is told. Their order matters: arguments come before the target, since probing a
-    target runs it; hooks come before the probe, since they would see its tokens; the probe comes before the cache,
-    since it says which caches can be rolled back.
+    The reasons, of which the first is reported. Their order matters: arguments come before the target, since probing
+    a target runs it; hooks come before the probe, since they would see its tokens; the probe comes before the cache,
+    since it decides which caches can be rolled back.
     """
-    yield from _of_arguments(call, synced_gpus)
-    yield from _of_models(call)
-    past = cached_columns(call.cache)
+    yield from _argument_reasons(call, synced_gpus)
+    yield from _model_reasons(call)
+    past_length = cached_length(call.cache)
     mask = call.model_kwargs.get("attention_mask")
-    if past > 0 and mask is not None and mask.shape[1] <= past:
+    if past_length > 0 and mask is not None and mask.shape[1] <= past_length:
         yield f"the cache already holds all {mask.shape[1]} columns of attention_mask"
-    yield _of_cache(call)
-    yield _of_rotary_frequencies(call, past)
+    yield _cache_reason(call)
+    yield _rope_reason(call, past_length)
 
 
-def _of_arguments(call: GenerateCall, synced_gpus: bool) -> Iterator[str | None]:
+def _argument_reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | None]:
     target = call.target
     name = type(target).__name__
     positions = call.model_kwargs.get("position_ids")
     mask = call.model_kwargs.get("attention_mask")
-    if call.prompt.device.type != target.device.type != "meta":  # whose weights are offloaded
+    if call.prompt.device.type != target.device.type != "meta":  # "meta": weights are offloaded
         yield f"input_ids are on {call.prompt.device}, but {name} is on {target.device}"
-    if torch.is_grad_enabled():  # by a caller who goes around the decorator of `generate`
+    if torch.is_grad_enabled():  # by a caller who bypasses the decorator of `generate`
         yield "gradients are recorded"
     if not call.model_kwargs["use_cache"]:
         yield "use_cache=False"
@@ -56,10 +56,10 @@ def _of_arguments(call: GenerateCall, synced_gpus: bool) -> Iterator[str | None]
         if call.config.return_dict_in_generate and getattr(call.config, f"output_{output}"):
             yield f"{output.replace('_', ' ')} of each token are requested"
     if call.rows > 1:
-        yield call.selector.why_in_step()
+        yield call.selector.why_rows_advance_together()
 
 
-def _of_models(call: GenerateCall) -> Iterator[str | None]:
+def _model_reasons(call: GenerateCall) -> Iterator[str | None]:
     target = call.target
     name = type(target).__name__
     if target.training:
@@ -74,8 +74,8 @@ def _of_models(call: GenerateCall) -> Iterator[str | None]:
     yield call.capabilities.fallback_reason(name, call.draft.config.target_layer_ids, mask)
 
 
-def _of_cache(call: GenerateCall) -> str | None:
-    """Why the tokens of a cache cannot be moved into slots, if so: it is static, offloaded, or quantised."""
+def _cache_reason(call: GenerateCall) -> str | None:
+    """Why the tokens of a cache cannot be moved into slots: it is static, offloaded, or quantised. Else `None`."""
     cache = call.cache
     if call.capabilities.session.CACHE.can_adopt(cache) and not cache.offloading:
         return None
@@ -87,8 +87,8 @@ def _of_cache(call: GenerateCall) -> str | None:
     )
 
 
-def _of_rotary_frequencies(call: GenerateCall, past: int) -> str | None:
-    """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
+def _rope_reason(call: GenerateCall, past_length: int) -> str | None:
+    """Why rotary frequencies that depend on the length of the text rule out drafting. Else `None`."""
     text_config = call.target.config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
     layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -96,7 +96,7 @@ def _of_rotary_frequencies(call: GenerateCall, past: int) -> str | None:
     if not kinds.keys() & {"longrope", "dynamic"}:
         return None
     positions = call.model_kwargs.get("position_ids")
-    length = call.columns if positions is None else int(positions.max()) + 1
+    length = call.prompt_length if positions is None else int(positions.max()) + 1
     end = length + call.selector.max_new
     if "dynamic" in kinds and end >= text_config.max_position_embeddings:
         return (
@@ -105,6 +105,6 @@ def _of_rotary_frequencies(call: GenerateCall, past: int) -> str | None:
         )
     if "longrope" in kinds:
         threshold = kinds["longrope"]["original_max_position_embeddings"]
-        if (past or length) <= threshold < end:
+        if (past_length or length) <= threshold < end:
             return f"the text may cross {threshold} tokens, where its rotary frequencies change"
     return None

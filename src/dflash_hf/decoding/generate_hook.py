@@ -1,18 +1,19 @@
-"""The hook into `generate` with the package: the drafter's own, and a note of what the caller asked for."""
+"""The hook into `generate` with the package: the drafter's own, and a record of how many tokens were requested."""
 
 import functools
 
 from dflash_hf.modeling import hook_dflash
 
 
-ASKED = "_dflash_num_assistant_tokens"  # noted on the configuration of a call
+# Attribute of a call's `GenerationConfig`: `num_assistant_tokens` as requested, `None` if nobody set it.
+REQUESTED_TOKENS = "_dflash_num_assistant_tokens"
 _ARGUMENT = "num_assistant_tokens"
 
 
 def install_hook() -> None:
     """Let `target.generate(assistant_model=draft)` decode with a drafter. Installing twice is a no-op."""
     hook_dflash.install_hook()
-    hook_dflash.wrap_methods(_WRAPPERS)  # where it is missing, drafts are as long as by default
+    hook_dflash.wrap_methods(_WRAPPERS)  # if upstream has no such method, drafts have their default length
 
 
 def remove_hook() -> None:
@@ -21,18 +22,19 @@ def remove_hook() -> None:
     hook_dflash.unwrap_methods(_WRAPPERS)
 
 
-def _note_asked_tokens(original):
-    """Note the number of drafted tokens that is asked for: later it cannot be told from upstream's default."""
+def _record_requested_tokens(original):
+    """Record the requested number of drafted tokens, which upstream then fills in with its default."""
 
     @functools.wraps(original)
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
         prepared = original(self, generation_config, *args, **kwargs)
-        settings = (generation_config, self.generation_config)
-        asked = [kwargs.get(_ARGUMENT), *(getattr(config, _ARGUMENT, None) for config in settings)]
-        setattr(prepared[0], ASKED, next((number for number in asked if number is not None), None))
+        # The argument of the call wins over the configuration that it passes, and that over the target's.
+        requests = [kwargs.get(_ARGUMENT)]
+        requests += [getattr(config, _ARGUMENT, None) for config in (generation_config, self.generation_config)]
+        setattr(prepared[0], REQUESTED_TOKENS, next((number for number in requests if number is not None), None))
         return prepared
 
     return _prepare_generation_config
 
 
-_WRAPPERS = {"_prepare_generation_config": _note_asked_tokens}
+_WRAPPERS = {"_prepare_generation_config": _record_requested_tokens}

@@ -44,8 +44,8 @@ class CallGraphs:
         self.mode = mode
 
     @classmethod
-    def of(cls, call: GenerateCall) -> "CallGraphs | None":
-        """The graphs of a call that asks for them, or `None`; where they cannot be made, one line says why."""
+    def for_call(cls, call: GenerateCall) -> "CallGraphs | None":
+        """The graphs of a call that asks for them, or `None`. If they cannot be made, the reason is logged."""
         mode = call.draft.decoding_config.compile
         if not mode:
             return None
@@ -57,28 +57,28 @@ class CallGraphs:
             mode = "reduce-overhead" if call.target.device.type == "cuda" else "default"
         return cls(call, mode)
 
-    def of_drafter(self) -> "CompiledForward":
+    def drafter_forward(self) -> "CompiledForward":
         """The drafter's forward; `run` takes its inputs."""
         return CompiledForward(self.call.draft, _draft, self.mode)
 
-    def of_target(self, layer_ids: tuple[int, ...]) -> "CompiledForward":
-        """The target's forward, which returns logits and features of these layers; `run` takes its tap and inputs."""
+    def target_forward(self, layer_ids: tuple[int, ...]) -> "CompiledForward":
+        """The target's forward and the features of these layers; `run` takes the tap and the inputs."""
         return CompiledForward(self.call.target, _verify, self.mode, layer_ids)
 
     def log_failures(self) -> None:
-        """Log what could not be compiled: after the text, not in the middle of one that is streamed."""
+        """Log what could not be compiled; called after the streamed text, not inside it."""
         for model in (self.call.target, self.call.draft):
-            messages = ModelGraphs.of(model).messages
+            messages = ModelGraphs.for_model(model).messages
             if messages.get(self.mode):
                 logger.warning(messages[self.mode])
                 messages[self.mode] = ""
 
 
 def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
-    """The models of a call, and why their forwards cannot be compiled."""
+    """The models of a call, each with a reason why its forward cannot be compiled, or `None`."""
     nodes = call.draft.decoding_config.tree_nodes or 0
     if call.selector.max_new + nodes + call.draft.config.max_block_tokens >= call.positions_left:
-        yield call.target, f"the text may pass its {call.positions_left + call.columns} positions"
+        yield call.target, f"the text may pass its {call.positions_left + call.prompt_length} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"
     for model in (call.target, call.draft):
@@ -87,8 +87,8 @@ def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
 
 def why_not_compiled(model: nn.Module) -> str | None:
     """
-    What changes a model's forward unseen by graphs that were made before, or `None`: Dynamo guards no hooks (PEFT's
-    `adapter_names` are hooks), and not every forward that was replaced.
+    What changes a model's forward without invalidating earlier graphs, or `None`: Dynamo guards no hooks (PEFT's
+    `adapter_names` are hooks), and not every replaced forward.
     """
     if global_hooks._has_any_global_hook():
         return "a hook lies on all modules"
@@ -105,17 +105,16 @@ class ModelGraphs:
     """
     The graphs of one model, as long as it lives.
 
-    Each has a function of its own, so that Dynamo looks at the guards of one graph instead of all, and no limit of
-    recompilations has to be raised for the whole process. A graph is looked up by the mode, by the shape of its
-    inputs, and by what its guards do not cover: the forward of each class, the attention, the adapters, and the layers
-    that are read.
+    Each has a function of its own, so that Dynamo checks the guards of one graph instead of all, and no recompilation
+    limit has to be raised for the whole process. The key of a graph: the mode, the shapes of its inputs, and what its
+    guards do not cover, which is the forward of each class, the attention, the adapters, and the layers that are read.
 
     Attributes:
         failures (`Counter`): How often each graph could not be made.
         messages (`dict[str, str]`): Mode -> what to log of its first failure; empty once it was logged.
     """
 
-    ATTEMPTS = 2  # the first failure may have been a passing one: a full disk, a compiler that was killed
+    MAX_ATTEMPTS = 2  # the first failure may be temporary: a full disk, a compiler that was killed
 
     def __init__(self):
         self.compiled: dict[tuple, Callable] = {}
@@ -123,21 +122,21 @@ class ModelGraphs:
         self.messages: dict[str, str] = {}
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ModelGraphs":
-        """The graphs of a model."""
+    def for_model(cls, model: nn.Module) -> "ModelGraphs":
+        """The graphs of a model, shared by its calls."""
         return _graphs.setdefault(model, cls())
 
     def function(self, function: Callable, mode: str, key: tuple) -> Callable | None:
         """A function, compiled for one graph; `None` if that failed too often."""
         key = (mode, *key)
-        if self.failures[key] >= self.ATTEMPTS:
+        if self.failures[key] >= self.MAX_ATTEMPTS:
             return None
         if key not in self.compiled:
             self.compiled[key] = _compile(function, mode)
         return self.compiled[key]
 
-    def failed(self, mode: str, key: tuple, message: str) -> None:
-        """Note that a graph could not be made."""
+    def record_failure(self, mode: str, key: tuple, message: str) -> None:
+        """Count that a graph could not be made, and keep the first message of a mode for the log."""
         key = (mode, *key)
         self.failures[key] += 1
         self.compiled.pop(key, None)
@@ -146,10 +145,10 @@ class ModelGraphs:
 
 def _compile(function: Callable, mode: str) -> Callable:
     """A compiled copy of a function: Dynamo keeps graphs with a function's code."""
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     options = {"mode": mode} if mode in _MODES else {"backend": mode}
     try:
-        return torch.compile(own, fullgraph=True, dynamic=False, **options)
+        return torch.compile(copied, fullgraph=True, dynamic=False, **options)
     except torch._dynamo.exc.InvalidBackend as error:
         raise ValueError(
             f"decoding_config.compile={mode!r} must be True, a mode of torch.compile ({', '.join(_MODES)}) or one of "
@@ -172,21 +171,21 @@ class CompiledForward:
         self.model = model
         self.function = function
         self.mode = mode
-        self.graphs = ModelGraphs.of(model)
+        self.graphs = ModelGraphs.for_model(model)
         self.eager = False
         forwards = frozenset((kind, kind.forward) for kind in {type(module) for module in model.modules()})
         attention = model.config.get_text_config()._attn_implementation
         self.key = (function.__name__, layer_ids, forwards, attention, adapters_of(model))
 
-    def run(self, shape: tuple, *arguments):
+    def run(self, shapes: tuple, *arguments):
         """
-        Run the graph for inputs of this shape.
+        Run the graph for inputs of these shapes.
 
         Args:
-            shape (`tuple`): What the graph depends on besides the model.
-            arguments: Of the function, after the model.
+            shapes (`tuple`): The sizes that the graph depends on.
+            arguments: Arguments of the function, after the model.
         """
-        key = (*self.key, shape)
+        key = (*self.key, shapes)
         compiled = None if self.eager else self.graphs.function(self.function, self.mode, key)
         if compiled is None:
             return self.function(self.model, *arguments)
@@ -198,11 +197,11 @@ class CompiledForward:
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            output = self.function(self.model, *arguments)  # raises an error that is not the compiler's again
+            output = self.function(self.model, *arguments)  # raises the error again if it is not the compiler's
             self.eager = True  # for the rest of this call
             reason = str(error).strip()[:200]
             message = f"Decoding eagerly: {type(self.model).__name__} cannot be compiled ({reason})."
-            self.graphs.failed(self.mode, key, message)
+            self.graphs.record_failure(self.mode, key, message)
             return output
         if on_cuda:  # the next replay overwrites it
             return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)

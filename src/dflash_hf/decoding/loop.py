@@ -1,14 +1,19 @@
 """
-Decoding with a DFlash drafter: draft tokens, verify them with one forward of the target, accept, keep.
+Decoding with a DFlash drafter. [`decode`] is the whole loop: what `target.generate(**inputs, assistant_model=draft)`
+runs.
 
-`decode` is the whole loop. It is what `target.generate(**inputs, assistant_model=draft)` runs. One round, object by
-object:
+First [`prefilled`] reads the prompt: the target computes its keys and values, which move into slots, and the features
+that become the drafter's context. Then rounds, until all rows have ended. One round, object by object:
 
-1. The [`DraftPolicy`] decides what to verify, and lets the [`Drafter`] draft it: a `Block` or a `Tree`.
-2. The [`SlotSession`] verifies it: one forward of the target, whose cache lies in slots.
-3. The [`GenerationState`] commits what the target agrees with and one token of its own, as the [`TokenSelector`]
-   chooses tokens; the result is an [`Acceptance`].
-4. The session keeps the accepted tokens' slots, the drafter reads their features, and the policy learns.
+1. Draft. The [`DraftPolicy`] decides what to verify and has the [`Drafter`] draft it: a `Block` or a `Tree` of tokens
+   `[R, n]`, of which the first is the anchor.
+2. Verify. The [`SlotSession`] runs one forward of the target over the draft: logits `[R, n, V]` and features
+   `[R, n, L * H]`.
+3. Accept. The [`GenerationState`] writes the longest path that agrees with the target's own choices, which the
+   [`TokenSelector`] makes, and one token more, the target's own: an [`Acceptance`].
+4. Commit. The session keeps the slots of the accepted tokens, the drafter their features, and the policy learns.
+
+`dflash_hf.decoding` says which object lives how long.
 """
 
 import contextlib
@@ -21,15 +26,16 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.arguments import extra_arguments
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.drafter import Drafter, padding_of
+from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.fallback import fallback_reason
 from dflash_hf.decoding.graphs import CallGraphs
-from dflash_hf.decoding.policies import DraftPolicy
+from dflash_hf.decoding.policies import SUMMARY_FIELDS, DraftPolicy
 from dflash_hf.decoding.policy_choice import policy_for
 from dflash_hf.decoding.probe import first_positions
 from dflash_hf.decoding.selection import TokenSelector
-from dflash_hf.decoding.slots import cached_columns
+from dflash_hf.decoding.slots import cached_length
 from dflash_hf.decoding.state import GenerationState
+from dflash_hf.decoding.timing import TimedStreamer
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.targets.features import FeatureTap, cache_argument
 
@@ -47,7 +53,8 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone with
     the same weights, packed or not: from acceptance, the costs that sizes were chosen by, and the time for the prompt.
 
-    As long as a returned cache of one row lives, so does what the drafter has read of it, for the call that goes on.
+    As long as a returned cache of one row lives, so does what the drafter has read of it, for the call that continues
+    the cache.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -72,41 +79,50 @@ def decode(
     """
     Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
 
-    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed.
+    The output is what `target` generates without a drafter: the same tokens if greedy, the same sample for the same
+    seed.
 
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
+
+    Raises:
+        `ValueError`: a field of `draft.decoding_config` is invalid, or its policy returns a summary with other fields
+            than `SUMMARY_FIELDS`.
     """
     draft.check_decoding_config()
-    selector = TokenSelector(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    timed_streamer = None if streamer is None else TimedStreamer(streamer, target.device)
+    selector = TokenSelector(input_ids, logits_processor, stopping_criteria, generation_config, timed_streamer)
     call = GenerateCall(target, draft, input_ids, selector, generation_config, model_kwargs)
     reason = fallback_reason(call, synced_gpus)
     if reason is not None:
-        plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-        output = target._sample(*plain, **model_kwargs)
-        logger.warning_once(f"Decoding without the drafter: {reason}.")  # below a text that is streamed
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        output = target._sample(*arguments, **model_kwargs)
+        logger.warning_once(f"Decoding without the drafter: {reason}.")  # after the streamed text, not inside it
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    graphs = CallGraphs.of(call)
-    draft_graph = None if graphs is None else graphs.of_drafter()
-    drafter = Drafter(draft, target, selector.noise, call.block_tokens, draft_graph)
+    graphs = CallGraphs.for_call(call)
+    drafter_graph = None if graphs is None else graphs.drafter_forward()
+    drafter = Drafter(draft, target, selector.noise, call.block_tokens, drafter_graph)
     policy = policy_for(call, drafter)
-    # 1. Read the prompt: the target as usual, the drafter its features.
     with prefilled(call, drafter, policy, graphs) as (session, state):
         while not state.done:
             with session.without_gradients():
-                candidates = policy.get_candidates(state)  # 2. draft: a block, or whatever the policy prefers
-                logits, features = session.verify(candidates)  # 3. verify: one forward of the target
-            acceptance = state.accept(candidates, logits)  # 4. accept what it agrees with, plus a token of its own
-            session.keep(acceptance)  # 5. keep that; the rest will be overwritten
-            drafter.read(features, acceptance)  # 6. read the features of what was kept
+                # 1. Draft: a block, or whatever the policy prefers.
+                candidates = policy.get_candidates(state)
+                # 2. Verify: one forward of the target.
+                logits, features = session.verify(candidates)
+            # 3. Accept what the target agrees with, and a token of its own.
+            acceptance = state.accept(candidates, logits)
+            # 4. Commit: what is not kept will be overwritten.
+            session.keep(acceptance)
+            drafter.read(features, acceptance)
             policy.update_candidate_strategy(state, candidates, acceptance)
 
     if streamer is not None:
         streamer.end()
-    summary = policy.summary()
+    policy.finish()
     if graphs is not None:
         graphs.log_failures()
     if not generation_config.return_dict_in_generate:
@@ -117,15 +133,29 @@ def decode(
         acceptance_lengths=state.acceptance_lengths,
         **{CACHE_NAME: session.source},
         **outputs,
-        **summary,
+        **_summary_of(policy),
     )
+
+
+def _summary_of(policy: DraftPolicy) -> dict:
+    """
+    Raises:
+        `ValueError`: a policy's summary holds something that the output has no field for.
+    """
+    summary = policy.summary()
+    if not isinstance(summary, dict) or not summary.keys() <= set(SUMMARY_FIELDS):
+        raise ValueError(
+            f"{type(policy).__name__}.summary() returned {summary!r}: it must be a dictionary of {SUMMARY_FIELDS} or "
+            "some of them. Keep other results as attributes of the policy or of its class."
+        )
+    return summary
 
 
 @contextlib.contextmanager
 def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs: CallGraphs | None = None):
     """
-    Run the prompt through the target as usual; its features become the drafter's context. Then its tokens are moved
-    into slots. On exit, the caller's cache is written back.
+    Run the prompt through the target as `generate` does; its features become the drafter's context. Then move its keys
+    and values into slots. On exit, write them back into the caller's cache, if it is returned.
 
     Yields:
         [`SlotSession`] and [`GenerationState`], which has its first token.
@@ -139,18 +169,18 @@ def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs:
     state = GenerationState(call.prompt, call.selector)
     context = drafter.context
     with FeatureTap(target, call.draft.config.target_layer_ids, consume=context.append) as tap:
-        # 1. The prompt, read by both.
-        past = cached_columns(call.cache)
-        padding = padding_of(model_kwargs.get("attention_mask"), call.rows)
+        # 1. One forward over the prompt. The drafter's context receives its features while it runs.
+        past_length = cached_length(call.cache)
+        padding = call.padding
         with tap.running():
             outputs = target._prefill(call.prompt, call.config, model_kwargs)
         tap.consume = None
         cache = outputs.get(cache_argument(target), call.cache)  # Phi-3 starts a new one if a long prompt needs it
-        columns = _filled_columns(target, cache, past, context.appended)
+        prompt_length = _length_after_prompt(target, cache, past_length, context.appended_length)
         logits = outputs.logits[:, -1:].to(call.prompt.device, copy=True)
-        del outputs  # a copy of the logits, so that the rest is freed
+        del outputs  # frees all but this copy of the last logits
         # 2. The caches of both models in slots.
-        offset = first_positions(tap.positions, columns, padding, call.prompt.device)
+        offset = first_positions(tap.positions, prompt_length, padding, call.prompt.device)
         session = call.capabilities.session(
             target,
             cache,
@@ -158,12 +188,12 @@ def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs:
             offset,
             extra_arguments(call),
             tap,
-            last_slot=columns + call.selector.max_new - 2,  # the last token of the text is never read
+            last_slot=prompt_length + call.selector.max_new - 2,  # the last generated token is never read
             largest_draft=1 + policy.max_draft,
-            graph=None if graphs is None else graphs.of_target(tap.layer_ids),
+            graph=None if graphs is None else graphs.target_forward(tap.layer_ids),
         )
         continued_cache = None
-        # Exits run the last first, even after an interruption: the cache is written back before the slots are freed,
+        # These run in reverse order, after an interruption too: the cache is written back before the slots are freed,
         # the generator is rewound, and the drafter's context goes last, with the cache that it belongs to.
         with contextlib.ExitStack() as on_exit:
             on_exit.callback(lambda: context.release(continued_cache))
@@ -172,26 +202,27 @@ def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs:
                 on_exit.callback(lambda: call.selector.noise.close(state.longest))
             if returns_cache:
                 on_exit.callback(lambda: session.close(state.interrupted))
-            context.prefill(padding, columns, offset, cache if past > 0 else None)
+            context.prefill(padding, prompt_length, offset, cache if past_length > 0 else None)
             state.begin(logits)
             del logits
             yield session, state
             if returns_cache:
-                continued_cache = session.source  # whose context the next call continues
+                continued_cache = session.source  # a later call may continue it, and the context with it
 
 
-def _filled_columns(target, cache, past: int, appended: int) -> int:
+def _length_after_prompt(target, cache, past_length: int, appended_length: int) -> int:
     """
-    Columns that a cache holds after a prompt of `appended` columns: these plus the `past` ones that it held before,
-    unless the target started a new cache.
+    Tokens of each row, padding included, that a cache holds after a prompt of `appended_length`: these plus the
+    `past_length` that it held before, unless the target started a new cache.
 
     Raises:
-        `ValueError`: it holds another number of columns.
+        `ValueError`: it holds another number of tokens.
     """
-    columns = cached_columns(cache) or appended
-    if columns not in (appended, past + appended):
+    length = cached_length(cache) or appended_length
+    if length not in (appended_length, past_length + appended_length):
         raise ValueError(
-            f"The cache of {type(target).__name__} holds {columns} tokens after {past} earlier ones and a prompt of "
-            f"{appended}, so a drafter cannot tell its tokens apart: call `generate` without `assistant_model`."
+            f"The cache of {type(target).__name__} holds {length} tokens after {past_length} earlier ones and a "
+            f"prompt of {appended_length}, so a drafter cannot tell its tokens apart: call `generate` without "
+            "`assistant_model`."
         )
-    return columns
+    return length

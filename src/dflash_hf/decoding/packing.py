@@ -6,7 +6,6 @@ instead of repeating the layout in every forward.
 import contextlib
 import functools
 import itertools
-import platform
 import sys
 import threading
 import weakref
@@ -17,12 +16,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.utils import logging
 
+from dflash_hf.decoding.cpu_dtypes import SUPPORT_QUERIES, is_emulated, warn_if_emulated
+
 
 logger = logging.get_logger(__name__)
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 TOKENS = 16  # per forward, for which the layout is optimised
 # Limit and use of a container's memory: control groups, version 2 and 1.
 _CONTAINERS = (
@@ -39,27 +39,6 @@ _held: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.Wea
 _lock = threading.RLock()
 
 
-def emulated(dtype: torch.dtype) -> bool:
-    """Whether this processor has no units for products in a dtype: they take several times as long as in fp32."""
-    if not (query := _DTYPES.get(dtype)):
-        return False
-    supported = getattr(torch.ops.mkldnn, query, None)  # on macOS there is none
-    if supported is None or not supported():
-        return True
-    x86 = platform.machine().lower() in ("x86_64", "amd64")  # where oneDNN calls AVX-512 alone supported
-    return dtype == torch.bfloat16 and x86 and not torch.cpu._is_avx512_bf16_supported()
-
-
-def warn_if_emulated(model: nn.Module) -> None:
-    """Log once that the processor emulates a model's dtype, and the remedy."""
-    weight = next(model.parameters(), None)
-    if weight is not None and weight.device.type == "cpu" and emulated(weight.dtype):
-        logger.warning_once(
-            f"This processor has no units for {str(weight.dtype).removeprefix('torch.')}: several tokens at once take "
-            'at least three times as long as in float32. Load target and drafter with dtype="float32".'
-        )
-
-
 @contextlib.contextmanager
 def _alone():
     """
@@ -73,13 +52,13 @@ def _alone():
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
     """Whether oneDNN supports such a weight here, and PyTorch counts its changes."""
-    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not weight.is_contiguous():
+    if weight.device.type != "cpu" or weight.dtype not in SUPPORT_QUERIES or not weight.is_contiguous():
         return False
     if weight.dim() != 2 or weight.numel() == 0:  # placeholders of ZeRO-3 and others for a weight stored elsewhere
         return False
     if weight.is_inference() or (weight.dtype == torch.float32 and weight.numel() < SMALLEST):
         return False
-    return not emulated(weight.dtype)
+    return not is_emulated(weight.dtype)
 
 
 _steps = 0  # steps of all optimizers in this process

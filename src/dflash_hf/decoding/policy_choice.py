@@ -1,11 +1,11 @@
-"""Which policy a call gets."""
+"""Which policy decides what a call verifies."""
 
 from transformers.utils import logging
 
 from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.call import GenerateCall
+from dflash_hf.decoding.cpu_dtypes import warn_if_emulated
 from dflash_hf.decoding.drafter import Drafter
-from dflash_hf.decoding.packing import warn_if_emulated
 from dflash_hf.decoding.policies import DraftPolicy, FixedTree
 
 
@@ -27,18 +27,18 @@ def policy_for(call: GenerateCall, drafter: Drafter) -> DraftPolicy:
     """The policy of a call: the user's own, the one for the sizes in its settings, or the fastest sizes."""
     warn_if_emulated(call.target)
     warn_if_emulated(call.draft)
-    _warn_of_ignored(call.config)
+    _warn_about_ignored_settings(call.config)
     config = call.draft.decoding_config
     if config.policy is not None:
         return config.policy(call, drafter)
     if config.tree_nodes is not None:
         return FixedTree(call, drafter)
-    if config.block_size is not None or call.asked_tokens is not None or config.compile:
+    if config.block_size is not None or call.requested_tokens is not None or config.compile:
         return DraftPolicy(call, drafter)
     return AdaptiveLength(call, drafter)
 
 
-def _warn_of_ignored(generation_config) -> None:
+def _warn_about_ignored_settings(generation_config) -> None:
     """Warn once about settings that only other kinds of assistants support."""
     ignored = []
     for name, default in _OTHER_ASSISTANTS.items():

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.session import SlotSession
-from dflash_hf.decoding.slots import Probed, recurrent_states
+from dflash_hf.decoding.slots import FakeLengths, recurrent_states
 from dflash_hf.decoding.trees import probe_tree
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.targets.features import (
@@ -34,20 +34,20 @@ class TargetCapabilities(NamedTuple):
     What a target supports.
 
     Attributes:
-        session (`type`, *optional*): How its cache is rolled back; `None` if no way restores it.
-        error (`float`): The largest relative error after rolling back.
-        pads (`bool`): Whether rows with padding on the left can be drafted.
+        session (`type[SlotSession]`, *optional*): How its cache is rolled back; `None` if no way restores it.
+        error (`float`): The largest relative error of its logits and states after rolling back.
+        padding (`bool`): Whether rows with padding on the left can be rolled back.
         trees (`bool`): Whether trees can be verified.
-        features (`frozenset[int]`): Layers with an output of one vector per token, -1: their input.
+        feature_layers (`frozenset[int]`): Decoder layers whose output is one vector per token; -1: their input.
         failure (`str`, *optional*): Why it could not be tried this time.
-        attention (`str`, *optional*): Its attention, if that takes no masks of drafts.
+        attention (`str`, *optional*): Its attention implementation, if that takes no masks of drafts.
     """
 
     session: Any
     error: float
-    pads: bool = True
+    padding: bool = True
     trees: bool = False
-    features: frozenset[int] = frozenset()
+    feature_layers: frozenset[int] = frozenset()
     failure: str | None = None
     attention: str | None = None
 
@@ -60,7 +60,7 @@ class TargetCapabilities(NamedTuple):
             )
         if self.failure is not None:
             return f"{name} could not be tried on a few tokens ({self.failure})"
-        if not self.features:
+        if not self.feature_layers:
             return f"the decoder layers of {name} are in no list, or none has an output of one vector per token"
         if self.session is None:
             if math.isfinite(self.error):
@@ -70,9 +70,9 @@ class TargetCapabilities(NamedTuple):
                 )
             return f"the cache of {name} cannot be rolled back"
         for layer_id in layer_ids:
-            if max(layer_id, -1) not in self.features:
+            if max(layer_id, -1) not in self.feature_layers:
                 return f"decoder layer {layer_id} of {name} is skipped, or has no output of one vector per token"
-        if not self.pads and mask is not None and not bool(mask.all()):
+        if not self.padding and mask is not None and not bool(mask.all()):
             return f"rows of {name} with padding on the left cannot be rolled back"
         return None
 
@@ -82,103 +82,115 @@ def takes_masks(attention: str | None) -> bool:
     Whether an attention implementation takes additive masks `[R, 1, n, S]`, as upstream makes them for it.
 
     FlashAttention reads a mask as a list of rows: on a GPU an index out of bounds ends the process, so a target with
-    it is not even tried. FlexAttention wants a function. An attention of somebody's own gets no masks from upstream,
-    and is tried.
+    it is not even tried. FlexAttention takes a function instead. Implementations that a user has registered get no
+    masks from upstream, and are tried.
     """
     create = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
     return "flash" not in (attention or "") and create in (None, masking_utils.sdpa_mask, masking_utils.eager_mask)
 
 
-SESSIONS = (SlotSession, ReplaySession)  # ways to roll a target back, the simplest first
-# For each target, as long as it lives: capabilities by everything that they depend on.
+# Ways to roll a target back, the simplest first.
+SESSION_CLASSES = (SlotSession, ReplaySession)
+# For each target, as long as it lives: capabilities by everything that they depend on, see `_cache_key`.
 _capabilities: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def capabilities_of(target, sessions: tuple[Any, ...] = SESSIONS, draft_tree=probe_tree) -> TargetCapabilities:
+def capabilities_of(target) -> TargetCapabilities:
     """
-    Try a target once for each attention, dtype and code of its forwards and inputs: a short prompt, a draft with
-    rejected tokens, a roll-back and a second draft must give the same logits and states as decoding the kept tokens
-    one by one. A target that could not run is tried again by the next call: the cause may pass.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        sessions (`tuple[type]`): The kinds of sessions to try, the simplest first.
-        draft_tree (`callable`, *optional*): Makes a tree of a block `[R, n]`, and the path of the block in it.
+    What a target supports, found by running it once for each attention, dtype and code of its forwards and inputs: a
+    short prompt, a draft with rejected tokens, a roll-back and a second draft must give the same logits and states as
+    decoding the kept tokens one by one. A target that could not run is tried again by the next call, since the cause
+    may pass.
     """
     attention = target.config.get_text_config()._attn_implementation
     if not takes_masks(attention):
         return TargetCapabilities(None, math.inf, attention=attention)
     results = _capabilities.setdefault(target, {})
-    key = (sessions, attention, *_computed_by(target))
+    key = _cache_key(target)
     if key not in results:
         try:
-            results[key] = Probe(target, draft_tree).capabilities(sessions)
-        except Exception as error:  # the target itself cannot run on two rows, now
+            results[key] = Probe(target).capabilities()
+        except Exception as error:  # the target cannot run on two rows, at least now
             return TargetCapabilities(None, math.inf, failure=f"{type(error).__name__}: {error}")
     return results[key]
 
 
-def _computed_by(target) -> tuple:
+def _cache_key(target) -> tuple:
     """
-    What decides how a target computes, besides its attention. Forwards and input preparation are compared by their
-    code: quantisation, tensor parallelism and patches replace them on a class or an instance.
+    Everything that the outcome of a probe depends on and that may change in a target's life.
+
+    - The attention implementation: `set_attn_implementation`.
+    - The dtype: `to(dtype)`. It decides how large errors of rounding are, and an implementation may depend on it.
+    - The code of all forwards: quantisation, tensor parallelism and patches replace them, on a class or an instance.
+    - How `generate` prepares the inputs of a forward, which patches replace, too.
+    - Autocast, in which the target may be called.
     """
-    device = input_device(target).type
+    attention = target.config.get_text_config()._attn_implementation
     forwards = frozenset(kind.forward for kind in {type(module) for module in target.modules()})
-    steps = (target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation)
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return target.dtype, forwards, tuple(getattr(step, "__func__", step) for step in steps), autocast
+    prepare = getattr(target.prepare_inputs_for_generation, "__func__", target.prepare_inputs_for_generation)
+    update = target._update_model_kwargs_for_generation
+    update = getattr(update, "__func__", update)
+    device = input_device(target).type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return attention, target.dtype, forwards, prepare, update, autocast
 
 
 class Probe:
     """
-    Finds out what a target supports, by running it on a few tokens.
+    Finds out what a target supports, by running it on a few tokens: two rows of a prompt, the second with padding or
+    without, and a draft of which each row keeps another number of tokens.
 
     Args:
         target (`PreTrainedModel`): The target.
-        draft_tree (`callable`, *optional*): As for [`capabilities_of`].
     """
 
-    EXACT = 1e-4  # relative error of rounding
-    # Targets that round differently for one token and for several. Nemotron-H differs by 7e-4, another text: it limits
-    # time steps in forwards over several tokens only.
-    CLOSE = 3e-4
-    # Some targets take positions or windows from the length of their cache, or of what attention gets.
-    PRETENDED = Probed(view=512, reported_length=1 << 20)
+    MAX_EXACT_ERROR = 1e-4  # relative error of rounding
+    # Targets that round differently for one token and for several. Nemotron-H differs by 7e-4 and writes another text:
+    # it limits time steps in forwards over several tokens only.
+    MAX_CLOSE_ERROR = 3e-4
+    # Some targets take positions or windows from the length of their cache, or of what attention gets: both are far
+    # from the true length.
+    FAKE_LENGTHS = FakeLengths(min_view=512, seq_length=1 << 20)
 
-    def __init__(self, target, draft_tree=None):
+    PADDING = 2  # columns of the second row, if padding is tried
+    PROMPT = 5  # columns of the prompt, padding included
+    DRAFT = 5  # tokens of the first draft, so that both rows reject at least two
+    KEPT = (2, 3)  # of these, tokens that each row keeps: different numbers, and no whole draft
+    SECOND_DRAFT = 6  # tokens of the second draft, which reach past the first one: its rejected slots are overwritten
+    COLUMNS = PROMPT + max(KEPT) + SECOND_DRAFT  # tokens of a row, all in all
+
+    def __init__(self, target):
         self.target = target
-        self.draft_tree = draft_tree
         self.device = input_device(target)
         vocab_size = target.config.get_text_config().vocab_size
-        tokens = torch.arange(3, 31, device=self.device).view(2, 14)
-        self.tokens = tokens * 7 % max(vocab_size - 1, 2)  # no random numbers drawn
-        self.counts = [2, 3]  # tokens of the draft that each row keeps
+        ids = torch.arange(3, 3 + 2 * self.COLUMNS, device=self.device).view(2, self.COLUMNS)
+        self.tokens = ids * 7 % max(vocab_size - 1, 2)  # varied, without drawing random numbers
 
-    def capabilities(self, sessions: tuple[Any, ...]) -> TargetCapabilities:
-        """The simplest way to roll back, and what it cannot do."""
-        features: frozenset[int] = frozenset()
+    def capabilities(self) -> TargetCapabilities:
+        """The simplest way to roll back, with padding and trees if they work."""
+        feature_layers: frozenset[int] = frozenset()
         with contextlib.suppress(ValueError):  # HRM-Text runs two stacks in cycles
-            features = self.features()
-        best = TargetCapabilities(None, math.inf, features=features)
+            feature_layers = self.feature_layers()
+        best = TargetCapabilities(None, math.inf, feature_layers=feature_layers)
         expected = functools.cache(self.one_by_one)
-        for session in sessions:
-            for padding, tree in ((2, True), (2, False), (0, True), (0, False)):
-                if tree and (self.draft_tree is None or not session.rollback_is_free):
+        for session_class in SESSION_CLASSES:
+            for padding, with_tree in ((self.PADDING, True), (self.PADDING, False), (0, True), (0, False)):
+                if with_tree and not session_class.rollback_is_free:
                     continue
-                error = self.error(session, padding, tree, expected(padding))
-                if error < self.EXACT:
-                    return TargetCapabilities(session, error, padding > 0, tree, features)
-                if best.session is None and error < best.error:  # the first that is close, or the best, to tell
-                    close = session if error < self.CLOSE else None
-                    best = TargetCapabilities(close, error, padding > 0, tree, features)
+                error = self.error(session_class, padding, with_tree, *expected(padding))
+                if error < self.MAX_EXACT_ERROR:
+                    return TargetCapabilities(session_class, error, padding > 0, with_tree, feature_layers)
+                # The first that is close; if none is, the smallest error, for the message.
+                if best.session is None and error < best.error:
+                    close = session_class if error < self.MAX_CLOSE_ERROR else None
+                    best = TargetCapabilities(close, error, padding > 0, with_tree, feature_layers)
         return best
 
-    def error(self, session_class: Any, padding: int, tree: bool, expected) -> float:
+    def error(self, session_class: Any, padding: int, with_tree: bool, expected_logits, expected_states) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
-        tokens; the second row starts with padding.
+        tokens; the second row starts with padding. Infinite if the target cannot be run or rolled back in this way.
         """
         session = None
         try:
@@ -187,10 +199,10 @@ class Probe:
             if not session_class.CACHE.can_adopt(cache):
                 return math.inf
             pads = [0, padding]
-            offset = first_positions(positions, 5, pads, self.device)
+            offset = first_positions(positions, self.PROMPT, pads, self.device)
             session = session_class(self.target, cache, pads, offset, {})
-            session.cache.probed = self.PRETENDED
-            return self._error_after_rollback(session, tree, *expected)
+            session.cache.fake_lengths = self.FAKE_LENGTHS
+            return self._error_after_rollback(session, with_tree, expected_logits, expected_states)
         except torch.OutOfMemoryError:  # says nothing about the target
             raise
         except Exception as error:  # a target may fail in any way here
@@ -200,36 +212,36 @@ class Probe:
             if session is not None:
                 session.clear()
 
-    def _error_after_rollback(self, session, tree: bool, expected_logits, expected_states) -> float:
-        # 1. A draft of which each row keeps another number of tokens.
-        rejected = self.tokens[:, 5:10].clone()
-        for row, count in enumerate(self.counts):
-            rejected[row, count:] += 1
-        draft = Block(rejected)
+    def _error_after_rollback(self, session, with_tree: bool, expected_logits, expected_states) -> float:
+        # 1. A draft of which each row keeps another number of tokens; the others are wrong.
+        drafted = self.tokens[:, self.PROMPT : self.PROMPT + self.DRAFT].clone()
+        for row, count in enumerate(self.KEPT):
+            drafted[row, count:] += 1
+        draft = Block(drafted)
         path = None
-        if tree:
-            draft, path = self.draft_tree(rejected)
-        first, _ = session.verify(draft)
-        acceptance = Acceptance(self.counts, path)
+        if with_tree:
+            draft, path = probe_tree(drafted)
+        first_logits, _ = session.verify(draft)
+        acceptance = Acceptance(list(self.KEPT), path)
         session.keep(acceptance)
         errors = []
         for row in range(2):
             for state, expected in zip(recurrent_states(session.cache.layers), expected_states[row], strict=True):
                 errors.append(_relative_error(state[row].flatten(), expected.flatten()))
         # 2. Another draft after what was kept.
-        counts = torch.tensor(self.counts, device=self.device)
-        places = (counts + 5)[:, None] + torch.arange(6, device=self.device)
-        second, _ = session.verify(Block(self.tokens.gather(1, places)))
-        first = acceptance.select(first)
-        for row, count in enumerate(self.counts):
-            logits = torch.cat([first[row, :count], second[row]])
+        start = self.PROMPT + torch.tensor(self.KEPT, device=self.device)
+        columns = start[:, None] + torch.arange(self.SECOND_DRAFT, device=self.device)
+        second_logits, _ = session.verify(Block(self.tokens.gather(1, columns)))
+        first_logits = acceptance.select(first_logits)
+        for row, count in enumerate(self.KEPT):
+            logits = torch.cat([first_logits[row, :count], second_logits[row]])
             errors.append(_relative_error(logits, expected_logits[row, : len(logits)]))
         return max(errors)
 
     def prefilled(self, padding: int, cache) -> tuple:
-        """The output for a prompt `[2, 5]`, its positions, and the arguments of the next forward, as in `generate`."""
+        """The output for the prompt, its positions, and the arguments of the next forward, as in `generate`."""
         target = self.target
-        tokens = self.tokens[:, :5]
+        tokens = self.tokens[:, : self.PROMPT]
         mask = torch.ones_like(tokens)
         mask[1, :padding] = 0
         arguments = {cache_argument(target): cache, "use_cache": True, "attention_mask": mask}
@@ -243,27 +255,30 @@ class Probe:
         return target(**inputs, return_dict=True), inputs.get("position_ids"), arguments
 
     def one_by_one(self, padding: int) -> tuple[torch.Tensor, dict]:
-        """Logits after each token from the sixth on, one by one as in `generate`, and each row's states when kept."""
+        """
+        What is expected: logits after each token that follows the prompt, decoded one by one as in `generate`, and the
+        recurrent states of each row after the tokens that it keeps of the first draft.
+        """
         target = self.target
         cache = empty_cache(target)
         output, _, arguments = self.prefilled(padding, cache)
         logits = []
         states = {}
-        for step in range(1, self.tokens.shape[1] - 4):
+        for step in range(1, self.COLUMNS - self.PROMPT + 1):
             arguments = target._update_model_kwargs_for_generation(
                 output, arguments, is_encoder_decoder=target.config.is_encoder_decoder
             )
             inputs = target.prepare_inputs_for_generation(
-                self.tokens[:, : 5 + step], next_sequence_length=1, is_first_iteration=False, **arguments
+                self.tokens[:, : self.PROMPT + step], next_sequence_length=1, is_first_iteration=False, **arguments
             )
             output = target(**inputs, return_dict=True)
             logits.append(output.logits)
-            for row, count in enumerate(self.counts):
+            for row, count in enumerate(self.KEPT):
                 if count == step:
                     states[row] = [state[row].clone() for state in recurrent_states(cache.layers)]
         return torch.cat(logits, dim=1), states
 
-    def features(self) -> frozenset[int]:
+    def feature_layers(self) -> frozenset[int]:
         """The decoder layers whose output in a short forward over text is one vector per token; -1: their input."""
         ids = [-1, *range(len(decoder_layers(self.target)))]
         with FeatureTap(self.target, ids) as tap, tap.running():
@@ -272,21 +287,21 @@ class Probe:
         return frozenset(i for i, output in zip(ids, outputs) if output is not None and output.dim() == 3)
 
 
-def first_positions(positions, columns: int, padding: list[int], device) -> torch.Tensor:
+def first_positions(positions, prompt_length: int, padding: list[int], device) -> torch.Tensor:
     """
     The position of the first token of each row, `[R, 1]`, or `[axes, R, 1]` where positions have several axes.
 
     Args:
-        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, the positions of the prompt's last forward. Counted
-            back from the last one as if the prompt were text only; images break that rule.
-        columns (`int`): Columns of the prompt, padding included.
+        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, of the prompt's last forward. The first position is
+            counted back from the last, as if the prompt were text only: positions of images are no sequence.
+        prompt_length (`int`): Columns of the prompt, padding included.
         padding (`list[int]`): Padding columns at the start of each row.
     """
     pads = torch.tensor(padding, device=device)
     if positions is None:
         return torch.zeros_like(pads)[:, None]
     last = positions[..., -1].to(device)  # [..., R], or [..., 1] for all rows
-    return (last - (columns - 1 - pads))[..., None]
+    return (last - (prompt_length - 1 - pads))[..., None]
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -21,15 +21,18 @@ from dflash_hf.decoding.slots import SlotCache, SlotLayer, recurrent_states
 from dflash_hf.targets.features import attach, detach, empty_cache, try_out
 
 
-# Layers whose shape is fixed, or whose tokens cannot be moved. Quantised layers had no base class before 8-bit
-# quantisation was added.
-_FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
+# Layers of fixed shape, or whose tokens cannot be moved. Quantised layers have a base class since transformers has
+# 8-bit ones.
+_UNSUPPORTED_LAYERS = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
+# Called with each stateful module and its inputs in the verification that runs in this thread.
 _recorder: ContextVar[Callable | None] = ContextVar("dflash_recorder", default=None)
 _lock = threading.Lock()
-_stateful: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()  # the modules of each target
+# The stateful modules of each target, as long as it lives.
+_stateful: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()
 
 
 def _record(module, args, kwargs=None) -> None:
+    """The hook on stateful modules; without `kwargs` in a thread that runs while the hook is registered."""
     record = _recorder.get()
     if record is not None and kwargs is not None:
         record(module, args, kwargs)
@@ -54,11 +57,13 @@ class RecurrentSlots(SlotCache):
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
-        own = getattr(cache.update, "__func__", None) is Cache.update
-        # A layer that records, as after upstream's assisted decoding, keeps the inputs of its state, too.
-        return own and not any(
-            isinstance(layer, _FIXED) or getattr(layer, "record_past", False) for layer in cache.layers
-        )
+        if getattr(cache.update, "__func__", None) is not Cache.update:
+            return False
+        for layer in cache.layers:
+            # After upstream's assisted decoding a layer may record the inputs of its state, too.
+            if isinstance(layer, _UNSUPPORTED_LAYERS) or getattr(layer, "record_past", False):
+                return False
+        return True
 
     def slot_layer(self, layer: CacheLayerMixin, margin: int) -> SlotLayer:
         if isinstance(layer, LinearAttentionLayer):
@@ -70,18 +75,23 @@ class ReplaySession(SlotSession):
     """
     A target with recurrent layers, whose states are restored and advanced over the accepted tokens: the modules that
     update them run again, on the inputs that they had in the verification.
+
+    Attributes:
+        saved_states (`list[torch.Tensor]`): The states before the verification that was not kept yet.
+        calls (`list[tuple]`): In it, each call of a stateful module: the module, its `args` and `kwargs`.
+        verified (`int`): Tokens of that verification; 0 if all are kept.
     """
 
     CACHE = RecurrentSlots
     rollback_is_free = False
 
     def __init__(self, target, cache, *args, **kwargs):
-        # First what may fail: the cache stays whole. Then the states before a verification.
+        # What may fail comes first, so that the cache stays whole.
         self.hooks = [(module, _record) for module in _stateful_modules(target)]
-        self.saved = [state.clone() for state in recurrent_states(cache.layers)]
+        self.saved_states = [state.clone() for state in recurrent_states(cache.layers)]
         super().__init__(target, cache, *args, **kwargs)
-        self.calls: list[tuple] = []  # the modules' inputs in it
-        self.size = 0  # tokens of a verification that was not kept yet
+        self.calls: list[tuple] = []
+        self.verified = 0
         attach(self.hooks)
 
     @property
@@ -89,9 +99,9 @@ class ReplaySession(SlotSession):
         return recurrent_states(self.cache.layers)
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _copy(self.saved, self.states)
+        _copy_states(self.states, self.saved_states)
         self.calls = []
-        self.size = inputs["input_ids"].shape[1]
+        self.verified = inputs["input_ids"].shape[1]
         token = _recorder.set(lambda *call: self.calls.append(call))
         try:
             return super()._forward(inputs)
@@ -101,11 +111,11 @@ class ReplaySession(SlotSession):
     def keep(self, acceptance: Acceptance) -> None:
         self._advance(acceptance.counts)
         super().keep(acceptance)
-        self.size = 0  # last: if this is interrupted, `close` restores the states
+        self.verified = 0  # last, so that `close` restores the states if this is interrupted
 
     def close(self, interrupted: Acceptance | None = None) -> Cache:
         try:
-            if self.size and interrupted is None:  # the end came before the verified tokens were kept
+            if self.verified and interrupted is None:  # interrupted before the verified tokens were kept
                 self._advance([0] * len(self.lengths))
         finally:
             cache = super().close(interrupted)
@@ -121,36 +131,37 @@ class ReplaySession(SlotSession):
 
         Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
         """
-        size = self.size
+        size = self.verified
         counts = sorted({count for count in counts_of_rows if count < size})
         rows_differ = len(set(counts_of_rows)) > 1
         final = [state.clone() for state in self.states] if rows_differ else None
         for count in counts:
-            _copy(self.states, self.saved)
+            _copy_states(self.saved_states, self.states)
             if count > 0:
                 for module, args, kwargs in self.calls:
-                    module(*_tokens(args, size, count), **_tokens(kwargs, size, count))
+                    module(*_first_tokens(args, size, count), **_first_tokens(kwargs, size, count))
             if final is not None:
                 for state, result in zip(self.states, final, strict=True):
-                    rows = [row for row, kept in enumerate(counts_of_rows) if kept == count]
+                    rows = [row for row, count_of_row in enumerate(counts_of_rows) if count_of_row == count]
                     result[rows] = state[rows]
         if counts and final is not None:
-            _copy(self.states, final)
+            _copy_states(final, self.states)
 
 
-def _copy(into: list[torch.Tensor], states: list[torch.Tensor]) -> None:
-    if states:
-        torch._foreach_copy_(into, states)
+def _copy_states(source: list[torch.Tensor], destination: list[torch.Tensor]) -> None:
+    """In place; both lists may be empty."""
+    if source:
+        torch._foreach_copy_(destination, source)
 
 
-def _tokens(value, size: int, count: int):
+def _first_tokens(value, size: int, count: int):
     """The part for the first `count` tokens of a module's inputs for `size` tokens, `[R, size, ...]`."""
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == size:
         return value[:, :count]
     if isinstance(value, tuple):
-        return tuple(_tokens(item, size, count) for item in value)
+        return tuple(_first_tokens(item, size, count) for item in value)
     if isinstance(value, dict):
-        return {name: _tokens(item, size, count) for name, item in value.items()}
+        return {name: _first_tokens(item, size, count) for name, item in value.items()}
     return value
 
 
@@ -164,34 +175,47 @@ def _stateful_modules(target) -> list[nn.Module]:
 
 def _find_stateful(target) -> list[nn.Module]:
     cache = empty_cache(target)
-    running: list[nn.Module] = []
-    stateful: dict[nn.Module, None] = {}  # in order
-
-    def watched(update):
-        def watch(*args, **kwargs):
-            stateful[running[-1]] = None
-            return update(*args, **kwargs)
-
-        return watch
-
-    cache.update_conv_state = watched(cache.update_conv_state)
-    cache.update_recurrent_state = watched(cache.update_recurrent_state)
-    # Forwards in other threads, on other caches, do not matter: each thread has a list of its own.
-    this_thread = threading.get_ident()
-
-    def enter(module, args):
-        if threading.get_ident() == this_thread:
-            running.append(module)
-
-    def leave(module, args, output):
-        if threading.get_ident() == this_thread:
-            running.pop()
-
-    handles = [module.register_forward_pre_hook(enter) for module in target.modules()]
-    handles += [module.register_forward_hook(leave) for module in target.modules()]
+    observer = _StateObserver(cache)
+    handles = []
+    for module in target.modules():
+        handles.append(module.register_forward_pre_hook(observer.enter))
+        handles.append(module.register_forward_hook(observer.leave))
     try:
         try_out(target, cache)
     finally:
         for handle in handles:
             handle.remove()
-    return list(stateful)
+    return list(observer.stateful)
+
+
+class _StateObserver:
+    """
+    Notes which module is running when a recurrent state of a cache is updated.
+
+    Forwards in other threads, which use other caches, are ignored.
+
+    Attributes:
+        stateful (`dict[nn.Module, None]`): These modules, in order.
+    """
+
+    def __init__(self, cache: Cache):
+        self.thread = threading.get_ident()
+        self.running: list[nn.Module] = []  # the innermost last
+        self.stateful: dict[nn.Module, None] = {}
+        cache.update_conv_state = self._noting(cache.update_conv_state)
+        cache.update_recurrent_state = self._noting(cache.update_recurrent_state)
+
+    def _noting(self, update: Callable) -> Callable:
+        def update_and_note(*args, **kwargs):
+            self.stateful[self.running[-1]] = None
+            return update(*args, **kwargs)
+
+        return update_and_note
+
+    def enter(self, module, args) -> None:
+        if threading.get_ident() == self.thread:
+            self.running.append(module)
+
+    def leave(self, module, args, output) -> None:
+        if threading.get_ident() == self.thread:
+            self.running.pop()

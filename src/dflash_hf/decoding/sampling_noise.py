@@ -1,18 +1,23 @@
 """
-The noise of a call's samples, drawn before it is needed: drafts allow for it, and no text changes.
+The noise of a call's samples, drawn before it is needed, so that drafts take it into account and no output changes.
 
 `torch.multinomial` takes the token with the largest `p / e`, where `e ~ Exp(1)` is its generator's noise: the
 Gumbel-max trick. With the noise of the next draws at hand, each row takes its own sample of each of its tokens,
-however far it is ahead of the others: a seed gives the text that it gives without a drafter, in batches too. And a
-drafter that takes the token with the largest `q / e` drafts what the target will draw wherever `q` is near `p`
-(Daliri et al., arXiv 2408.07978).
+however far it is ahead of the others: a seed gives the same output as without a drafter, in batches too. And a drafter
+that takes the token with the largest `q / e` drafts what the target will draw wherever `q` is near `p` (Daliri et al.,
+arXiv 2408.07978).
 
-The life of one drawn number. Draw `i` is `[R, V]`, what `generate` would draw for the token number `i` of every row.
-1. `_draw(i)` makes it from the generator, in order, and keeps the generator's state before it.
-2. The drafter reads it as Gumbel noise (`gumbel`), so that it drafts the token that will be drawn.
-3. The target's choice reads it again, of whole drafts (`race`) or of single tokens (`sample`).
-4. `forget` drops it when all rows are past token `i`; a draw that memory had no room for is made again from its state.
-5. `close` rewinds the generator to the first draw that no row used, where plain decoding would have left it.
+The life of one draw. Draw `i` is `[R, V]`: the noise that `generate` would draw for generated token `i` of every row.
+
+1. *Drawn*, when somebody first needs it: `_draw(i)` takes it from the generator, in order, and keeps the generator's
+   state before it. A draw that memory has no room for is dropped, and drawn again from that state.
+2. *Drafted with.* `Drafter.logits` adds it to the draft logits as Gumbel noise (`gumbel`), so that the likeliest token
+   is the one that the drafter would draw.
+3. *Sampled with.* `TokenSelector` uses the same draw for the target's choice: of whole drafts at once (`perturb`), or
+   token by token (`sample`).
+4. *Forgotten.* After each round `GenerationState` calls `forget`, once all rows have generated token `i`.
+5. *Undone*, if no row has used it: at the end of the call `close` rewinds the generator to the first unused draw,
+   which is where decoding without a drafter leaves it.
 """
 
 import functools
@@ -26,7 +31,8 @@ logger = logging.get_logger(__name__)
 
 class SamplingNoise:
     """
-    The draws of a generator from distributions over a vocabulary, each for all rows of a batch.
+    The draws of a generator from distributions over a vocabulary, each for all rows of a batch. An index of a draw is
+    the number of tokens that a row has generated before the token that is sampled with it.
 
     Args:
         generator (`torch.Generator`): What draws.
@@ -34,122 +40,129 @@ class SamplingNoise:
         temperature (`float`): At which the target samples.
     """
 
-    # Of draws that are kept, or twice those of a round, if that is more; those of rows far behind are made again.
-    MOST_BYTES = 2**28
+    # Of draws that are kept, or twice those of a round, if that is more; those of rows far behind are drawn again.
+    MAX_BYTES = 2**28
 
     def __init__(self, generator: torch.Generator, rows: int, temperature: float = 1.0):
         self.generator = generator
         self.rows = rows
         self.temperature = temperature
         self.vocab_size = 0
-        self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw
-        self.draws: dict[int, torch.Tensor] = {}  # [R, V], those used last
-        self.made = 0
+        self.generator_states: dict[int, torch.Tensor] = {}  # before each draw, by its index
+        self.draws: dict[int, torch.Tensor] = {}  # [R, V], the latest ones, by index
+        self.next_index = 0  # of the draw that the generator gives next
         self.draws_per_round = 1  # that a row needs
 
     @classmethod
-    def of(cls, device: torch.device, rows: int, temperature: float | None) -> "SamplingNoise":
+    def for_device(cls, device: torch.device, rows: int, temperature: float | None) -> "SamplingNoise":
         """
-        The noise of the samples that a seed gives on this device without a drafter; where it cannot be foreseen, noise
-        of its own: another sample, of the same distribution.
+        The noise that `torch.multinomial` would draw on this device, from torch's own generator. Where that cannot be
+        predicted, other noise: another sample, of the same distribution.
         """
-        if foreseeable(device):
-            return cls(generator_of(device), rows, temperature or 1.0)
+        if multinomial_is_predictable(device):
+            return cls(default_generator(device), rows, temperature or 1.0)
         logger.warning_once(
             f"The draws of torch.multinomial on {device} cannot be foreseen: samples follow the target's distribution,"
             " but a seed gives another text than without the drafter."
         )
-        own = torch.Generator("cpu" if device.type == "mps" else device)
-        return cls(own.manual_seed(int(torch.randint(2**62, ()))), rows, temperature or 1.0)
+        generator = torch.Generator("cpu" if device.type == "mps" else device)
+        return cls(generator.manual_seed(int(torch.randint(2**62, ()))), rows, temperature or 1.0)
 
     def sample(self, scores: torch.Tensor, row: int, index: int) -> int:
-        """What `torch.multinomial` draws for the token number `index` of a row, from processed scores `[1, V]`."""
+        """What `torch.multinomial` draws for generated token `index` of a row, from processed scores `[1, V]`."""
         probabilities = scores.softmax(dim=-1)
         draw = self._draw(index, scores.shape[-1])[row].to(probabilities.device)
         best, token = (probabilities / draw).max(dim=-1)
         if best != best:  # NaN
-            token = _error_of(probabilities)
+            token = _raise_as_multinomial(probabilities)
         return int(token)
 
-    def race(self, scores: torch.Tensor, depths: torch.LongTensor, lengths: list[int]) -> torch.Tensor:
+    def perturb(self, scores: torch.Tensor, depths: torch.LongTensor, indices: list[int]) -> torch.Tensor:
         """
-        Processed scores `[R, n, V]` after each token of a draft at these `depths` `[R, n]`, as probabilities over
-        their noise: the largest is the sample. `lengths` are the tokens generated before in each row.
+        Probabilities divided by their noise, whose argmax is the sample.
+
+        Args:
+            scores (`torch.Tensor`): `[R, n, V]`, processed, after each token of a draft.
+            depths (`torch.LongTensor`): `[R, n]`, of these tokens.
+            indices (`list[int]`): The index of the draw at depth 0 of each row.
+
+        Returns:
+            `torch.Tensor` `[R, n, V]`.
         """
         probabilities = scores.softmax(dim=-1)
         self.vocab_size = scores.shape[-1]
-        noise = self._of_rows(lengths, int(depths.max()) + 1).to(scores.device)
-        rows = torch.arange(len(lengths), device=depths.device)[:, None]
+        noise = self._noise_of_rows(indices, int(depths.max()) + 1).to(scores.device)
+        rows = torch.arange(len(indices), device=depths.device)[:, None]
         return probabilities / noise[rows, depths]
 
-    def gumbel(self, lengths: list[int], number: int, ids: torch.LongTensor | slice) -> torch.Tensor:
+    def gumbel(self, indices: list[int], count: int, ids: torch.LongTensor | slice) -> torch.Tensor:
         """
-        Standard Gumbel noise `[R, number, len(ids)]` of the next `number` tokens of each row: what is added to the
-        log-probabilities of these ids.
+        Standard Gumbel noise `[R, count, len(ids)]` of each row's next `count` draws from its index on: what is added
+        to the log-probabilities of these ids.
         """
-        return self._of_rows(lengths, number, ids).log_().neg_()
+        return self._noise_of_rows(indices, count, ids).log_().neg_()
 
-    def _of_rows(self, lengths: list[int], number: int, ids=slice(None)) -> torch.Tensor:
-        """The noise `[R, number, V]` of the next draws of each row; each draw is made once, as few are kept."""
-        self.draws_per_round = max(self.draws_per_round, number)
-        indices = {length + step for length in lengths for step in range(number)}
+    def _noise_of_rows(self, indices: list[int], count: int, ids=slice(None)) -> torch.Tensor:
+        """The noise `[R, count, V]` of each row's next draws. A draw that several rows need is drawn once."""
+        self.draws_per_round = max(self.draws_per_round, count)
+        needed = {first + step for first in indices for step in range(count)}
         noise: dict[tuple[int, int], torch.Tensor] = {}  # (row, step) -> [V]
-        for index in sorted(indices):
+        for index in sorted(needed):
             draw = self._draw(index, self.vocab_size)
-            for row, length in enumerate(lengths):
-                if 0 <= index - length < number:
-                    noise[row, index - length] = draw[row, ids]
-        rows = [torch.stack([noise[row, step] for step in range(number)]) for row in range(len(lengths))]
+            for row, first in enumerate(indices):
+                if 0 <= index - first < count:
+                    noise[row, index - first] = draw[row, ids]
+        rows = [torch.stack([noise[row, step] for step in range(count)]) for row in range(len(indices))]
         return torch.stack(rows)
 
     def _draw(self, index: int, vocab_size: int) -> torch.Tensor:
         """Exponential noise `[R, vocab_size]` of a draw."""
         self.vocab_size = vocab_size
-        while self.made <= index:
-            self.states[self.made] = self.generator.get_state()
-            self._keep(self.made, self._drawn(self.generator))
-            self.made += 1
+        while self.next_index <= index:
+            self.generator_states[self.next_index] = self.generator.get_state()
+            self._keep(self.next_index, self._draw_from(self.generator))
+            self.next_index += 1
         if index not in self.draws:
-            again = torch.Generator(self.generator.device)
-            again.set_state(self.states[index])
-            self._keep(index, self._drawn(again))
+            generator = torch.Generator(self.generator.device)
+            generator.set_state(self.generator_states[index])
+            self._keep(index, self._draw_from(generator))
         return self.draws[index]
 
-    def _drawn(self, generator: torch.Generator) -> torch.Tensor:
+    def _draw_from(self, generator: torch.Generator) -> torch.Tensor:
         empty = torch.empty(self.rows, self.vocab_size, dtype=torch.float32, device=generator.device)
         return empty.exponential_(generator=generator)
 
     def _keep(self, index: int, draw: torch.Tensor) -> None:
         self.draws[index] = draw
-        most = max(self.MOST_BYTES // draw.nbytes, 2 * self.draws_per_round)
-        while len(self.draws) > most:
+        max_draws = max(self.MAX_BYTES // draw.nbytes, 2 * self.draws_per_round)
+        while len(self.draws) > max_draws:
             oldest = next(iter(self.draws))
             del self.draws[oldest]
 
-    def forget(self, before: int) -> None:
-        """No row needs draws before this one any more."""
-        for table in (self.states, self.draws):
-            for index in [index for index in table if index < before]:
+    def forget(self, first_needed: int) -> None:
+        """Drop the draws before this index, which no row needs any more."""
+        for table in (self.generator_states, self.draws):
+            for index in [index for index in table if index < first_needed]:
                 del table[index]
 
-    def close(self, taken: int) -> None:
-        """Undo all draws but the first `taken`, unless other code has used the generator meanwhile."""
-        if taken >= self.made:
+    def close(self, used: int) -> None:
+        """Undo all draws but the first `used`, unless other code has used the generator meanwhile."""
+        if used >= self.next_index:
             return
-        again = torch.Generator(self.generator.device)
-        again.set_state(self.states[taken])
-        for _ in range(taken, self.made):
-            self._drawn(again)
-        if torch.equal(again.get_state(), self.generator.get_state()):
-            self.generator.set_state(self.states[taken])
+        replayed = torch.Generator(self.generator.device)
+        replayed.set_state(self.generator_states[used])
+        for _ in range(used, self.next_index):
+            self._draw_from(replayed)
+        if torch.equal(replayed.get_state(), self.generator.get_state()):
+            self.generator.set_state(self.generator_states[used])
 
 
-def _error_of(probabilities: torch.Tensor) -> torch.Tensor:
-    """The error of `torch.multinomial`, if these are not probabilities."""
+def _raise_as_multinomial(probabilities: torch.Tensor) -> torch.Tensor:
+    """Raise the error of `torch.multinomial` if these are not probabilities; otherwise a sample."""
     return torch.multinomial(probabilities, 1, generator=torch.Generator(probabilities.device))[:, 0]
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """Torch's own generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
@@ -158,14 +171,14 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 @functools.cache
-def foreseeable(device: torch.device) -> bool:
+def multinomial_is_predictable(device: torch.device) -> bool:
     """Whether `torch.multinomial` draws on a device as described above, and its generators can be rewound."""
     try:
         generator = torch.Generator(device).manual_seed(0)
-        again = torch.Generator(device)
-        again.set_state(generator.get_state())
+        copied_generator = torch.Generator(device)
+        copied_generator.set_state(generator.get_state())
         scores = torch.arange(1.0, 3 * 4096 + 1, device=device).view(3, 4096).log()
-        noise = SamplingNoise(again, rows=3)
+        noise = SamplingNoise(copied_generator, rows=3)
         for step in range(8):
             drawn = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0].tolist()
             if drawn != [noise.sample(scores[row : row + 1], row, step) for row in range(3)]:

@@ -1,4 +1,4 @@
-"""How a call of `generate` chooses tokens: its processors, its sampling, and where a row ends. Writes nothing."""
+"""How a call of `generate` chooses tokens: its processors, its sampling, and where a row ends."""
 
 import copy
 
@@ -29,26 +29,28 @@ _POSITIONWISE = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
 )
-_COUNTED = (MaxLengthCriteria, EosTokenCriteria)
+# Criteria that are applied to all tokens of a draft at once, without being called.
+_BATCHED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 class TokenSelector:
     """
-    Which token the target chooses after each token, and where a row ends.
+    Which token the target chooses after each token, and where a row ends. `GenerationState` writes what it chooses.
 
     Args:
         prompt (`torch.LongTensor`): `[R, S]`.
         logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
-        streamer (`BaseStreamer`, *optional*): As there.
+        streamer ([`TimedStreamer`], *optional*): Receives every token.
 
     Attributes:
-        requested_outputs (`list[str]`): What `generate` is to return of each token, by the names in its output.
+        requested_outputs (`list[str]`): Which of `scores` and `logits` the call returns for each token.
+        input_length (`int`): Columns of `input_ids`, after which generated tokens are written.
         max_new (`int`): Maximum number of tokens to generate.
         eos (`torch.LongTensor`, *optional*): The ids that end a row.
         pad (`int`): The id that fills a row past its end.
-        tokenwise (`bool`): Whether tokens are judged one by one, and each row by itself: by rules that read the text,
-            and for whatever follows each token. On a CPU samples too: sorting the scores of all drafted tokens for
-            `top_p` takes longer than a forward of a small target.
+        tokenwise (`bool`): Whether tokens are chosen one by one, and each row separately: if a processor or criterion
+            reads the sequence, and if a streamer or an output receives each token. On a CPU samples too: sorting the
+            scores of all drafted tokens for `top_p` takes longer than a forward of a small target.
         processors (`list[LogitsProcessorList]`): One for each row.
         noise ([`SamplingNoise`], *optional*): Of the samples.
     """
@@ -64,22 +66,20 @@ class TokenSelector:
         # A criterion of the caller replaces the configuration's limit.
         limits = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
         max_length = int(min(limits, default=generation_config.max_length))
-        self.prompt_length = prompt.shape[1]
-        self.max_new = max(max_length - self.prompt_length, 1)
-        ends = [
-            criterion.eos_token_id.flatten()
-            for criterion in stopping_criteria
-            if isinstance(criterion, EosTokenCriteria)
-        ]
-        self.eos = torch.cat(ends) if ends else None
+        self.input_length = prompt.shape[1]
+        self.max_new = max(max_length - self.input_length, 1)
+        eos_criteria = [criterion for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+        self.eos = None
+        if eos_criteria:
+            self.eos = torch.cat([criterion.eos_token_id.flatten() for criterion in eos_criteria])
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
-        reads_text = any(type(processor) not in _POSITIONWISE for processor in logits_processor)
-        reads_text = reads_text or any(type(criterion) not in _COUNTED for criterion in stopping_criteria)
-        sampled = generation_config.do_sample
-        samples_on_cpu = sampled and prompt.device.type == "cpu"
-        followed = bool(self.requested_outputs) or streamer is not None
-        self.tokenwise = bool(reads_text or followed or samples_on_cpu)
+        processors_read = any(type(processor) not in _POSITIONWISE for processor in logits_processor)
+        criteria_read = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
+        is_sampled = generation_config.do_sample
+        samples_on_cpu = is_sampled and prompt.device.type == "cpu"
+        has_receiver = bool(self.requested_outputs) or streamer is not None
+        self.tokenwise = bool(processors_read or criteria_read or has_receiver or samples_on_cpu)
         self.processors = [logits_processor]
         if rows > 1:
             self.processors = [
@@ -87,31 +87,31 @@ class TokenSelector:
                 for row in range(rows)
             ]
         self.noise = None
-        if sampled:
-            self.noise = SamplingNoise.of(prompt.device, rows, generation_config.temperature)
+        if is_sampled:
+            self.noise = SamplingNoise.for_device(prompt.device, rows, generation_config.temperature)
 
-    def why_in_step(self) -> str | None:
-        """Why the rows of a batch must advance in step, if so: something follows all of them, token by token."""
+    def why_rows_advance_together(self) -> str | None:
+        """Why no row of a batch may be ahead of another: something reads all of them after each token. Else `None`."""
         if self.requested_outputs:
             return f"{' and '.join(self.requested_outputs)} of several rows are requested"
         if self.streamer is not None:
             return "a streamer follows several rows"
-        # Without an end-of-sequence token, rows ended by a stop string are written on until all have ended.
-        criteria_of_rows = _COUNTED if self.eos is None else (*_COUNTED, StopStringCriteria)
+        # Without an end-of-sequence token, upstream continues rows that a stop string has ended until all have ended.
+        criteria_of_rows = _BATCHED_CRITERIA if self.eos is None else (*_BATCHED_CRITERIA, StopStringCriteria)
         for rule in (*self.processors[0], *self.criteria):
             # Called with one row that is ahead of the others, these return what they would return within the batch.
             if type(rule) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
                 return f"{type(rule).__name__} judges several rows at once"
         return None
 
-    def choose(self, logits: torch.Tensor, depths: torch.LongTensor, lengths: list[int]) -> torch.LongTensor:
+    def choose(self, logits: torch.Tensor, depths: torch.LongTensor, sample_indices: list[int]) -> torch.LongTensor:
         """
-        The target's own token after each token of a draft, by rules that read single positions.
+        The target's choice after each token of a draft, by processors that read single positions.
 
         Args:
             logits (`torch.Tensor`): `[R, n, V]`.
             depths (`torch.LongTensor`): `[R, n]`.
-            lengths (`list[int]`): Tokens generated before in each row.
+            sample_indices (`list[int]`): The index of each row's next sample.
 
         Returns:
             `torch.LongTensor` `[R, n]`.
@@ -122,15 +122,15 @@ class TokenSelector:
             return argmax_token(logits)
         scores = self.processors[0](None, logits.flatten(0, 1).float()).view(logits.shape)
         if self.noise is not None:
-            scores = self.noise.race(scores, depths, lengths)
+            scores = self.noise.perturb(scores, depths, sample_indices)
         return argmax_token(scores)
 
-    def next_token(self, row: int, text: torch.LongTensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The next token of a row with this text `[1, S]`, and its processed scores, from logits `[1, V]`."""
-        scores = self.processors[row](text, logits)
+    def next_token(self, row: int, sequence: torch.LongTensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The token after a row's sequence `[1, S]`, and its processed scores `[1, V]`, from logits `[1, V]`."""
+        scores = self.processors[row](sequence, logits)
         if self.noise is None:
             return int(argmax_token(scores)), scores
-        return self.noise.sample(scores, row, text.shape[1] - self.prompt_length), scores
+        return self.noise.sample(scores, row, sequence.shape[1] - self.input_length), scores
 
 
 def _restricted(processor, row: int):

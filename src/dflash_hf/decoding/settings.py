@@ -9,9 +9,9 @@ class DFlashDecodingConfig:
     """
     How a drafter decodes; lives on `draft.decoding_config`.
 
-    With neither `block_size` nor `tree_nodes`, each round verifies the number of tokens expected to be fastest: the
-    likeliest tokens of a tree, a single path, a copy of earlier text, or nothing, in which case the target decodes
-    alone for a while. With `compile`, each round verifies a whole block.
+    With neither `block_size` nor `tree_nodes`, each round verifies what is expected to be fastest: the likeliest
+    tokens of a tree or of a single path, a copy of earlier text, or nothing: then the target decodes a token as
+    without a drafter. With `compile`, each round verifies a whole block.
 
     Args:
         block_size (`int`, *optional*): Draft and verify blocks of so many tokens in every round, anchor included; at
@@ -25,7 +25,7 @@ class DFlashDecodingConfig:
         compile (`bool` or `str`): Compile the forwards of both models, for drafts of fixed size and each bucket of
             256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of a bucket
             takes a while. Not compiled: targets with recurrent layers.
-        policy (`type[DraftPolicy]`, *optional*): What to draft in each round, if you write that yourself; see
+        policy (`type[DraftPolicy]`, *optional*): Your own class, which decides what to verify in each round; see
             [`~dflash_hf.decoding.policies.DraftPolicy`]. Default: the policy for the settings above.
     """
 
@@ -64,5 +64,5 @@ class DFlashDecodingConfig:
             raise ValueError(f"decoding_config.{name}={value!r} must be {values}.")
 
 
-def _is_count(value, most: float = float("inf")) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+def _is_count(value, maximum: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= maximum

@@ -2,10 +2,15 @@
 The slot cache: every row starts at slot 0, new keys are written to the slots of their tokens, and rolling back just
 keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 
+Three ways to count, for a row with `p` columns of padding on the left:
+- a *column* is an index into the padded batch, as in `input_ids` and in caches of `generate`;
+- a *token* is its index in its row, without padding: column minus `p`;
+- a *slot* is where a layer stores a token: slot `i` for token `i`, unless the layer has a [`Ring`].
+
 The life of a slot. `SlotCache.adopt` moves the prompt's keys and values into slots. Before each forward `reserve`
-makes room and `place` says which slot each new token gets; every layer's `update` writes there. What is rejected stays
-and is overwritten; `move` brings the accepted path of a tree to its places. `release` writes the slots back into the
-cache that they came from, and frees them.
+makes room and `set_next_tokens` decides which slot each new token gets; every layer's `update` writes there. What is
+rejected stays and is overwritten; `copy_tokens` makes the accepted path of a tree contiguous. `release` writes the
+slots back into the cache that they came from, and frees them.
 """
 
 import functools
@@ -21,19 +26,19 @@ from transformers.cache_utils import (
 )
 
 
-CAPACITY_STEP = 64  # capacities are multiples of this
-VIEW_STEP = 8  # the view handed to attention is the used length rounded up to this
-SMALLEST_BUCKET = 256  # slots of a cache whose shapes are fixed for graphs, at least
-RING_MARGIN = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
+CAPACITY_STEP = 64  # capacities are multiples of this many slots
+VIEW_STEP = 8  # attention gets the used slots, rounded up to a multiple of this
+MIN_BUCKET = 256  # minimum number of slots of a cache whose shapes are fixed for graphs
+MIN_RING_MARGIN = 128  # slots of a ring beyond its window: a draft overwrites nothing that its tokens attend to
 
 
 class Ring(NamedTuple):
     """
-    Slots that are used again and again: token `i` of a row is in slot `i`, or `sink + (i - sink) % size`.
+    Slots that are reused: token `i` of a row is in slot `i` if `i < sink`, else in `sink + (i - sink) % size`.
 
     Args:
-        window (`int`): The window of the layers that have it.
-        size (`int`): Slots that are shared: the window, and room for a draft.
+        window (`int`): Attention window of the layers, in tokens.
+        size (`int`): Slots that are reused: the window, and room for a draft.
         sink (`int`): Tokens at the start of a row that stay.
     """
 
@@ -42,11 +47,11 @@ class Ring(NamedTuple):
     sink: int = 0
 
     def slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """The slots of tokens; those of tokens to be dropped, which are negative, stay negative."""
+        """The slots of tokens; those of rejected tokens, which are negative, stay negative."""
         return torch.where(tokens < self.sink, tokens, self.sink + (tokens - self.sink) % self.size)
 
     def tokens(self, view: int, last: torch.LongTensor) -> torch.LongTensor:
-        """`[R, view]`, the token in each slot once the tokens up to `last` `[R, 1]` are written; negative: none."""
+        """`[R, view]`, the token in each slot after those up to `last` `[R, 1]` were written; negative: none."""
         slots = torch.arange(view, device=last.device)
         tokens = last - (last - slots) % self.size
         unused = (tokens < self.sink) | (slots >= self.sink + self.size)
@@ -84,11 +89,11 @@ class SlotIndex:
 
 class SlotLayer(CacheLayerMixin):
     """
-    Keys and values `[R, heads, capacity, head_dim]` of one layer, written at the cache's current slots.
+    Keys and values `[R, heads, capacity, head_dim]` of one layer, written to the slots of the cache's next tokens.
 
     Args:
         cache (`SlotCache`): The cache that it belongs to.
-        ring (`Ring`, *optional*): Which slots tokens share; `None`: every token has its own.
+        ring (`Ring`, *optional*): Which slots are reused; `None`: every token has its own.
     """
 
     is_sliding = False
@@ -106,7 +111,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
-        """Move `columns` left-padded columns of a layer here: first its keys, which are freed, then its values."""
+        """Move `columns` left-padded columns of a layer here: its keys, then its values; the layer is left empty."""
         self.dtype = layer.keys.dtype
         self.device = layer.keys.device
         first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
@@ -126,13 +131,13 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
-        """Write the slots back into a layer, as `columns` left-padded columns; they are freed on the way."""
+        """Write the slots back into a layer as `columns` left-padded columns. Each buffer is freed once copied."""
         first = 0
-        moved = [name for name in ("keys", "values") if getattr(self, name) is not None]
-        if moved and isinstance(layer, DynamicSlidingWindowLayer):
+        names = [name for name in ("keys", "values") if getattr(self, name) is not None]
+        if names and isinstance(layer, DynamicSlidingWindowLayer):
             first = max(columns - layer.sliding_window + 1, 0)
             layer.cumulative_length = columns
-        for name in moved:
+        for name in names:
             buffer = getattr(self, name)
             rows = []
             for row, pad in enumerate(padding):
@@ -187,66 +192,67 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.view_of(self.ring), 0
 
     def get_seq_length(self) -> int:
-        if self.cache.probed is not None:
-            return self.cache.probed.reported_length
+        if self.cache.fake_lengths is not None:
+            return self.cache.fake_lengths.seq_length
         return self.cache.view
 
     def get_max_length(self) -> int:
         return self.cache.capacity
 
 
-class Probed(NamedTuple):
-    """What a probe pretends of a cache, to see whether a target takes positions or windows from it."""
+class FakeLengths(NamedTuple):
+    """Lengths that a cache reports in a probe, to find targets that derive positions or windows from them."""
 
-    view: int  # slots that attention gets, at least
-    reported_length: int
+    min_view: int  # slots that attention gets, at least
+    seq_length: int  # returned by `get_seq_length`
 
 
 class SlotCache(Cache):
     """
-    A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
+    A cache of `rows` x `capacity` slots.
 
-    `reserve` makes room for a forward, `place` sets where its tokens go, and the forward's mask sets what each query
-    sees. A caller keeps nothing but a length, so rolling back is free.
+    `reserve` makes room for a forward, `set_next_tokens` sets where its tokens go, and the forward's mask decides what
+    each query attends to. The caller keeps the lengths of rows, so rolling back is free.
 
     Args:
         rows (`int`): Batch rows.
         capacity (`int`): Initial slots per row; `reserve` grows them when they run out. The last slot is never
-            attended to: tokens to be dropped are written there.
-        ring (`Ring`, *optional*): Which slots tokens share, in layers that are not adopted.
+            attended to: rejected tokens are written there.
+        ring (`Ring`, *optional*): Which slots are reused, in layers that are not adopted.
         fixed_shapes (`bool`): For graphs: capacities are powers of two, and attention always gets all slots.
 
     Attributes:
         columns (`int`): Columns of the adopted cache, padding included.
         view (`int`): Slots that attention gets, in layers without a ring.
-        tokens (`tuple[torch.LongTensor]`): Groups `[R, n]` of the tokens of the next forward; negative: dropped.
-        probed (`Probed`, *optional*): Set by a probe.
+        next_tokens (`tuple[torch.LongTensor]`): Groups `[R, n]` of the tokens of the next forward; negative: rejected.
+        fake_lengths (`FakeLengths`, *optional*): Set by a probe.
     """
 
     def __init__(self, rows: int, capacity: int, ring: Ring | None = None, fixed_shapes: bool = False):
-        super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self, ring))  # which copies are rebound
+        # A partial, not a closure: in a deep copy, new layers belong to the copy.
+        super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self, ring))
         self.rows = rows
         self.ring = ring
         self.fixed_shapes = fixed_shapes
         if fixed_shapes:
-            self.capacity = max(SMALLEST_BUCKET, 1 << capacity.bit_length())
+            self.capacity = max(MIN_BUCKET, 1 << capacity.bit_length())
         else:
             self.capacity = _round_up(capacity + 1, CAPACITY_STEP)
         self.columns = 0
         self.view = 0
-        self.probed: Probed | None = None
-        self.tokens: tuple[torch.LongTensor, ...] = ()
+        self.fake_lengths: FakeLengths | None = None
+        self.next_tokens: tuple[torch.LongTensor, ...] = ()
         self._indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
 
     def reserve(self, used: int) -> None:
-        """Make room for a forward in which no row sees a token at or past `used`; attention gets as many, rounded."""
+        """Make room for tokens `0` to `used - 1` of each row; attention then gets their slots, rounded up."""
         if self.fixed_shapes:
             if used >= self.capacity:
                 self._resize(1 << used.bit_length())
             self.view = self.capacity
             return
-        if self.probed is not None:
-            used = max(used, self.probed.view)
+        if self.fake_lengths is not None:
+            used = max(used, self.fake_lengths.min_view)
         if used >= self.capacity:
             self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1, CAPACITY_STEP))
         self.view = min(_round_up(used, VIEW_STEP), self.capacity)
@@ -278,14 +284,15 @@ class SlotCache(Cache):
             return self.view
         return min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
 
-    def place(self, *tokens: torch.LongTensor) -> None:
+    def set_next_tokens(self, *tokens: torch.LongTensor) -> None:
         """
         Set the tokens of the next forward.
 
         Args:
-            tokens (`torch.LongTensor`): One or more groups `[R, n]`, written in order, in the order of the new tokens.
+            tokens (`torch.LongTensor`): One or more groups `[R, n]`, in the order of the forward's inputs. Groups are
+                written one after another; within one, no two tokens may share a slot.
         """
-        self.tokens = tokens
+        self.next_tokens = tokens
         self._indices = {}
         for ring in {self.ring, *(layer.ring for layer in self.slot_layers)}:
             self.indices(ring)
@@ -293,19 +300,19 @@ class SlotCache(Cache):
     def indices(self, ring: Ring | None) -> tuple[SlotIndex, ...]:
         """Where the tokens of the next forward go in a layer, a [`SlotIndex`] for each group."""
         if ring not in self._indices:
-            dropped = self.capacity_of(ring) - 1
+            rejected_slot = self.capacity_of(ring) - 1
             groups = []
-            for tokens in self.tokens:
+            for tokens in self.next_tokens:
                 slots = tokens if ring is None else ring.slots(tokens)
-                groups.append(SlotIndex(torch.where(slots < 0, dropped, slots)))
+                groups.append(SlotIndex(torch.where(slots < 0, rejected_slot, slots)))
             self._indices[ring] = tuple(groups)
         return self._indices[ring]
 
-    def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
-        """Copy tokens `[R, n]` of each row to the places of others."""
+    def copy_tokens(self, source: torch.LongTensor, destination: torch.LongTensor) -> None:
+        """Copy the keys and values of tokens `[R, n]` to those of other tokens of the same row."""
         for ring in {layer.ring for layer in self.slot_layers}:
             reading = SlotIndex(source if ring is None else ring.slots(source))
-            writing = SlotIndex(goal if ring is None else ring.slots(goal))
+            writing = SlotIndex(destination if ring is None else ring.slots(destination))
             for layer in self.slot_layers:
                 if layer.is_initialized and layer.ring == ring:
                     for buffer in (layer.keys, layer.values):
@@ -319,10 +326,9 @@ class SlotCache(Cache):
         """
         if getattr(cache.update, "__func__", None) is not Cache.update:
             return False
-        holding = [
-            layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
-        ]
-        return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
+        stateful = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        layers = [layer for layer in cache.layers if isinstance(layer, stateful)]
+        return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
     @classmethod
     def adopt(
@@ -332,31 +338,32 @@ class SlotCache(Cache):
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0. Layers with a sliding
         window get a ring of slots.
 
-        The prompt is held once: keys and values of the source are freed as soon as they have moved, until `release`.
+        The prompt is in memory once: keys and values of the source are freed as soon as they are copied.
 
         Args:
-            cache (`Cache`): Its keys in dynamic and sliding-window layers only. Recurrent states, and layers that hold
-                nothing, are shared with it.
+            cache (`Cache`): With keys in dynamic and sliding-window layers only. Recurrent states, and layers without
+                states, are shared with it.
             padding (`list[int]`): Padding columns at the start of each row.
             largest_draft (`int`): Tokens of the largest draft.
             fixed_shapes (`bool`): As for the class.
         """
-        columns = cached_columns(cache)
+        columns = cached_length(cache)
         slots = cls(len(padding), columns + CAPACITY_STEP, fixed_shapes=fixed_shapes)
         slots.columns = columns
-        margin = max(RING_MARGIN, largest_draft)
+        margin = max(MIN_RING_MARGIN, largest_draft)
         try:
             for layer in cache.layers:
-                slots.layers.append(slots.slot_layer(layer, margin) if isinstance(layer, CacheLayerMixin) else layer)
-                if isinstance(slots.layers[-1], SlotLayer) and layer.is_initialized:  # or it shares another's keys
-                    slots.layers[-1].adopt(layer, padding, columns)
+                slot_layer = slots.slot_layer(layer, margin) if isinstance(layer, CacheLayerMixin) else layer
+                slots.layers.append(slot_layer)
+                if isinstance(slot_layer, SlotLayer) and layer.is_initialized:  # else it shares another layer's keys
+                    slot_layer.adopt(layer, padding, columns)
         except BaseException:  # out of memory, or interrupted
             slots.release(cache, padding, columns)
             raise
         return slots
 
     def slot_layer(self, layer: CacheLayerMixin, margin: int) -> SlotLayer:
-        """The slots that a layer's tokens move into."""
+        """The empty layer of slots that takes a layer's tokens."""
         if type(layer) is DynamicSlidingWindowLayer:
             return SlotLayer(self, Ring(layer.sliding_window, layer.sliding_window + margin))
         return SlotLayer(self)
@@ -369,16 +376,16 @@ class SlotCache(Cache):
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
         Write the slots back into the cache they were adopted from, as `columns` left-padded columns: an ordinary cache
-        that continues the conversation with or without a drafter. The slots are freed on the way.
+        that continues the conversation with or without a drafter. Each layer's slots are freed once they are copied.
         """
-        for source, layer in zip(self.layers, cache.layers):  # fewer, if not all were moved
-            if isinstance(source, SlotLayer):
-                source.release(layer, padding, columns)
+        for slot_layer, layer in zip(self.layers, cache.layers):  # fewer slot layers if `adopt` was interrupted
+            if isinstance(slot_layer, SlotLayer):
+                slot_layer.release(layer, padding, columns)
         return cache
 
 
-def cached_columns(cache) -> int:
-    """Columns that a cache holds before the prompt; 0 if all layers are recurrent, which do not count them."""
+def cached_length(cache) -> int:
+    """Columns that a cache holds; 0 if all layers are recurrent, which do not count them."""
     if cache is None or not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return 0
     return cache.get_seq_length()

@@ -1,14 +1,14 @@
-"""The generation state: the text of all rows, what is committed to it, and streaming."""
+"""The generation state: the sequences of all rows, what is committed to them, and streaming."""
 
 import torch
 
-from dflash_hf.decoding.acceptance import Acceptance, Block, acceptance_of
+from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.selection import TokenSelector
 
 
 class GenerationState:
     """
-    The rows of a text, and how they grow.
+    The sequences of a call, and how they grow.
 
     Args:
         prompt (`torch.LongTensor`): `[R, S]`.
@@ -16,8 +16,8 @@ class GenerationState:
 
     Attributes:
         lengths (`list[int]`): Tokens generated in each row.
-        alive (`list[bool]`): Rows that have not ended.
-        last (`torch.LongTensor`): `[R]`, the last committed token of each row: the anchors of the next draft.
+        unfinished (`list[bool]`): Rows that have not ended.
+        anchors (`torch.LongTensor`): `[R]`, the last committed token of each row, after which the next draft begins.
         acceptance_lengths (`list[list[int]]`): For each row, the tokens that each verification committed.
         outputs (`dict[str, list]`): The outputs of each token that were requested.
         interrupted (`Acceptance`, *optional*): The accepted part of a round that an error of the caller's code ended,
@@ -27,53 +27,58 @@ class GenerationState:
     def __init__(self, prompt: torch.LongTensor, selector: TokenSelector):
         rows = len(prompt)
         self.selector = selector
-        self.buffer = prompt  # which grows: the limit may be far away
+        self.buffer = prompt  # grows, since the limit may be far away
         self.lengths = [0] * rows
-        self.alive = [True] * rows
-        self.last = prompt.new_zeros(rows)
+        self.unfinished = [True] * rows
+        self.anchors = prompt.new_zeros(rows)
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.outputs: dict[str, list[torch.Tensor]] = {name: [] for name in selector.requested_outputs}
         self.interrupted: Acceptance | None = None
 
     @property
     def done(self) -> bool:
-        return not any(self.alive)
+        return not any(self.unfinished)
 
     @property
     def longest(self) -> int:
+        """Tokens generated in the longest row."""
         return max(self.lengths)
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest row that has not ended."""
-        return min((length for length, alive in zip(self.lengths, self.alive) if alive), default=0)
+        """Tokens generated in the shortest unfinished row; 0 if all have ended."""
+        lengths = [length for length, unfinished in zip(self.lengths, self.unfinished) if unfinished]
+        return min(lengths, default=0)
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Maximum number of tokens that any row may still generate."""
         return self.selector.max_new - self.shortest
 
     @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
-        return self.buffer[:, : self.selector.prompt_length + self.longest].contiguous()
+        return self.buffer[:, : self.selector.input_length + self.longest].contiguous()
 
     @property
-    def next_draws(self) -> list[int]:
-        """The number of each row's next sample; ended rows repeat the shortest active row's."""
+    def sample_indices(self) -> list[int]:
+        """
+        The index of each row's next sample in [`SamplingNoise`], which is the number of tokens it has generated. Rows
+        that have ended sample nothing; they repeat the shortest unfinished row's, so that no draw is kept for them.
+        """
         shortest = self.shortest
-        return [length if alive else shortest for length, alive in zip(self.lengths, self.alive)]
+        return [length if unfinished else shortest for length, unfinished in zip(self.lengths, self.unfinished)]
 
     def begin(self, logits: torch.Tensor) -> None:
         """Choose the first token of each row, from the logits `[R, 1, V]` after the prompt."""
-        self._commit(Block(self.last[:, None]), logits, [[] for _ in self.lengths])
+        self._commit(Block(self.anchors[:, None]), logits, [[] for _ in self.lengths])
 
     def accept(self, draft, logits: torch.Tensor) -> Acceptance:
         """
-        Write the longest path of a draft that the target agrees with, and the target's next token.
+        Write the longest path of a draft on which the target agrees, and the target's next token.
 
         Args:
-            draft (`Block` or the like): `[R, n]` tokens.
+            draft (`Block` or `Tree`): `[R, n]` tokens.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
         """
         if hasattr(self.selector.streamer, "next_round"):  # for streamers that mark drafted tokens
@@ -82,7 +87,7 @@ class GenerationState:
         try:
             acceptance = self._commit(draft, logits, paths)
         except BaseException:
-            self.interrupted = acceptance_of(paths, self.buffer.device)
+            self.interrupted = Acceptance.from_paths(paths, self.buffer.device)
             raise
         for lengths, count in zip(self.acceptance_lengths, acceptance.counts):
             if count > 0:
@@ -90,82 +95,84 @@ class GenerationState:
         return acceptance
 
     def _commit(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
+        """Choose and write tokens; `paths` receives the accepted nodes of each row if they are chosen one by one."""
         logits = logits.to(self.buffer.device)
         self._reserve(self.longest + logits.shape[1])
         if self.selector.tokenwise:
-            acceptance = self._token_by_token(draft, logits, paths)
+            acceptance = self._commit_token_by_token(draft, logits, paths)
         else:
-            acceptance = self._at_once(draft, logits)
+            acceptance = self._commit_at_once(draft, logits)
         if self.selector.noise is not None:
-            self.selector.noise.forget(min(self.next_draws))
+            self.selector.noise.forget(min(self.sample_indices))
         return acceptance
 
-    def _at_once(self, draft, logits: torch.Tensor) -> Acceptance:
+    def _commit_at_once(self, draft, logits: torch.Tensor) -> Acceptance:
         selector = self.selector
         device = self.buffer.device
-        # 1. The target's own token after each drafted one, and how far the draft agrees.
+        # 1. The target's choice after each drafted token, and the longest path on which they agree.
         depths = draft.depths
         if depths is None:
             depths = torch.arange(logits.shape[1], device=device).expand(logits.shape[:2])
-        chosen = selector.choose(logits, depths, self.next_draws)
-        counts, path = draft.agree(chosen)
-        tokens = chosen if path is None else chosen.gather(1, path)  # [R, m]
+        target_tokens = selector.choose(logits, depths, self.sample_indices)
+        counts, path = draft.longest_match(target_tokens)
+        tokens = target_tokens if path is None else target_tokens.gather(1, path)  # [R, m]
         # 2. Where rows end on that path.
-        lengths, alive = torch.tensor([self.lengths, self.alive], device=device)
-        left = (selector.max_new - lengths) * alive
-        counts = counts.minimum(left)
-        ended = counts >= left
+        lengths, unfinished = torch.tensor([self.lengths, self.unfinished], device=device)
+        remaining = (selector.max_new - lengths) * unfinished
+        counts = counts.minimum(remaining)
+        ended = counts >= remaining
         if selector.eos is not None:
             is_eos = torch.isin(tokens, selector.eos.to(device))
-            first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, tokens.shape[1] + 1)
-            ended = ended | (first <= counts)
-            counts = counts.minimum(first)
-        # 3. Write them; what the next draft rejects is overwritten.
-        places = torch.arange(tokens.shape[1], device=device)
-        tokens = torch.where(places < counts[:, None], tokens, selector.pad)
-        self.buffer.scatter_(1, (selector.prompt_length + lengths)[:, None] + places, tokens)
-        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        self.last = torch.where(counts > 0, last, self.last)
-        host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()  # the host waits for the device
+            past_end = tokens.shape[1] + 1
+            count_to_eos = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, past_end)
+            ended = ended | (count_to_eos <= counts)
+            counts = counts.minimum(count_to_eos)
+        # 3. Write all tokens of the path, padding past `counts`: the next round overwrites it.
+        steps = torch.arange(tokens.shape[1], device=device)
+        tokens = torch.where(steps < counts[:, None], tokens, selector.pad)
+        self.buffer.scatter_(1, (selector.input_length + lengths)[:, None] + steps, tokens)
+        last_tokens = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        self.anchors = torch.where(counts > 0, last_tokens, self.anchors)
+        host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()  # the one sync of a round
         self.lengths = [length + count for length, count in zip(self.lengths, host_counts)]
-        self.alive = [alive and not ended for alive, ended in zip(self.alive, host_ended)]
+        self.unfinished = [unfinished and not ended for unfinished, ended in zip(self.unfinished, host_ended)]
         return Acceptance(host_counts, path)
 
-    def _token_by_token(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
-        """Each row by itself: its tokens go on as long as they agree with the draft; extends their `paths`."""
-        for row, alive in enumerate(self.alive):
-            if alive:
-                self._follow(row, draft.children(row), logits[row], paths[row])
-        columns = [self.selector.prompt_length + length - 1 for length in self.lengths]
-        self.last = self.buffer[range(len(paths)), columns]
-        return acceptance_of(paths, self.buffer.device)
+    def _commit_token_by_token(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
+        """Each row separately: its tokens go on as long as they agree with the draft; extends their `paths`."""
+        for row, unfinished in enumerate(self.unfinished):
+            if unfinished:
+                self._commit_row(row, draft.children(row), logits[row], paths[row])
+        columns = [self.selector.input_length + length - 1 for length in self.lengths]
+        self.anchors = self.buffer[range(len(paths)), columns]
+        return Acceptance.from_paths(paths, self.buffer.device)
 
-    def _follow(self, row: int, children: dict, logits: torch.Tensor, path: list[int]) -> None:
+    def _commit_row(self, row: int, children: dict, logits: torch.Tensor, path: list[int]) -> None:
         """Choose, write and stream one token of a row after another, from logits `[n, V]`; extends `path`."""
         selector = self.selector
-        place: int | None = 0
-        while place is not None:
-            path.append(place)
-            end = selector.prompt_length + self.lengths[row]
-            raw = logits[place, None].to(torch.float32, copy=True)  # processors may write to it
-            token, scores = selector.next_token(row, self.buffer[row : row + 1, :end], raw)
+        node: int | None = 0
+        while node is not None:
+            path.append(node)
+            end = selector.input_length + self.lengths[row]
+            raw_logits = logits[node, None].to(torch.float32, copy=True)  # processors may write to it
+            token, scores = selector.next_token(row, self.buffer[row : row + 1, :end], raw_logits)
             self.buffer[row, end] = token
-            token_outputs = {"scores": scores, "logits": raw}
+            token_outputs = {"scores": scores, "logits": raw_logits}
             for name, outputs in self.outputs.items():
                 outputs.append(token_outputs[name])
             self.lengths[row] += 1
             if selector.streamer is not None:
                 selector.streamer.put(self.buffer[row, end : end + 1].cpu())
-            text = self.buffer[row : row + 1, : end + 1]
-            stopped = bool(selector.criteria(text, self.outputs.get("scores")))
-            ended = stopped or self.lengths[row] >= selector.max_new
-            self.alive[row] = not ended
+            sequence = self.buffer[row : row + 1, : end + 1]
+            is_stopped = bool(selector.criteria(sequence, self.outputs.get("scores")))
+            has_ended = is_stopped or self.lengths[row] >= selector.max_new
+            self.unfinished[row] = not has_ended
             # Read again: a criterion may have written another token.
-            place = None if ended else children.get((place, int(self.buffer[row, end])))
+            node = None if has_ended else children.get((node, int(self.buffer[row, end])))
 
     def _reserve(self, generated: int) -> None:
         """Make room for `generated` tokens after the prompt."""
-        missing = self.selector.prompt_length + generated - self.buffer.shape[1]
+        missing = self.selector.input_length + generated - self.buffer.shape[1]
         if missing > 0:
             columns = max(missing, self.buffer.shape[1] // 2)
             with torch.inference_mode(False):

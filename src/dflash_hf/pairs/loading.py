@@ -41,10 +41,10 @@ class Loading:
         import torch
         from transformers.utils import logging
 
-        from dflash_hf.decoding.packing import emulated
+        from dflash_hf.decoding.cpu_dtypes import is_emulated
 
         on_cpu = str(device) == "cpu" or (str(device) == "auto" and not torch.accelerator.is_available())
-        if self.dtype != "auto" or not on_cpu or not emulated(torch.bfloat16):
+        if self.dtype != "auto" or not on_cpu or not is_emulated(torch.bfloat16):
             return self.dtype
         logging.get_logger(__name__).warning_once(
             "float32: this processor has no units for bf16 (--dtype bfloat16 takes half the memory)"
@@ -92,7 +92,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         `ValueError`: it needs custom code, or its weights are damaged, incomplete or of another configuration.
         `ImportError`: it needs a quantisation library that is not installed.
     """
-    from dflash_hf.decoding.packing import warn_if_emulated
+    from dflash_hf.decoding.cpu_dtypes import warn_if_emulated
 
     device = device or device_of(loading.device)
     options |= {"dtype": loading.dtype_on(device), "device_map": device}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.decoding.drafter import CONTEXTS
-from dflash_hf.decoding.slots import cached_columns
+from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
+from dflash_hf.decoding.slots import cached_length
 from dflash_hf.targets.generation import context_of, free_memory
 
 
@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
         """Bytes, with what drafters have read."""
         states: list = []
         states += _states_of(self.cache)
-        for context in CONTEXTS.get(self.cache, {}).values():
+        for context in KEPT_CONTEXTS.get(self.cache, {}).values():
             states += _states_of(context.cache)
             states += [features for features, _ in context.pending]
         tensors = []
@@ -87,9 +87,9 @@ class Conversations:
             except RuntimeError:  # sliding windows and recurrent states have forgotten what came before
                 return None, 0
             # Drafters write into them; without 850 tokens of it, tau was 15 % lower.
-            if conversation.cache in CONTEXTS:
-                contexts = CONTEXTS[conversation.cache]
-                CONTEXTS[cache] = contexts if is_next_turn else copy.deepcopy(contexts)
+            if conversation.cache in KEPT_CONTEXTS:
+                contexts = KEPT_CONTEXTS[conversation.cache]
+                KEPT_CONTEXTS[cache] = contexts if is_next_turn else copy.deepcopy(contexts)
         if is_next_turn:
             self.entries.remove(conversation)
         return cache, length
@@ -98,7 +98,7 @@ class Conversations:
         """Keep the cache of a text that begins with a prompt of so many tokens, as far as it was read."""
         if not isinstance(cache, DynamicCache):
             return
-        length = cached_columns(cache)
+        length = cached_length(cache)
         if not length:
             return
         self.entries.append(Conversation(text[:length], prompt, cache))

@@ -192,7 +192,7 @@ def machine_settings(choices: dict[str, Choice], values: dict) -> dict[str, Choi
     """
     import torch
 
-    from dflash_hf.decoding.packing import emulated
+    from dflash_hf.decoding.cpu_dtypes import is_emulated
 
     device = device_type(values)
     changed: dict[str, Choice] = {}
@@ -200,7 +200,7 @@ def machine_settings(choices: dict[str, Choice], values: dict) -> dict[str, Choi
         changed["use_cpu"] = Choice(True, "there is no accelerator")
     slow = ""  # why bf16 is
     target_dtype = "auto"
-    if device == "cpu" and emulated(torch.bfloat16):
+    if device == "cpu" and is_emulated(torch.bfloat16):
         slow = "this processor has no units for bf16"
         target_dtype = "float32"
     elif device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,0 +1,100 @@
+"""What `decode` asks of a draft policy: in which order, and what its summary may hold."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf import DraftPolicy
+from dflash_hf.decoding.timing import TimedStreamer
+
+
+ROW = torch.tensor([[5, 9, 17, 33]])
+NEW = 6
+
+
+class Recording(DraftPolicy):
+    """Notes what is called, and returns the summary that the test sets."""
+
+    calls: list[str] = []
+    result: object = {}
+
+    def __init__(self, call, drafter):
+        super().__init__(call, drafter)
+        self.calls.clear()
+
+    def get_candidates(self, state):
+        self.calls.append("get")
+        return super().get_candidates(state)
+
+    def update_candidate_strategy(self, state, candidates, acceptance):
+        self.calls.append("update")
+
+    def finish(self):
+        self.calls.append("finish")
+
+    def summary(self):
+        self.calls.append("summary")
+        return self.result
+
+
+def call(policy, **options):
+    target = make_target()
+    draft = make_draft(target, block_size=4)
+    draft.decoding_config.policy = policy
+    return target.generate(ROW, max_new_tokens=NEW, do_sample=False, assistant_model=draft, **options)
+
+
+def test_policy_is_asked_in_turn_and_finishes_once():
+    call(Recording, return_dict_in_generate=True)
+    rounds = Recording.calls.count("get")
+    assert rounds > 0 and Recording.calls == ["get", "update"] * rounds + ["finish", "summary"]
+
+
+def test_summary_is_asked_for_outputs_only():
+    call(Recording)
+    assert Recording.calls[-1] == "finish" and "summary" not in Recording.calls
+
+
+def test_policy_sets_fields_of_the_output(monkeypatch):
+    monkeypatch.setattr(Recording, "result", {"draft_sizes": [3]})
+    output = call(Recording, return_dict_in_generate=True)
+    assert output.draft_sizes == [3] and output.estimated_speedup is None
+
+
+@pytest.mark.parametrize("result", [{"tokens_per_second": 3}, {"sequences": ROW}, None])
+def test_unknown_summary_names_policy_and_fields(result, monkeypatch):
+    """It was a `TypeError` of the output's constructor."""
+    monkeypatch.setattr(Recording, "result", result)
+    with pytest.raises(ValueError, match=r"Recording.summary\(\) returned .*draft_sizes.*estimated_speedup"):
+        call(Recording, return_dict_in_generate=True)
+
+
+def test_time_in_the_streamer_is_measured(monkeypatch):
+    """A policy may subtract it; the caller's streamer is not replaced, and receives every token."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr("dflash_hf.decoding.timing.clock", lambda device: next(ticks))
+    streamers = []
+
+    class Kept(DraftPolicy):
+        def __init__(self, call, drafter):
+            super().__init__(call, drafter)
+            streamers.append(call.selector.streamer)
+
+    class Collecting(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+            self.ends = 0
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ends += 1
+
+    collecting = Collecting()
+    output = call(Kept, streamer=collecting)
+    (timed,) = streamers
+    assert isinstance(timed, TimedStreamer) and timed.streamer is collecting and timed.ends == 1
+    assert timed.seconds == NEW  # one tick for each token
+    assert collecting.tokens == output[0].tolist()
