@@ -117,7 +117,7 @@ class World:
     OTHERS = 500  # tokens that share what the candidates leave
     head = SimpleNamespace(order=0)
     context = SimpleNamespace(offset=torch.zeros(1, 1))
-    draft = SimpleNamespace(config=SimpleNamespace(block_tokens=BLOCK), target_ids=lambda ids: ids)
+    draft = SimpleNamespace(config=SimpleNamespace(max_block_tokens=BLOCK), target_ids=lambda ids: ids)
 
     def __init__(self, sure: float, others: float, rows: int):
         self.sure, self.others, self.rows, self.draws = sure, others, rows, random.Random(0)
@@ -174,7 +174,6 @@ def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLengt
     world, left = World(sure, others, rows), [NEW] * rows
     if strategy is not None:
         world.graph = None
-        world.block_tokens = BLOCK
         strategy.drafter = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
