@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs.loading import loaded
 from dflash_hf.smollm2 import smollm2_folder
-from dflash_hf.targets.frozen import digest_of_target
+from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.training.features import StoredFeatures, check_stored, stored_output
 from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.objective import Objective

@@ -14,7 +14,7 @@ from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, var
 from dflash_hf.evaluation.methods import AUTO, DFLASH, METHODS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.card import CardFacts, metadata
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]

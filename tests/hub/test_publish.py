@@ -17,7 +17,7 @@ from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_only import publish_code
 from dflash_hf.hub.publish import PublishError, publish, with_version
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 
 
 REPO = "someone/my-DFlash"

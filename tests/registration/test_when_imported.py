@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dflash_hf._registration.when_imported import _waiting, when_imported
+from dflash_hf._registration.when_imported import _actions, when_imported
 
 
 def _python(code: str) -> str:
@@ -64,8 +64,19 @@ def test_action_runs_once_after_the_module(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
+def test_all_actions_run_in_order(tmp_path, monkeypatch):
+    """The second action replaced the first, which never ran."""
+    (tmp_path / "waited_for_twice.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    when_imported("waited_for_twice", lambda: seen.append(1))
+    when_imported("waited_for_twice", lambda: seen.append(2))
+    __import__("waited_for_twice")
+    assert seen == [1, 2]
+
+
 def test_missing_module_raises_as_usual():
     when_imported("no_such_module_here", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
         __import__("no_such_module_here")
-    assert "no_such_module_here" not in _waiting
+    assert "no_such_module_here" not in _actions

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.targets.frozen import digest_of_target, target_features
+from dflash_hf.targets.digests import digest_of_target
+from dflash_hf.targets.frozen import target_features
 from dflash_hf.training import features
 from dflash_hf.training import trainer as trainer_module
 from dflash_hf.training.features import (

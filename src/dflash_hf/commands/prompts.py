@@ -50,7 +50,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.synthetic.magpie import PromptSettings, judged_samples, request_of, user_turn
     from dflash_hf.synthetic.response_file import ResponseFile
     from dflash_hf.synthetic.responses import rows_that_fit
-    from dflash_hf.targets.frozen import digest_of_target
+    from dflash_hf.targets.digests import digest_of_target
     from dflash_hf.targets.generation import eos_ids
 
     names = {field.name for field in fields(PromptSettings)}

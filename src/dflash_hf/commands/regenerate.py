@@ -189,7 +189,8 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     from dflash_hf.pairs.loading import pack
     from dflash_hf.synthetic.regenerate import generate_rows
     from dflash_hf.synthetic.responses import rows_that_fit
-    from dflash_hf.targets.frozen import digest_of_target, mask_token_remedy, spare_token_id
+    from dflash_hf.targets.digests import digest_of_target
+    from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 
     arguments = pair.arguments
     tokenizer = pair.tokenizer

@@ -24,7 +24,7 @@ from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import MarkovHead, PathSelector, TokenHead
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.pairs.configs import incompatibilities, read_config
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 
 
 ARCH = "dflash"

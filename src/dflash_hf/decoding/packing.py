@@ -9,7 +9,6 @@ import itertools
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.utils import logging
 
 from dflash_hf.decoding.cpu_dtypes import SUPPORT_QUERIES, is_emulated, warn_if_emulated
+from dflash_hf.targets.memory import free_memory
 
 
 logger = logging.get_logger(__name__)
@@ -24,11 +24,6 @@ logger = logging.get_logger(__name__)
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 TOKENS = 16  # per forward, for which the layout is optimised
-# Limit and use of a container's memory: control groups, version 2 and 1.
-_CONTAINERS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
 
 # The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
@@ -160,20 +155,7 @@ def packable(module: nn.Module) -> bool:
 
 def fit_memory(layers: list[nn.Linear]) -> bool:
     """Whether packed copies of layers take less than a third of the free memory."""
-    return sum(layer.weight.nbytes for layer in layers) < _free_memory() / 3
-
-
-def _free_memory() -> int:
-    """Bytes that this machine and its container have left; 0 without `psutil`."""
-    try:
-        import psutil
-    except ImportError:
-        return 0
-    free = psutil.virtual_memory().available
-    for limit, used in _CONTAINERS:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free
+    return sum(layer.weight.nbytes for layer in layers) < free_memory(torch.device("cpu")) / 3
 
 
 def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:

@@ -11,8 +11,8 @@ from dflash_hf.doctor.case import Case
 from dflash_hf.doctor.measuring import Experiment
 from dflash_hf.modeling.target_dflash import num_decoder_layers
 from dflash_hf.targets.clones import with_own_config
-from dflash_hf.targets.frozen import spare_token_id
 from dflash_hf.targets.generation import eos_ids
+from dflash_hf.targets.mask_token import spare_token_id
 
 
 WINDOWS = (64, 256, 1024, 4096)  # tokens of context

@@ -37,7 +37,7 @@ from dflash_hf.evaluation.methods import (
     TREE_NODES,
 )
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 from dflash_hf.targets.generation import generate_one
 
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.plots import plot_report
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 
 
 REPORT_FILE = "eval_report.json"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from dflash_hf.modeling.modeling_dflash import code_files
 
 
@@ -27,8 +29,8 @@ def version_of(config: Mapping) -> str:
 
 
 def is_older(version: str, than: str) -> bool:
-    """Whether a version comes before another; one that cannot be read comes first."""
-    return _version_numbers(version) < _version_numbers(than)
+    """Whether a version comes before another, `0.3.0.dev0` before `0.3.0`; one that cannot be read comes first."""
+    return _parsed(version) < _parsed(than)
 
 
 def is_current(folder: Path) -> bool:
@@ -45,6 +47,8 @@ def defects_of(version: str) -> list[str]:
     return [defect for fixed_in, defect in DEFECTS.items() if is_older(version, than=fixed_in)]
 
 
-def _version_numbers(version: str) -> list[int]:
-    """Major, minor and patch number, as far as they are numbers."""
-    return [int(part) for part in version.split(".")[:3] if part.isdecimal()]
+def _parsed(version: str) -> Version:
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return Version("0.dev0")

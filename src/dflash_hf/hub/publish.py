@@ -31,7 +31,7 @@ from dflash_hf.layouts.checkpoint_files import checkpoint_files
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
-from dflash_hf.targets.frozen import digest_of_parameters
+from dflash_hf.targets.digests import digest_of_parameters
 
 
 _MODULES = "*_dflash.py"

@@ -9,7 +9,8 @@ from transformers import DynamicCache
 
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
 from dflash_hf.decoding.slots import cached_length
-from dflash_hf.targets.generation import context_of, free_memory
+from dflash_hf.targets.generation import context_of
+from dflash_hf.targets.memory import free_memory
 
 
 _SHARE = 0.1  # of the free memory that all caches together may take

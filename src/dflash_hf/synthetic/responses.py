@@ -18,7 +18,8 @@ from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer
 from dflash_hf.targets.features import empty_cache, input_device
-from dflash_hf.targets.generation import eos_ids, free_memory, generate_one, room_for_answer, without_token
+from dflash_hf.targets.generation import eos_ids, generate_one, room_for_answer, without_token
+from dflash_hf.targets.memory import free_memory
 from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
 

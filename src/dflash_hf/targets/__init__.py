@@ -1,1 +1,1 @@
-"""Targets: the features that drafters read, a frozen forward for training, single answers, and hooks of other code."""
+"""Targets: their features, a frozen forward for training, logits, digests, single answers, and hooks of other code."""

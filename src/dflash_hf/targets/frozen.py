@@ -1,7 +1,5 @@
-"""The frozen target in training: features, labels, responses, and whether a drafter fits it."""
+"""The frozen target in training: its features and final hidden states, and whether a drafter fits it."""
 
-import hashlib
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -26,34 +24,6 @@ class TargetOutput:
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
     """Put a target in evaluation mode and disable the gradients of all its parameters; returns it."""
     return target.requires_grad_(False).eval()
-
-
-def digest_of_target(target) -> dict[str, str]:
-    """
-    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
-    parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
-    """
-    ids_of_ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
-    parts: dict[str, list] = {"ends": [], "layers": []}
-    for name, parameter in target.named_parameters():
-        part = "ends" if id(parameter) in ids_of_ends else "layers"
-        parts[part].append((name, parameter))
-    digests = {}
-    for part, parameters in parts.items():
-        if not any(parameter.is_meta for _, parameter in parameters):
-            digests[part] = digest_of_parameters(parameters)
-    return digests
-
-
-@torch.no_grad()
-def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of names, shapes and 64 values of each of `named_parameters()`, rounded to bf16."""
-    digest = hashlib.sha256()
-    for name, parameter in parameters:
-        flat = parameter.reshape(-1)
-        values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
-        digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
-    return digest.hexdigest()[:16]
 
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:
@@ -103,7 +73,7 @@ def target_forward(
     model = target if states else _cut_above(target, max(layer_ids))
     eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
-        last_hidden_state = _decoder_forward(model, input_ids, attention_mask, position_ids, images)
+        last_hidden_state = decoder_forward(model, input_ids, attention_mask, position_ids, images)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
@@ -139,7 +109,7 @@ def _parent_of(child: nn.Module, model: nn.Module) -> tuple[nn.Module, str]:
     raise ValueError(f"{type(model).__name__} does not hold this {type(child).__name__}.")
 
 
-def _decoder_forward(target, input_ids, attention_mask, position_ids, images=None) -> torch.Tensor:
+def decoder_forward(target, input_ids, attention_mask, position_ids, images=None) -> torch.Tensor:
     """The final hidden states `[N, S, H]` of one forward without the head; `images` as in [`target_forward`]."""
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     for name, tensor in (images or {}).items():
@@ -147,62 +117,3 @@ def _decoder_forward(target, input_ids, attention_mask, position_ids, images=Non
     if images:  # the model around the decoder puts images among the tokens
         return target.base_model(**inputs, use_cache=False).last_hidden_state
     return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
-
-
-def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
-    """
-    The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward; with
-    `ids` `[v]`, only the logits `[..., v]` of these tokens.
-    """
-    config = target.config.get_text_config()
-    head = target.get_output_embeddings()
-    # Stored states may have half the target's precision.
-    dtype = head.weight.dtype if head.weight.is_floating_point() else states.dtype
-    states = states.to(device=head.weight.device, dtype=dtype)
-    if ids is not None and type(head) is nn.Linear:
-        ids = ids.to(head.weight.device)
-        logits = nn.functional.linear(states, head.weight[ids], None if head.bias is None else head.bias[ids])
-    else:
-        logits = head(states)
-        if ids is not None:
-            logits = logits[..., ids.to(logits.device)]
-    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-    if scale != 1.0:
-        logits = logits * scale
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap is None:
-        return logits
-    return torch.tanh(logits / cap) * cap
-
-
-@torch.no_grad()
-def check_logits(target: PreTrainedModel) -> None:
-    """
-    Check that [`target_logits`] equal the logits of the target's forward.
-
-    Raises:
-        `ValueError`: they do not, so the target's distribution is unknown.
-    """
-    input_ids = torch.tensor([[1, 2, 3, 4]], device=target.device)
-    states = _decoder_forward(target, input_ids, None, None)
-    expected = target(input_ids=input_ids, use_cache=False).logits
-    logits = target_logits(target, states).to(expected)
-    if not torch.allclose(logits, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
-        raise ValueError(
-            "Stored states, and loss_type='kl', 'dspark', 'auf_kl' and 'dpace_kl' need the target's distribution, but "
-            f"the logits of {type(target).__name__} are not its head's output, scaled and capped by its "
-            "configuration; leave out --states, or use loss_type='ce', 'dpace' or 'auf'."
-        )
-
-
-def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
-    """The first row of a target's embedding that its tokenizer never uses, a natural mask token; or `None`."""
-    rows = target.get_input_embeddings().weight.shape[0]
-    return len(tokenizer) if len(tokenizer) < rows else None
-
-
-def mask_token_remedy(tokenizer, name: str = "mask_token_id") -> str:
-    """What to do where [`spare_token_id`] finds none."""
-    added = ", ".join(f"{i} ({tokenizer.decode([i])})" for i in sorted(tokenizer.added_tokens_decoder)[-3:])
-    remedy = f"set {name} to an id that its text never uses, such as a reserved token"
-    return f"{remedy}. Its last added tokens: {added}" if added else remedy

@@ -76,12 +76,3 @@ def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> s
     if len(ids) == limit:
         return f"--max-new-tokens {limit}"
     return "the target's max_time" if generation_config.max_time else "the target's context limit"
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes of a device. No other is touched: a context takes half a GB of a card, also of somebody else."""
-    if device.type in ("cpu", "mps"):  # Metal uses main memory
-        import psutil
-
-        return psutil.virtual_memory().available
-    return getattr(torch, device.type).mem_get_info(device)[0]

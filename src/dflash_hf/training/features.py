@@ -30,7 +30,9 @@ from dflash_hf.data.held_out import conversation_key
 from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
-from dflash_hf.targets.frozen import TargetOutput, check_logits, digest_of_target, target_forward
+from dflash_hf.targets.digests import digest_of_target
+from dflash_hf.targets.frozen import TargetOutput, target_forward
+from dflash_hf.targets.logits import check_logits
 from dflash_hf.training.rows import digest_of_rows, lengths_of
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.targets.frozen import TargetOutput, target_logits
+from dflash_hf.targets.frozen import TargetOutput
+from dflash_hf.targets.logits import target_logits
 from dflash_hf.training.attention import takes_groups
 from dflash_hf.training.blocks import (
     Blocks,

@@ -21,7 +21,7 @@ from dflash_hf.modeling.configuration_dflash import part_keys
 from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs.loading import Loading, draft_config_of
-from dflash_hf.targets.frozen import mask_token_remedy, spare_token_id
+from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.features import FeatureManifest
 

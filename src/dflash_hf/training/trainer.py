@@ -15,7 +15,9 @@ from dflash_hf._io.terminal import DetailedError
 from dflash_hf._io.weights import is_finite
 from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.pairs.loading import loaded
-from dflash_hf.targets.frozen import TargetOutput, check_fit, check_logits, digest_of_target, freeze, target_forward
+from dflash_hf.targets.digests import digest_of_target
+from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_forward
+from dflash_hf.targets.logits import check_logits
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule

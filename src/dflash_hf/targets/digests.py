@@ -1,0 +1,43 @@
+"""
+Digests of weights: whether two models are the same, so that stored features, answers or measurements of one are not
+used with another.
+
+They read 64 values of each parameter, rounded to bf16: a model has the same digest in each dtype that it is loaded in,
+and each training step changes it. A change of a few single values may leave it the same.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+
+_VALUES = 64  # of each parameter, evenly spaced
+
+
+def digest_of_target(target) -> dict[str, str]:
+    """
+    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
+    parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
+    """
+    ids_of_ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
+    parts: dict[str, list] = {"ends": [], "layers": []}
+    for name, parameter in target.named_parameters():
+        part = "ends" if id(parameter) in ids_of_ends else "layers"
+        parts[part].append((name, parameter))
+    digests = {}
+    for part, parameters in parts.items():
+        if not any(parameter.is_meta for _, parameter in parameters):
+            digests[part] = digest_of_parameters(parameters)
+    return digests
+
+
+@torch.no_grad()
+def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of names, shapes and 64 values of each of `named_parameters()`, rounded to bf16."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        flat = parameter.reshape(-1)
+        values = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].to("cpu", torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
+    return digest.hexdigest()[:16]
