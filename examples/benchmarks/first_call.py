@@ -61,7 +61,8 @@ def main() -> None:
         return
     ratios = []
     for _ in range(arguments.processes):
-        plain, drafted = in_a_process(False, arguments), in_a_process(True, arguments)
+        plain = in_a_process(False, arguments)
+        drafted = in_a_process(True, arguments)
         ratios.append([with_drafter / target_only for with_drafter, target_only in zip(drafted, plain, strict=True)])
         print(f"plain {plain[0]:.2f} s, with the drafter {drafted[0]:.2f} s: {ratios[-1][0]:.2f}x", flush=True)
     for name, values in zip(("first", "second", "third"), zip(*ratios, strict=True), strict=True):

@@ -39,7 +39,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = load_pair("bfloat16")
-    # Separate drafters: what is known of one of them does not help the others.
+    # Separate drafters: the statistics of one of them do not help the others.
     drafters = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without")}
     drafters["without"].decoding_config.policy = Unforeseen
     packed_weights(pair.target, *drafters.values())
@@ -70,7 +70,8 @@ def main():
         for draft in drafters.values():
             for seed in range(2):
                 decode(draft, warm_up, seed)
-        seconds, lengths = {name: [] for name in drafters}, {name: [] for name in drafters}
+        seconds = {name: [] for name in drafters}
+        lengths = {name: [] for name in drafters}
         for seed, batch in enumerate(timed):
             for name in drafters if seed % 2 else reversed(drafters):
                 spent, committed = decode(drafters[name], batch, seed)

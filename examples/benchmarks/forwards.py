@@ -43,9 +43,11 @@ class Forwards:
 @torch.no_grad()
 def time_forwards(target, draft, prompt: Sequence[int], context: int) -> Forwards:
     """Time bare forwards after `context` tokens."""
-    device, size = target.device, draft.config.block_size
+    device = target.device
+    size = draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
-    cache, draft_cache = DynamicCache(config=target.config.get_text_config(decoder=True)), DynamicCache()
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    draft_cache = DynamicCache()
     target(input_ids=ids, use_cache=True, **{CACHE_NAME: cache})
     features = torch.randn(1, context, draft.fc.in_features, device=device, dtype=draft.dtype)
     draft.extend_context(draft.project_context(features), torch.arange(context, device=device)[None], draft_cache)

@@ -99,9 +99,11 @@ def train_all(arguments) -> None:
             if (name, arguments.minutes, seed) in trained_before:
                 continue
             folder = folder_of(arguments.work, name, arguments.minutes, seed)
-            begun = BASE | shared | FRESH[name] if name in FRESH else shared | ADDED[name]
-            given_draft = {} if name in FRESH else {"draft": str(arguments.draft)}
-            keys = begun | given_draft | {"overwrite_output_dir": True}
+            if name in FRESH:
+                keys = BASE | shared | FRESH[name]
+            else:
+                keys = shared | ADDED[name] | {"draft": str(arguments.draft)}
+            keys = keys | {"overwrite_output_dir": True}
             feature_paths = arguments.features, arguments.eval_features
             figures = trained(keys, *feature_paths, str(folder), 60 * arguments.minutes, seed)
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
@@ -117,7 +119,7 @@ def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
     for name, texts in texts_of_set.items():
         rows[name] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     encoder = RowEncoder(pair.tokenizer)
-    return {name: [prompt_ids(encoder, row) for row in some] for name, some in rows.items()}
+    return {name: [prompt_ids(encoder, row) for row in rows_of_set] for name, rows_of_set in rows.items()}
 
 
 def decode_all(arguments) -> None:
@@ -145,22 +147,23 @@ def decode_all(arguments) -> None:
                     missing = [name for name in models if (kind, number, name, method) not in decoded_before]
                     if not missing or number >= len(rows):
                         continue
-                    alone = timed(pair, rows[number], options, None, arguments.max_new_tokens)
+                    target_only = timed(pair, rows[number], options, None, arguments.max_new_tokens)
                     for name in missing:
                         line = timed(pair, rows[number], options, ready[name, method], arguments.max_new_tokens)
-                        place = {"set": kind, "prompt": number, "name": name, "way": method}
-                        append("decoded.jsonl", place | line | {"speedup": alone["seconds"] / line["seconds"]})
+                        line["speedup"] = target_only["seconds"] / line["seconds"]
+                        key = {"set": kind, "prompt": number, "name": name, "way": method}
+                        append("decoded.jsonl", key | line)
 
 
 def timed(pair: Pair, ids: list[int], options: dict, draft, new: int) -> dict:
     """CPU seconds per token, and the tokens committed by each verification."""
     torch.manual_seed(len(ids))
     changed = Pair(pair.target, draft, pair.tokenizer)
-    begun = time.process_time()
+    start = time.process_time()
     output, _ = decode(changed, [ids], new, draft is not None, **options)
     tokens = output.sequences.shape[1] - len(ids)
     lengths = output.acceptance_lengths[0] if draft is not None else []
-    return {"seconds": (time.process_time() - begun) / tokens, "committed": sum(lengths), "rounds": len(lengths)}
+    return {"seconds": (time.process_time() - start) / tokens, "committed": sum(lengths), "rounds": len(lengths)}
 
 
 def table() -> str:
@@ -187,7 +190,8 @@ def table() -> str:
 def cell(lines: list[dict]) -> str:
     if not lines:
         return ""
-    rounds, committed = sum(line["rounds"] for line in lines), sum(line["committed"] for line in lines)
+    rounds = sum(line["rounds"] for line in lines)
+    committed = sum(line["committed"] for line in lines)
     tau = f"{committed / rounds:.2f}, " if rounds else ""
     return f"{tau}{statistics.median(line['speedup'] for line in lines):.2f}x"
 

@@ -58,7 +58,8 @@ print("RESULT", before, memory("VmHWM"), memory("VmRSS"), memory("RssAnon"), siz
 
 def write_drafter(folder: Path, gigabytes: float, layout: str) -> int:
     """Write a synthetic drafter with enough layers for a size; returns its bytes."""
-    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    hidden = CONFIG["hidden_size"]
+    inner = CONFIG["intermediate_size"]
     layer = {
         "self_attn.q_proj.weight": (4096, hidden),
         "self_attn.k_proj.weight": (1024, hidden),

@@ -29,24 +29,25 @@ DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
 
 def prompts(count: int) -> dict[str, list[list[dict]]]:
     """Conversations that end with the user's turn, by kind."""
-    found: dict[str, list] = {}
+    rows_of_kind: dict[str, list] = {}
     for name in ("held_out", "held_out_conversations"):
         with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
             for row in map(json.loads, file):
                 messages = row["messages"]
                 messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
                 kind = row["kind"] if len(messages) == 1 else f"{row['kind']}, later turns"
-                found.setdefault(kind, []).append(messages)
+                rows_of_kind.setdefault(kind, []).append(messages)
     for name in ("humaneval", "rewriting"):
-        found[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)]
-    return {kind: rows[:count] for kind, rows in found.items() if len(rows) >= count}
+        rows_of_kind[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)]
+    return {kind: rows[:count] for kind, rows in rows_of_kind.items() if len(rows) >= count}
 
 
 class Switch:
     """Switches copying off."""
 
     def __init__(self):
-        self.on, copied = True, Copies.next
+        self.on = True
+        copied = Copies.next
         Copies.next = lambda copies, limit: copied(copies, limit) if self.on else ([], [0.0])
 
 
@@ -79,38 +80,46 @@ def main():
     parser.add_argument("--temperature", type=float, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pair, switch = load_pair("bfloat16"), Switch()
+    pair = load_pair("bfloat16")
+    switch = Switch()
     packed_weights(pair.target, pair.draft)
-    ways = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}
+    methods = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}
     print("| | speed without | with | gain | quartiles | tau without | with | tokens |\n" + "|---" * 8 + "|")
-    everything = {way: [] for way in ways}
+    everything = {method: [] for method in methods}
     kinds = {kind: rows for kind, rows in prompts(arguments.prompts).items() if arguments.only in kind}
-    for kind, some in {"warm": next(iter(kinds.values()))[:2] * 2, **kinds}.items():
-        times, taus, tokens = {way: [] for way in ways}, {way: [] for way in ways}, 0
-        for number, messages in enumerate(some):
+    warm_up = next(iter(kinds.values()))[:2] * 2
+    for kind, requests in {"warm": warm_up, **kinds}.items():
+        times = {method: [] for method in methods}
+        lengths = {method: [] for method in methods}
+        tokens = 0
+        for number, messages in enumerate(requests):
             inputs = inputs_of(pair, messages)
-            for way in list(ways) if number % 2 else reversed(ways):
-                switch.on = way == "with"
-                spent, length, output = decode(pair, ways[way], inputs, arguments)
-                times[way].append(spent / length)  # texts differ at near-ties in bfloat16
-                taus[way] += [n for row in getattr(output, "acceptance_lengths", []) for n in row]
-                tokens += length * (way == "with")
+            for method in list(methods) if number % 2 else reversed(methods):
+                switch.on = method == "with"
+                spent, length, output = decode(pair, methods[method], inputs, arguments)
+                times[method].append(spent / length)  # texts differ at near-ties in bfloat16
+                lengths[method] += sum(getattr(output, "acceptance_lengths", []), [])
+                if method == "with":
+                    tokens += length
         if kind == "warm":
             continue
-        for way, values in times.items():
-            everything[way] += values
-        print(line(kind, times, taus, tokens), flush=True)
+        for method, values in times.items():
+            everything[method] += values
+        print(line(kind, times, lengths, tokens), flush=True)
     print(line("all", everything, {}, 0))
 
 
-def line(kind: str, times: dict, taus: dict, tokens: int) -> str:
-    speed = {
-        way: statistics.median(a / b for a, b in zip(times["target"], of, strict=True)) for way, of in times.items()
-    }
+def line(kind: str, times: dict, lengths: dict, tokens: int) -> str:
+    """A row of the table, from seconds per token and the tokens of each verification, by method."""
+    speed = {}
+    for method, seconds in times.items():
+        speed[method] = statistics.median(a / b for a, b in zip(times["target"], seconds, strict=True))
     gains = [a / b for a, b in zip(times["without"], times["with"], strict=True)]
     low, middle, high = statistics.quantiles(gains, n=4)
-    cells = [f"{speed[way]:.2f}" for way in ("without", "with")] + [f"{middle:.2f}", f"{low:.2f}, {high:.2f}"]
-    cells += [f"{statistics.fmean(taus[way]):.2f}" if taus.get(way) else "" for way in ("without", "with")]
+    drafting = ("without", "with")
+    cells = [f"{speed[method]:.2f}" for method in drafting]
+    cells += [f"{middle:.2f}", f"{low:.2f}, {high:.2f}"]
+    cells += [f"{statistics.fmean(lengths[method]):.2f}" if lengths.get(method) else "" for method in drafting]
     return f"| {kind} | {' | '.join(cells)} | {tokens or ''} |"
 
 

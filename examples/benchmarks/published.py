@@ -126,10 +126,11 @@ def _install_oracle(module, draft, oracle) -> None:
             return tokens
         import torch
 
-        places = oracle["start"] + 1 + torch.arange(size - 1, device=tokens.device)
-        return oracle["text"][places.clamp(max=len(oracle["text"]) - 1)][None]
+        positions = oracle["start"] + 1 + torch.arange(size - 1, device=tokens.device)
+        return oracle["text"][positions.clamp(max=len(oracle["text"]) - 1)][None]
 
-    draft.forward, module.sample = remember, drafted
+    draft.forward = remember
+    module.sample = drafted
 
 
 if __name__ == "__main__":

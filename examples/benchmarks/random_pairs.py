@@ -135,7 +135,8 @@ def native_oracle(texts: Sequence[torch.Tensor] | None, prompts: Sequence[Sequen
 
     def get_candidates(self, input_ids, *args, **kwargs):
         candidates, logits = original(self, input_ids, *args, **kwargs)
-        length, total = input_ids.shape[1], candidates.shape[1]
+        length = input_ids.shape[1]
+        total = candidates.shape[1]
         row = input_ids[0].tolist()
         for prompt, text in zip(prompts, texts, strict=True):
             if row[: len(prompt)] == list(prompt):

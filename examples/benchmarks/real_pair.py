@@ -62,10 +62,10 @@ def position(pair: Pair) -> list[str]:
     buckets: dict[int, list[int]] = {}
     for text in STORIES:
         output, _ = decode(pair, [ids_of(pair, text)], 2000)
-        place = 1
+        index = 1  # of the next token in the answer
         for length in output.acceptance_lengths[0]:
-            buckets.setdefault(place // 250 * 250, []).append(length)
-            place += length
+            buckets.setdefault(index // 250 * 250, []).append(length)
+            index += length
     return [f"tau by position: {', '.join(f'{at}+ {mean(lengths):.2f}' for at, lengths in sorted(buckets.items()))}"]
 
 
@@ -84,7 +84,8 @@ def long_prompt(pair: Pair) -> list[str]:
 def turns(pair: Pair) -> list[str]:
     """Three turns, each on the previous turn's cache, against the same without a drafter, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    texts, taus = [], []
+    texts = []
+    taus = []
     for drafted in (True, False):
         messages = []
         cache = None
@@ -111,15 +112,16 @@ def turns(pair: Pair) -> list[str]:
 def sampling(pair: Pair) -> list[str]:
     """T = 0 and T = 1, blocks and trees: tau, and speed over the target alone, all packed."""
     free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    ways = {
+    methods = {
         "T = 0": ({}, {}),
         "T = 0, trees of 15": ({"tree_nodes": 15}, {}),
         "T = 1": ({}, free),
         "T = 1, trees of 7": ({"tree_nodes": 7}, free),
     }
-    lengths, ratios = {name: [] for name in ways}, {name: [] for name in ways}
+    lengths = {name: [] for name in methods}
+    ratios = {name: [] for name in methods}
 
-    def pace(changes: dict, ids: list[int], options: dict, drafted: bool = True):
+    def seconds_per_token(changes: dict, ids: list[int], options: dict, drafted: bool = True):
         changed = Pair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
         torch.manual_seed(len(ids))
         output, seconds = decode(changed, [ids], 48, drafted, **options)
@@ -128,13 +130,13 @@ def sampling(pair: Pair) -> list[str]:
     with packed_weights(pair.target, pair.draft):
         for row in requests(48):
             ids = prompt_ids(RowEncoder(pair.tokenizer), row)
-            for name, (changes, options) in ways.items():
-                _, alone = pace({}, ids, options, drafted=False)
-                output, seconds = pace(changes, ids, options)
+            for name, (changes, options) in methods.items():
+                _, target_only = seconds_per_token({}, ids, options, drafted=False)
+                output, seconds = seconds_per_token(changes, ids, options)
                 lengths[name] += output.acceptance_lengths[0]
-                ratios[name].append(alone / seconds)
+                ratios[name].append(target_only / seconds)
     lines = []
-    for name in ways:
+    for name in methods:
         low, middle, high = statistics.quantiles(ratios[name], n=4)
         tau = mean(lengths[name])
         lines.append(f"{name}: tau {tau:.2f}, {middle:.2f}x (quartiles {low:.2f}-{high:.2f}; bf16, eager, all packed)")
@@ -201,10 +203,10 @@ def equal(pair: Pair) -> list[str]:
     lengths = []
     with packed_weights(pair.target, pair.draft):
         for start in range(0, len(rows), 6):
-            some = rows[start : start + 6]
-            drafted, _ = decode(pair, some, 48)
-            alone, _ = decode(pair, some, 48, drafted=False)
-            same += sum(map(torch.equal, drafted.sequences, alone.sequences))
+            batch = rows[start : start + 6]
+            drafted, _ = decode(pair, batch, 48)
+            target_only, _ = decode(pair, batch, 48, drafted=False)
+            same += sum(map(torch.equal, drafted.sequences, target_only.sequences))
             lengths += [length for row_lengths in drafted.acceptance_lengths for length in row_lengths]
     return [f"{same} of {len(rows)} answers of 48 tokens equal, tau {mean(lengths):.2f} (fp32, six rows at a time)"]
 
@@ -262,7 +264,18 @@ def nested(pair: Pair) -> list[str]:
 
 PARTS = {
     experiment.__name__: experiment
-    for experiment in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested)
+    for experiment in (
+        position,
+        long_prompt,
+        turns,
+        sampling,
+        batches,
+        threads,
+        samples,
+        equal,
+        at_once,
+        nested,
+    )
 }
 
 

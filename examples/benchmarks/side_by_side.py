@@ -249,8 +249,9 @@ def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> flo
         output = target.generate(ids, max_new_tokens=tokens, assistant_model=draft, **options)
         return now(target.device) - start, len(output.acceptance_lengths[0])
 
-    (half, fewer), (whole, more) = call(max(max_new_tokens // 2, 1)), call(max_new_tokens)
-    return (whole - half) / max(more - fewer, 1)
+    seconds_of_half, rounds_of_half = call(max(max_new_tokens // 2, 1))
+    seconds, rounds = call(max_new_tokens)
+    return (seconds - seconds_of_half) / max(rounds - rounds_of_half, 1)
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:

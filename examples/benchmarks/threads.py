@@ -37,7 +37,8 @@ def main():
     arguments = parser.parse_args()
 
     target, draft, prompts = random_pair(arguments.shape, torch.float32, "cpu", arguments.calls)
-    drafts, expected = [], []
+    drafts = []
+    expected = []
     for prompt in prompts:  # one oracle text per call, on the same weights
         text = oracle_text(target, prompt, arguments.new_tokens, draft.config.block_size, arguments.tau)
         drafts.append(ScriptedDraft.of(draft, [text]))

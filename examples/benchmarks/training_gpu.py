@@ -116,12 +116,13 @@ class Alive(TorchDispatchMode):
 def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
     """Model FLOPs of one step on `batch`; see the top of this file."""
     rows, length = batch["input_ids"].shape
-    config, size = target.config, draft.config
+    config = target.config
+    size = draft.config
     queries = batch["anchors"].numel() * size.block_size
     run = target.model.layers[: max(size.target_layer_ids) + 1]
     causal_pairs = rows * length * (length + 1) / 2
     per_pair = 4 * config.num_attention_heads * config.head_dim
-    seen = sum(
+    visible_pairs = sum(
         block_mask(batch["anchors"][i : i + 1], batch["attention_mask"][i : i + 1], size.block_size).sum().item()
         for i in range(rows)
     )
@@ -132,7 +133,7 @@ def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
     matrices = sum(p.numel() for p in run.parameters() if p.dim() == 2)
     return {
         "target": 2 * matrices * rows * length + per_pair * causal_pairs * len(run),
-        "drafter": 3 * (2 * block * queries + 2 * context * rows * length + draft_pair * seen),
+        "drafter": 3 * (2 * block * queries + 2 * context * rows * length + draft_pair * visible_pairs),
         "head": 4 * config.hidden_size * config.vocab_size * counted,
     }
 

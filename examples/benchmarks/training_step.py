@@ -180,7 +180,8 @@ def write(results: dict) -> None:
     if "time" in results:
         for clock in ("processor", "clock"):
             timed = results["time"][clock]
-            seconds, spread = timed["seconds"], timed["spread"]
+            seconds = timed["seconds"]
+            spread = timed["spread"]
             cells = [f"{seconds[kind]:.2f} s ({spread[kind][0]:.2f}-{spread[kind][1]:.2f})" for kind in LOSSES]
             ratio = f"{timed['ratio_median']:.2f} ({timed['ratio_spread'][0]:.2f}-{timed['ratio_spread'][1]:.2f})"
             name = f"whole step, {clock}, median of {results['time']['pairs']} alternating pairs"
@@ -195,7 +196,8 @@ def write(results: dict) -> None:
         lines += ["", f"{title}: {shape}{'; two draft layers' if name == 'timed' else ''}."]
     lines.append("")
     if "paper" in results:
-        paper, shape = results["paper"], SHAPES["paper"]
+        paper = results["paper"]
+        shape = SHAPES["paper"]
         lines.append(
             f"{shape['anchors']} anchors x {shape['block']} slots x {shape['vocab']} tokens of vocabulary "
             f"({shape['dtype']}, hidden {shape['hidden']}, {CHUNK} rows at a time): "

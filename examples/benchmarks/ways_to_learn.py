@@ -71,7 +71,8 @@ def after_text(folder: Path, seed: int, pair, arguments) -> float:
     target never runs. It keeps its layers and its head, and reads the target's features as a fresh drafter does.
     Returns the minutes.
     """
-    minutes, store = arguments.minutes / 3, arguments.work / "text"
+    minutes = arguments.minutes / 3
+    store = arguments.work / "text"
     rows, encoder = text(pair, 3000)
     store_features(pair.target, rows, store, manifest_of(pair.target, "smollm2", [-1], encoder, "bfloat16"))
     keys = FRESH | SHARED | {"target_layer_ids": [-1]}

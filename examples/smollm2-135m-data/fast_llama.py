@@ -17,8 +17,10 @@ class FastLlama:
     """
 
     def __init__(self, model, rows: int, longest: int, eos: int, banned: int):
-        config, self.body = model.config, model.model
-        self.embedding, self.device = self.body.embed_tokens.weight, model.device
+        config = model.config
+        self.body = model.model
+        self.embedding = self.body.embed_tokens.weight
+        self.device = model.device
         longest = 64 * -(-longest // 64)  # as the caches are rounded
         self.rows = rows
         self.eos = eos
@@ -29,13 +31,16 @@ class FastLlama:
         self.layers = [_Layer(layer) for layer in self.body.layers]
         size = len(self.layers) * 2 * rows * self.kv_heads * longest * self.width
         self.pool = self.embedding.new_zeros(size)  # a masked NaN would still be multiplied by 0
-        place = torch.arange(longest, device=self.device)
-        cos, sin = self.body.rotary_emb(self.embedding, place[None])
-        self.cos, self.sin = cos[0], sin[0]  # [longest, width]
-        self.token, self.place, self.step = (place.new_zeros(count) for count in (rows, rows, 1))
+        positions = torch.arange(longest, device=self.device)
+        cos, sin = self.body.rotary_emb(self.embedding, positions[None])
+        self.cos = cos[0]  # [longest, width]
+        self.sin = sin[0]  # [longest, width]
+        self.token = positions.new_zeros(rows)  # the last token of each row
+        self.position = positions.new_zeros(rows)  # of the next token of each row
+        self.step = positions.new_zeros(1)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.row = torch.arange(rows, device=self.device)
-        self.written = place.new_zeros(rows, longest)
+        self.written = positions.new_zeros(rows, longest)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     @torch.inference_mode()
@@ -45,8 +50,8 @@ class FastLlama:
         texts = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for start in range(0, len(order), self.rows):
-            places = order[start : start + self.rows]
-            batch = [prompts[i] for i in places]
+            numbers = order[start : start + self.rows]  # of the prompts
+            batch = [prompts[i] for i in numbers]
             batch += batch[:1] * (self.rows - len(batch))
             length = 64 * -(-(max(map(len, batch)) + max_new_tokens) // 64)
             caches = self._caches(length)
@@ -56,7 +61,7 @@ class FastLlama:
                 step()
                 if number % 16 == 0 and bool((self.ended | (self.token == self.eos)).all()):
                     break
-            for i, ids in zip(places, self.written[:, : int(self.step)].tolist(), strict=False):
+            for i, ids in zip(numbers, self.written[:, : int(self.step)].tolist(), strict=False):
                 texts[i] = ids[: ids.index(self.eos) + 1] if self.eos in ids else ids
         return [texts[i] for i in range(len(prompts))]
 
@@ -72,11 +77,13 @@ class FastLlama:
             return lambda: self._decode(caches, length)
         key = (length, self.top_p)
         if key not in self.graphs:
-            self.place.zero_(), self.step.zero_()
+            self.position.zero_()
+            self.step.zero_()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # kernels choose their algorithms outside of the capture
-                self._decode(caches, length), self._decode(caches, length)
+                for _ in range(2):
+                    self._decode(caches, length)
             torch.cuda.current_stream().wait_stream(side)
             self.graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[key]):
@@ -97,7 +104,8 @@ class FastLlama:
 
             def attend(cache, query, key, value, rows=rows):
                 query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-                cache[0, rows, :, :longest], cache[1, rows, :, :longest] = key, value
+                cache[0, rows, :, :longest] = key
+                cache[1, rows, :, :longest] = value
                 key, value = (tensor.repeat_interleave(self.heads // self.kv_heads, 1) for tensor in (key, value))
                 return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
@@ -105,18 +113,20 @@ class FastLlama:
             last = torch.arange(len(states), device=self.device), lengths[rows].to(self.device) - 1
             first.append(self._chosen(states[last]))
         self.token.copy_(torch.cat(first))
-        self.place.copy_(lengths)
-        self.ended.zero_(), self.step.fill_(1)
+        self.position.copy_(lengths)
+        self.ended.zero_()
+        self.step.fill_(1)
         self.written[:, 0] = self.token
 
     def _decode(self, caches, length: int) -> None:
         """One token of each row; all that changes lies in tensors of the object, as a graph needs it."""
-        cos, sin = (table[self.place][:, None, None] for table in (self.cos, self.sin))
-        seen = torch.arange(length, device=self.device) <= self.place[:, None]  # padding is overwritten before
-        mask = seen[:, None, None].expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
+        cos, sin = (table[self.position][:, None, None] for table in (self.cos, self.sin))
+        visible = torch.arange(length, device=self.device) <= self.position[:, None]  # padding is overwritten before
+        mask = visible[:, None, None].expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
 
         def attend(cache, query, key, value):
-            cache[0][self.row, :, self.place], cache[1][self.row, :, self.place] = key[:, 0], value[:, 0]
+            cache[0][self.row, :, self.position] = key[:, 0]
+            cache[1][self.row, :, self.position] = value[:, 0]
             query = query.view(self.rows, self.kv_heads, -1, self.width)  # heads of a group instead of queries
             return F.scaled_dot_product_attention(query, cache[0], cache[1], attn_mask=mask)
 
@@ -124,7 +134,7 @@ class FastLlama:
         self.ended |= self.token == self.eos
         self.token.copy_(self._chosen(states[:, 0]).where(~self.ended, self.eos))
         self.written.index_copy_(1, self.step, self.token[:, None])
-        self.place.add_(1).clamp_(max=length - 1), self.step.add_(1)
+        self.position.add_(1).clamp_(max=length - 1), self.step.add_(1)
 
     def _layers(self, ids, cos, sin, caches, attend) -> torch.Tensor:
         states = F.embedding(ids, self.embedding)

@@ -152,7 +152,8 @@ class Part:
     def said_by_target(self, turn: int, rows: list[dict], draw: random.Random) -> dict[int, str]:
         """What the target says in the user's place, in every third conversation."""
         chosen = [i for i in range(len(rows)) if draw.random() < 0.33]
-        source, output = self.folder / f"{turn}-contexts.jsonl", self.folder / f"{turn}-said.jsonl"
+        source = self.folder / f"{turn}-contexts.jsonl"
+        output = self.folder / f"{turn}-said.jsonl"
         template = self.tokenizer.apply_chat_template
         texts = [template(rows[i]["messages"], tokenize=False) + "<|im_start|>user\n" for i in chosen]
         write(source, [{"prompt": text} for text in texts])
@@ -172,7 +173,8 @@ class Part:
         requests = rows_of(self.folder / f"{turn}-requests.jsonl")
         rows = []
         for answer in sorted(rows_of(self.folder / f"{turn}-answers.jsonl"), key=lambda row: row["row"]):
-            text, reason = answer["messages"][-1]["content"], answer["finish_reason"]
+            text = answer["messages"][-1]["content"]
+            reason = answer["finish_reason"]
             ended = reason == "stop" and text.strip()
             if loops(text) or not (ended or all_of_them):
                 continue
