@@ -101,6 +101,8 @@ def parse(words: list[str]) -> None:
     elif program == "vllm":
         speculative = json.loads(rest[rest.index("--speculative-config") + 1])
         assert set(speculative) == {"method", "model", "num_speculative_tokens"}
+    elif program.endswith("/pytest"):
+        assert (ROOT / rest[0]).is_file(), rest[0]
     elif program == "python" and rest[0] != "-m":
         assert (ROOT / rest[0]).is_file(), rest[0]
         if rest[0].endswith("side_by_side.py"):

@@ -234,12 +234,23 @@ def test_registered_head_is_no_longer_refused(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ as documented
 
 
+def python_blocks_of_guide() -> list[str]:
+    """The Python of `add_a_head.md`: the bigram head, what the page tries, the position head."""
+    blocks = blocks_of(ROOT / "examples" / "guides" / "add_a_head.md")
+    return [block.text for block in blocks if block.language == "python"]
+
+
+def head_of_guide(source: str, name: str):
+    """A class of the guide, as if its source were a file of `modeling`."""
+    namespace = {"__name__": "dflash_hf.modeling.head_of_guide_dflash", "__package__": "dflash_hf.modeling"}
+    exec(compile(source, "head_of_guide_dflash.py", "exec"), namespace)
+    return namespace[name]
+
+
 def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
     """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and the code of the page."""
-    file, tried = (block.text for block in blocks_of(ROOT / "examples" / "guides" / "add_a_head.md"))
-    namespace = {"__name__": "dflash_hf.modeling.head_bigram_dflash", "__package__": "dflash_hf.modeling"}
-    exec(compile(file, "head_bigram_dflash.py", "exec"), namespace)
-    use_heads(monkeypatch, namespace["BigramHead"])
+    file, tried, _ = python_blocks_of_guide()
+    use_heads(monkeypatch, head_of_guide(file, "BigramHead"))
     target = make_target()
     draft = make_draft(target, bigram_rank=4, block_size=5)
     with torch.no_grad():
@@ -289,3 +300,21 @@ def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
     exec(compile(tried, "add_a_head.md", "exec"), {})
     written = json.loads((tmp_path / "my-bigram-drafter" / "config.json").read_text())
     assert written["architectures"] == ["BigramDraftModel"] and written["dflash_config"]["bigram_rank"] == 8
+
+
+@torch.no_grad()
+def test_head_of_the_guide_counts_positions(monkeypatch):
+    use_heads(monkeypatch, head_of_guide(python_blocks_of_guide()[2], "PositionHead"))
+    target = make_target()
+    draft = make_draft(target, position_rank=4, block_size=5)
+    draft.position_bias.next.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+    drafter, anchors = after_random_text(draft, target)
+    hidden = drafter.hidden_states(anchors)
+    block = drafter.decode_block(anchors, hidden, [0, 0])
+    bias = draft.position_bias.position.weight @ draft.position_bias.next.weight.T  # [block_size, V]
+    logits = hidden @ target.lm_head.weight.T  # [R, 4, V]
+    assert torch.equal(block[:, 1:], (logits + bias[:4]).argmax(-1))
+    assert not torch.equal(block[:, 1:], logits.argmax(-1)), "the head changed nothing: nothing was tested"
+    prompt = torch.tensor([[5, 7, 9, 11]])
+    options = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(target.generate(prompt, **options, assistant_model=draft), target.generate(prompt, **options))
