@@ -26,7 +26,7 @@ from support.guides import ROOT
 from transformers import GenerationConfig, GenerationMixin
 
 from dflash_hf import DFlashDecodingConfig, DFlashDraftConfig, DFlashTrainingArguments
-from dflash_hf._io.terminal import METAVARS
+from dflash_hf._io.argument_types import METAVARS
 from dflash_hf.cli import COMMANDS, build_parser
 from dflash_hf.commands.train import translate
 from dflash_hf.evaluation.measure import EvalReport

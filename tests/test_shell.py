@@ -23,7 +23,7 @@ from transformers import GenerationMixin
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import cli
-from dflash_hf._io import terminal
+from dflash_hf._io import argument_types, errors, progress, terminal
 from dflash_hf._io.terminal import note, wants_color
 from dflash_hf.cli import build_parser, main
 from dflash_hf.decoding.probe import Probe
@@ -367,7 +367,7 @@ def test_no_token_is_printed(run, refused):
             code, out, err = run(f"{line} {token} --dry-run {more}")
             assert code == 0 and "hub_token" in out and "hf_abc" not in out + err and "abc-secret" not in out + err
     assert "hf_abc" not in refused(line, "--hub-token", "hf_abcdefghij", "--max-steps", "few")[1]
-    assert terminal.one_line("x hf_abcdefghij y") == "x hf_... y"
+    assert errors.one_line("x hf_abcdefghij y") == "x hf_... y"
 
 
 def test_custom_code_needs_trust(world, tmp_path, run, refused):
@@ -460,11 +460,11 @@ def test_other_errors_are_one_line(error, message, refused, monkeypatch, capsys)
 
 def test_progress_without_a_terminal_is_lines(monkeypatch, capsys):
     """A bar in a file was one endless line, and `0it` without a length."""
-    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
-    assert list(terminal.bar("decoding")([1, 2])) == [1, 2] == list(terminal.bar("reading")(iter([1, 2])))
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    assert list(progress.bar("decoding")([1, 2])) == [1, 2] == list(progress.bar("reading")(iter([1, 2])))
     assert capsys.readouterr().err == "decoding: 1 of 2\ndecoding: 2 of 2\nreading: 1\nreading: 2\n"
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    assert list(terminal.bar("decoding")([1])) == [1] and capsys.readouterr().err == ""
+    assert list(progress.bar("decoding")([1])) == [1] and capsys.readouterr().err == ""
 
 
 def test_bars_of_libraries_are_not_shown(run, world):
@@ -538,8 +538,8 @@ def test_an_option_means_the_same_everywhere():
         assert name not in ("prepare", "regenerate", "features") or {"--data", "--split", "--output"} <= words.keys()
         assert name not in loads or {"--dtype", "--device", "--revision", "--trust-remote-code"} <= words.keys()
         assert name not in decodes or {"--compile", "--tree-nodes"} <= words.keys()
-        assert "--dtype" not in words or words["--dtype"].type is terminal.dtype
-        assert "--device" not in words or words["--device"].type is terminal.device
+        assert "--dtype" not in words or words["--dtype"].type is argument_types.dtype
+        assert "--device" not in words or words["--device"].type is argument_types.device
 
 
 def test_help_does_not_import_torch():

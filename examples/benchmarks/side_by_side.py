@@ -27,8 +27,9 @@ from published import Reference
 from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_accuracy
 from transformers import AutoModel
 
+from dflash_hf._io.argument_types import output_folder, positive
 from dflash_hf._io.names import DTYPES
-from dflash_hf._io.terminal import note, output_folder, positive
+from dflash_hf._io.terminal import note
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.conversion.convert import convert

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from dflash_hf._io import terminal
+from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             outcome = module.run(arguments, terminal.Echo())
         if arguments.json:
-            print(terminal.json_text({"exit": outcome.code, **outcome.facts}))
+            print(files.json_text({"exit": outcome.code, **outcome.facts}))
         sys.stdout.flush()
         return outcome.code
     except KeyboardInterrupt:
@@ -94,14 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the pipe at exit
         return 141
     except Exception as error:  # every error becomes one line
-        from dflash_hf._io.failures import explain
-
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         output = getattr(arguments, "output", None) or getattr(arguments, "output_dir", None)
-        message = explain(error, again, output)
+        message = errors.explain(error, again, output)
         terminal.note(f"dflash {arguments.command}: error: {_in_options(message, arguments)}")
-        return 2 if isinstance(error, terminal.UsageError) else 1
+        return 2 if isinstance(error, errors.UsageError) else 1
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -168,7 +166,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _get_default_metavar_for_optional(self, action):
-        metavar = terminal.METAVARS.get(action.type) or getattr(action.type, "metavar", None)
+        metavar = argument_types.METAVARS.get(action.type) or getattr(action.type, "metavar", None)
         return metavar or super()._get_default_metavar_for_optional(action)
 
 
@@ -189,7 +187,7 @@ class Parser(argparse.ArgumentParser):
         start, _, unknown = message.partition("unrecognized arguments: ")
         if self.remedy is not None and unknown and not start:
             message = f"{message}; {self.remedy(unknown.split(), self.words, self)}"
-        self.exit(2, f"{self.prog}: error: {terminal.one_line(message, 260)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {errors.one_line(message, 260)} (see {self.prog} --help)\n")
 
     def shorten_usage(self) -> None:
         """Options that are not required are `[options]`."""
@@ -247,7 +245,7 @@ def _check_spelling(value: str) -> None:
     if value == "smollm2" or "/" in value or os.path.exists(value):
         return
     if value.lower().startswith("smollm2") or difflib.get_close_matches(value.lower(), ["smollm2"], cutoff=0.8):
-        raise terminal.UsageError(f"{value}: there is no such folder; did you mean smollm2?")
+        raise errors.UsageError(f"{value}: there is no such folder; did you mean smollm2?")
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from dflash_hf._io.failures import is_full
+from dflash_hf._io.errors import is_full
 from dflash_hf._io.files import default_cache_dir, digest_of_file
-from dflash_hf._io.terminal import without_standard_error
+from dflash_hf._io.progress import without_standard_error
 
 
 logger = logging.get_logger(__name__)

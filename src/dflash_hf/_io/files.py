@@ -1,5 +1,6 @@
 """Files that are complete or absent, with one writer at a time, and digests of contents."""
 
+import codecs
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from dflash_hf._io.terminal import json_text, one_line
+from dflash_hf._io.errors import one_line
 
 
 LOCK_FILE = ".lock"
@@ -56,6 +57,33 @@ def read_json(path: str | Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must contain one JSON object.")
     return value
+
+
+def json_text(value) -> str:
+    """A value as JSON. Numbers that are not finite, which JSON does not have, become null; unknown objects text."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=1, allow_nan=False)
+
+
+def read_text(path: Path) -> str:
+    """
+    A text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        `ValueError`: it has another encoding; names file and line.
+    """
+    content = Path(path).read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(path, content.count(b"\n", 0, error.start) + 1)) from error
+
+
+def not_utf8(path, line: int) -> str:
+    """The error for a file in another encoding."""
+    with open(path, "rb") as file:
+        encoding = "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+    return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f {encoding} -t UTF-8 {path} > converted"
 
 
 def digest_of(value) -> str:

@@ -7,7 +7,7 @@ libraries' retries, which take a minute.
 
 from pathlib import Path
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 
 
 REPOSITORY_ID = "a repository id, like 'user/name': at most 96 letters, digits, '-', '_' and '.', no '--' or '..'"

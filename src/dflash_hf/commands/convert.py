@@ -7,8 +7,9 @@
     dflash convert my-drafter dflash-my-drafter.gguf --target target.gguf --dtype f16
 """
 
+from dflash_hf._io.argument_types import dtype, output_path
 from dflash_hf._io.names import DTYPES, LAYOUTS, Q8
-from dflash_hf._io.terminal import Outcome, dtype, output_path
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.shared import add_revision
 
 

@@ -5,7 +5,8 @@
     dflash demo --dtype float32 --prompts 30
 """
 
-from dflash_hf._io.terminal import Outcome, output_folder, positive, wants_color
+from dflash_hf._io.argument_types import output_folder, positive
+from dflash_hf._io.terminal import Outcome, wants_color
 from dflash_hf.commands import shared
 
 

@@ -7,7 +7,9 @@
 The exit status is 1 if a cause was found.
 """
 
-from dflash_hf._io.terminal import Outcome, bar, note, positive
+from dflash_hf._io.argument_types import positive
+from dflash_hf._io.progress import bar
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 

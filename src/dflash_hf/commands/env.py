@@ -10,7 +10,8 @@ import platform
 import sys
 from importlib import metadata
 
-from dflash_hf._io.terminal import Outcome, is_secret
+from dflash_hf._io.errors import is_secret
+from dflash_hf._io.terminal import Outcome
 
 
 _PACKAGES = (

@@ -9,7 +9,10 @@
 import json
 from pathlib import Path
 
-from dflash_hf._io.terminal import Outcome, UsageError, bar, note, output_folder, positive, readable_file
+from dflash_hf._io.argument_types import output_folder, positive, readable_file
+from dflash_hf._io.errors import UsageError
+from dflash_hf._io.progress import bar
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval

@@ -5,8 +5,9 @@
     dflash train --target Qwen/Qwen3-8B --output-dir my-drafter --features features
 """
 
+from dflash_hf._io.argument_types import layer_id, output_folder, positive
 from dflash_hf._io.names import DTYPES
-from dflash_hf._io.terminal import Outcome, layer_id, note, output_folder, positive
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 

@@ -8,7 +8,8 @@
 
 import time
 
-from dflash_hf._io.terminal import Outcome, UsageError, after_the_text, marks_around, stdin_lines, wants_color
+from dflash_hf._io.errors import UsageError
+from dflash_hf._io.terminal import Outcome, after_the_text, marks_around, stdin_lines, wants_color
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
 

@@ -3,7 +3,9 @@
 from argparse import Namespace
 from functools import cached_property
 
-from dflash_hf._io.terminal import UsageError, note, template_arguments
+from dflash_hf._io.argument_types import template_arguments
+from dflash_hf._io.errors import UsageError
+from dflash_hf._io.terminal import note
 
 
 SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`

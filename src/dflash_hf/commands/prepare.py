@@ -5,7 +5,9 @@
     dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0
 """
 
-from dflash_hf._io.terminal import Outcome, UsageError, count, note, wants_color
+from dflash_hf._io.argument_types import count
+from dflash_hf._io.errors import UsageError
+from dflash_hf._io.terminal import Outcome, note, wants_color
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 

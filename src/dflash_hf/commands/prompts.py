@@ -5,16 +5,8 @@
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
 """
 
-from dflash_hf._io.terminal import (
-    Outcome,
-    amount,
-    count,
-    note,
-    output_lines,
-    positive,
-    probability,
-    template_arguments,
-)
+from dflash_hf._io.argument_types import amount, count, output_lines, positive, probability, template_arguments
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 

@@ -8,7 +8,8 @@
 
 from functools import partial
 
-from dflash_hf._io.terminal import Outcome, UsageError, one_line
+from dflash_hf._io.errors import UsageError, one_line
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.shared import options_given
 
 

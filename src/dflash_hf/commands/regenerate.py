@@ -8,17 +8,9 @@
 
 from collections import Counter
 
-from dflash_hf._io.terminal import (
-    Outcome,
-    UsageError,
-    amount,
-    note,
-    output_lines,
-    positive,
-    probability,
-    template_arguments,
-    token_id,
-)
+from dflash_hf._io.argument_types import amount, output_lines, positive, probability, template_arguments, token_id
+from dflash_hf._io.errors import UsageError
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling

@@ -7,8 +7,10 @@
     dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp
 """
 
+from dflash_hf._io.argument_types import port, template_arguments
+from dflash_hf._io.errors import UsageError, install
 from dflash_hf._io.names import ENGINES, LLAMA_CPP
-from dflash_hf._io.terminal import Outcome, UsageError, install, port, template_arguments
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair, take_default
 

@@ -4,9 +4,11 @@ from argparse import BooleanOptionalAction
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_hf._io import terminal
+from dflash_hf._io import argument_types
+from dflash_hf._io.argument_types import output_path, positive, readable_file
+from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import DTYPES
-from dflash_hf._io.terminal import UsageError, note, output_path, positive, readable_file
+from dflash_hf._io.terminal import note
 
 
 # ------------------------------------------------------------------------------------------------ models, and how fast
@@ -25,7 +27,7 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
     devices = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
-    group.add_argument("--device", type=terminal.device, help=devices)
+    group.add_argument("--device", type=argument_types.device, help=devices)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help=f"run {trusted}")
     return group
@@ -40,7 +42,7 @@ def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what
 
 def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
     """Add `--dtype`, or another option whose value is a dtype."""
-    add_choice(parser, option, choices, default, what, type=terminal.dtype)
+    add_choice(parser, option, choices, default, what, type=argument_types.dtype)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
@@ -86,9 +88,9 @@ def add_answering(parser) -> None:
 def add_sampling(parser, default: float | None = 0.0, shown: str = "0, greedy") -> None:
     """Add `--temperature` (its help shows the default as `shown`), `--top-p` and `--seed`."""
     help = f"0 is greedy (default: {shown})"
-    parser.add_argument("--temperature", type=terminal.temperature, default=default, help=help)
-    parser.add_argument("--top-p", type=terminal.probability, help="nucleus sampling (default: 1)")
-    parser.add_argument("--seed", type=terminal.seed, default=0, help="sampling seed (default: %(default)s)")
+    parser.add_argument("--temperature", type=argument_types.temperature, default=default, help=help)
+    parser.add_argument("--top-p", type=argument_types.probability, help="nucleus sampling (default: 1)")
+    parser.add_argument("--seed", type=argument_types.seed, default=0, help="sampling seed (default: %(default)s)")
 
 
 def check_sampling(arguments) -> None:
@@ -157,7 +159,7 @@ def add_encoding(parser) -> None:
     """Add the options for encoding the rows of [`add_data`] into examples."""
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     masked = "the drafter's mask token; rows with it are left out"
-    parser.add_argument("--mask-token-id", type=terminal.token_id, help=masked)
+    parser.add_argument("--mask-token-id", type=argument_types.token_id, help=masked)
     parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
 
 
@@ -180,7 +182,7 @@ def encoder_of(pair):
 
     arguments = pair.arguments
     check_token_id(arguments.mask_token_id, pair.config)
-    kwargs = template_kwargs(terminal.template_arguments(arguments.template_args), arguments.data, say=note)
+    kwargs = template_kwargs(argument_types.template_arguments(arguments.template_args), arguments.data, say=note)
     return RowEncoder(
         pair.tokenizer,
         kwargs,

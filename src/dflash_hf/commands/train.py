@@ -21,7 +21,8 @@ import shlex
 import typing
 from dataclasses import replace
 
-from dflash_hf._io.terminal import Outcome, is_secret, note
+from dflash_hf._io.errors import is_secret
+from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.data.sources import check_files
 from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
 from dflash_hf.training.presets import PAPER

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from transformers import MuseGlimmerAssistantConfig
 
+from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import LAYOUTS
-from dflash_hf._io.terminal import UsageError, without_bars
+from dflash_hf._io.progress import without_bars
 from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.drafter import DFlashDraftModel

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dflash_hf._io.errors import needs
 from dflash_hf._io.files import atomic, digest_of
+from dflash_hf._io.progress import without_standard_error
 from dflash_hf._io.repositories import is_gguf
-from dflash_hf._io.terminal import needs, without_standard_error
 from dflash_hf._io.weights import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig

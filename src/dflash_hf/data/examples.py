@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.data.images import ImageReader
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import logging
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.pairs.loading import Loading, is_multimodal
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 
 
 MESSAGE_LAYOUTS = "`role` and `content`, or `from` and `value`"

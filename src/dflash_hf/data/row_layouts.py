@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.data.conversation import Conversation, TokenizedText, check_template_kwargs
 from dflash_hf.data.messages import UnusableRow, as_value, image_uri, images_in, looks_like_messages, messages_of
 

@@ -13,8 +13,10 @@ from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TextIO
 
+from dflash_hf._io.errors import needs, one_line
+from dflash_hf._io.files import read_text
+from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import SECONDS, looks_local
-from dflash_hf._io.terminal import needs, one_line, read_text, without_bars
 
 
 SETTINGS = ".settings.json"  # added to the name of a file that was made here: how it was made

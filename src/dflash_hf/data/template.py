@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
+from dflash_hf._io.errors import one_line
 from dflash_hf._io.files import digest_of
-from dflash_hf._io.terminal import one_line
 from dflash_hf.data.conversation import check_template_kwargs
 from dflash_hf.data.images import ImageReader
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow, as_value, images_in, with_arguments, with_text

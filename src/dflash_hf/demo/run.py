@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from dflash_hf._io.terminal import bar, marks_around
+from dflash_hf._io.progress import bar
+from dflash_hf._io.terminal import marks_around
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.measure import EvalReport, evaluate

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from dflash_hf._io.files import atomic
+from dflash_hf._io.files import atomic, json_text, read_text
+from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import origin
-from dflash_hf._io.terminal import json_text, read_text, without_bars
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge, worst_verdict
 from dflash_hf.evaluation.methods import (

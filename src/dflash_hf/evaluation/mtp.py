@@ -5,7 +5,8 @@ import time
 import torch
 import transformers
 
-from dflash_hf._io.terminal import one_line, without_bars
+from dflash_hf._io.errors import one_line
+from dflash_hf._io.progress import without_bars
 
 
 def seconds_to_load_heads(target) -> float:

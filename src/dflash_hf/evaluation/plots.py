@@ -3,8 +3,8 @@
 import textwrap
 from pathlib import Path
 
+from dflash_hf._io.errors import needs
 from dflash_hf._io.files import atomic
-from dflash_hf._io.terminal import needs
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS, rate

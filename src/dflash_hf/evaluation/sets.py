@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from dflash_hf._io.terminal import read_text
+from dflash_hf._io.files import read_text
 from dflash_hf.data.sources import load_rows
 
 

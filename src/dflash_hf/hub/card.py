@@ -14,10 +14,10 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf import hub_cards
+from dflash_hf._io.errors import needs
 from dflash_hf._io.files import digest_of, read_json, write_json
 from dflash_hf._io.names import LLAMA_CPP
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf._io.terminal import needs
 from dflash_hf.conversion.gguf_format import gguf_in
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE

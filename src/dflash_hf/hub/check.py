@@ -12,10 +12,11 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from dflash_hf._io.errors import one_line
 from dflash_hf._io.files import read_json
 from dflash_hf._io.names import ENGINES, LLAMA_CPP, SERVERS
+from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import check_revision, is_gguf, small_file
-from dflash_hf._io.terminal import one_line, without_bars
 from dflash_hf.conversion import gguf_format
 from dflash_hf.conversion.convert import NATIVE_NAMES
 from dflash_hf.drafter import DFlashDraftModel

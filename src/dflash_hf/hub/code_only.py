@@ -7,8 +7,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from dflash_hf import __version__
+from dflash_hf._io.errors import one_line
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf._io.terminal import one_line
 from dflash_hf.hub.code_version import uses_package_code, version_of
 from dflash_hf.hub.publish import (
     CODE,

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.hub.code_version import defects_of, is_current, uses_package_code, version_of
 from dflash_hf.hub.drafter_folder import DrafterFolder
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS

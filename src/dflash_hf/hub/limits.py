@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.hub import conditions
 from dflash_hf.hub.conditions import Comparison, Condition, DiffersInTwoPlaces, IsNestedOnly, IsNotDefault
 from dflash_hf.hub.drafter_folder import DrafterFolder

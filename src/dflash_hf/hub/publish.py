@@ -15,10 +15,11 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.dynamic_module_utils import get_relative_imports
 
 from dflash_hf import __version__
+from dflash_hf._io.errors import one_line
 from dflash_hf._io.files import read_json
 from dflash_hf._io.names import LLAMA_CPP
+from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
-from dflash_hf._io.terminal import one_line, without_bars
 from dflash_hf._io.weights import check_finite
 from dflash_hf.conversion.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.drafter import DFlashDraftModel

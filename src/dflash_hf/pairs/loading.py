@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_hf._io.terminal import one_line, read_text, without_bars
+from dflash_hf._io.errors import one_line
+from dflash_hf._io.files import read_text
+from dflash_hf._io.progress import without_bars
 
 
 TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"

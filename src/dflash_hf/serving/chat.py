@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dflash_hf._io.failures import explain
-from dflash_hf._io.terminal import Echo, after_the_text, one_line, stdin_lines
+from dflash_hf._io.errors import explain, one_line
+from dflash_hf._io.terminal import Echo, after_the_text, stdin_lines
 from dflash_hf.evaluation.text import shade
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer

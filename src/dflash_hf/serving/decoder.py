@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.request import Request

@@ -32,7 +32,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import DirectStreamer, _StreamError, response_events_to_chunks
 
-from dflash_hf._io.terminal import one_line
+from dflash_hf._io.errors import one_line
 from dflash_hf.serving.choices import merge_answers, merge_streams
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.messages import (

@@ -3,7 +3,7 @@
 import os
 from urllib.parse import urlsplit
 
-from dflash_hf._io.terminal import needs, one_line
+from dflash_hf._io.errors import needs, one_line
 from dflash_hf.data.messages import UnusableRow
 
 

@@ -2,7 +2,7 @@
 
 import copy
 
-from dflash_hf._io.terminal import needs
+from dflash_hf._io.errors import needs
 from dflash_hf.drafter import DFlashDraftModel
 
 

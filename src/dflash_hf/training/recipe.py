@@ -16,7 +16,8 @@ from pathlib import Path
 from transformers import HfArgumentParser
 
 from dflash_hf import examples
-from dflash_hf._io.terminal import is_secret, needs, read_text
+from dflash_hf._io.errors import is_secret, needs
+from dflash_hf._io.files import read_text
 from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
+from dflash_hf._io.argument_types import check_writable
 from dflash_hf._io.files import locked, read_json
-from dflash_hf._io.terminal import check_writable, note, without_bars
+from dflash_hf._io.progress import without_bars
+from dflash_hf._io.terminal import note
 from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator

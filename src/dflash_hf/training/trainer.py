@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
-from dflash_hf._io.terminal import DetailedError
+from dflash_hf._io.errors import DetailedError
 from dflash_hf._io.weights import is_finite
 from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.pairs.loading import loaded

@@ -1,0 +1,75 @@
+"""Progress bars: those of commands, and those of libraries, which are in the way of a command's own."""
+
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+
+from dflash_hf._io.terminal import note
+
+
+SECONDS_BETWEEN_LINES = 30.0  # of progress, where no bar is shown
+
+
+def bar(desc: str) -> Callable[[Iterable], Iterable]:
+    """
+    Progress around some items: on a terminal a bar, which disappears when they are done; elsewhere a line now and
+    then, since a bar in a file is one endless line.
+    """
+    from tqdm import tqdm
+
+    def around(items: Iterable) -> Iterable:
+        if os.environ.get("TQDM_DISABLE"):  # --quiet; tqdm itself reads it when it is imported
+            return items
+        if sys.stderr.isatty():
+            return tqdm(items, desc=desc, leave=False)
+        return _with_lines(items, desc)
+
+    return around
+
+
+def _with_lines(items: Iterable, desc: str) -> Iterator:
+    """Yields items, and notes how many are done every `SECONDS_BETWEEN_LINES`."""
+    total = f" of {len(items)}" if isinstance(items, Sized) else ""
+    last = time.monotonic()
+    for number, item in enumerate(items, start=1):
+        yield item
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            note(f"{desc}: {number}{total}")
+            last = time.monotonic()
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers and `datasets` meanwhile; downloads from the Hub keep theirs."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    downloads_shown = not are_progress_bars_disabled()
+    bars_shown = logging.is_progress_bar_enabled()
+    datasets = sys.modules.get("datasets")  # whoever shows its bars has imported it
+    datasets_shown = datasets is not None and datasets.are_progress_bars_disabled() is False
+    logging.disable_progress_bar()  # and those of downloads
+    if downloads_shown:
+        enable_progress_bars()
+    if datasets is not None and datasets_shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if bars_shown:
+            logging.enable_progress_bar()
+        if datasets is not None and datasets_shown:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def without_standard_error() -> Iterator[None]:
+    """
+    Nothing on standard error meanwhile, for bars that heed no setting, as those of GGUF files; also as
+    [`without_bars`]. Errors are raised as always.
+    """
+    with without_bars(), contextlib.redirect_stderr(io.StringIO()):
+        yield
