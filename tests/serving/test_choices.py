@@ -15,7 +15,8 @@ from dflash_hf.serving.token_bytes import TokenBytes
 
 if not is_serve_available():
     pytest.skip("serving needs `pip install '.[serving]'`", allow_module_level=True)
-from dflash_hf.serving.options import LogProbs, Options
+from dflash_hf.serving.logprobs import LogProbs
+from dflash_hf.serving.options import Options
 from dflash_hf.serving.server import Server
 
 
@@ -99,7 +100,7 @@ def test_prompts_are_texts_or_ids(stream, served):
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_echo_has_log_probabilities_of_the_prompt(limit, served, monkeypatch):
     """As lm-eval asks for, which reads those of a continuation: `[number of tokens before it : -1]`."""
-    monkeypatch.setattr("dflash_hf.serving.options._PIECE", 7)
+    monkeypatch.setattr("dflash_hf.serving.logprobs._CHUNK_TOKENS", 7)
     target, app, tokenizer = served
     for prompt in ("Say 1, and then say 2", "x"):
         ids = tokenizer(prompt)["input_ids"]
@@ -204,16 +205,16 @@ def test_tokens_have_their_own_bytes(kind, folder):
 
 def test_partial_characters_keep_their_own_bytes(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    likely = LogProbs(TokenBytes(tokenizer), 4)
+    log_probs = LogProbs(TokenBytes(tokenizer), 4)
     tokens = tokenizer("😀")["input_ids"]
     scores = torch.zeros(1, 280)
     scores[0, tokens] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    likely(None, scores)
-    likely.take(tokens[1])
-    (entry,) = likely.content
+    log_probs(None, scores)
+    log_probs.on_token(tokens[1])
+    (entry,) = log_probs._entries
     assert entry["bytes"] == [0x9F] and entry["token"] == "bytes:\\x9f"
     assert [top["bytes"] for top in entry["top_logprobs"]] == [[byte] for byte in "😀".encode()]
-    assert len(likely.since(False)["top_logprobs"][0]) == 4
+    assert len(log_probs.pop_entries(is_chat=False)["top_logprobs"][0]) == 4
 
 
 @pytest.mark.parametrize("cut", range(1, 10))
@@ -248,5 +249,5 @@ def test_own_options_are_removed_for_upstream():
         "user": "x",
     }
     body |= {"timings_per_token": True, "samplers": ["top_k"], "functions": [], "suffix": "", "presence_penalty": 0}
-    Options.of(body)
+    Options.from_body(body)
     assert body == {"messages": []}

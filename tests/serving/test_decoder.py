@@ -26,7 +26,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
 from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
-from dflash_hf.serving.request import Request
+from dflash_hf.serving.request import Request, RequestStatus
 
 
 PROMPTS = [f"Say {number}" for number in range(5)]
@@ -87,12 +87,12 @@ def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[R
     for waiting in requests:
         decoder.submit(waiting)
     ready.set()
-    wait([waiting.done for waiting in requests], timeout=50)
+    wait([waiting.future for waiting in requests], timeout=50)
     return requests
 
 
 def texts_of(requests) -> list[list[int]]:
-    return [done.text for done in requests]
+    return [done.token_ids for done in requests]
 
 
 class Then:
@@ -116,7 +116,7 @@ def test_texts_equal_the_targets_own(number, decoder, served):
     requests = answered(decoder, served, range(number))
     assert texts_of(requests) == served.texts[:number]
     for done in requests:
-        assert bool(done.batched) == (number > 1)
+        assert bool(done.tokens_before_batch) == (number > 1)
         assert (done.rounds > 0) == (number == 1) == (0 < done.accepted <= done.drafted)
 
 
@@ -131,7 +131,7 @@ def test_stop_strings_end_answers_as_upstream(number, decoder, served):
     ]
     requests = answered(decoder, served, range(number), stops=stops)
     assert texts_of(requests) == [ids[0].tolist() for ids in expected[:number]]
-    assert all(done.stopped and len(done.tokens) < MAX_TOKENS for done in requests)
+    assert all(done.status is RequestStatus.FINISHED_STOPPED and len(done.tokens) < MAX_TOKENS for done in requests)
 
 
 def test_drafted_request_joins_a_later_request(decoder, served):
@@ -139,8 +139,9 @@ def test_drafted_request_joins_a_later_request(decoder, served):
     late: list[Request] = []
     streamer = Then(lambda: late.append(decoder.submit(request(decoder, served.inputs[1]))))
     (first,) = answered(decoder, served, [0], streamers=[streamer])
-    assert texts_of([first, late[0].done.result(timeout=60)]) == served.texts[:2]
-    assert len(first.prompt) < first.batched < len(first.text) and late[0].batched and late[0].rounds == 0
+    assert texts_of([first, late[0].future.result(timeout=60)]) == served.texts[:2]
+    assert len(first.prompt) < first.tokens_before_batch < len(first.token_ids)
+    assert late[0].tokens_before_batch and late[0].rounds == 0
     assert streamer.seen == 1 + len(first.tokens)  # the prompt once, and each token once
     assert first.accepted <= first.drafted
 
@@ -155,38 +156,63 @@ def test_later_requests_join_a_batch(decoder, served):
 
     first = answered(decoder, served, [0, 1], streamers=[Then(arrive)])
     assert texts_of(first) == served.texts[:2]
-    late = [waiting.done.result(timeout=60) for waiting in late]
-    assert [bool(done.batched) for done in late] == [True, False, False]
-    assert late[0].text == served.texts[2] and late[2].text == served.texts[4]
+    late = [waiting.future.result(timeout=60) for waiting in late]
+    assert [bool(done.tokens_before_batch) for done in late] == [True, False, False]
+    assert late[0].token_ids == served.texts[2] and late[2].token_ids == served.texts[4]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_status_says_how_a_request_ended(number, decoder, served):
+    """Decoded on its own, and in a batch."""
+    statuses = []
+    first: list[Request] = []
+
+    def note_and_abort():
+        statuses.append(first[0].status)
+        first[0].abort()
+
+    first.append(request(decoder, served.inputs[0], Then(note_and_abort)))
+    assert first[0].status is RequestStatus.WAITING
+    decoder.submit(first[0])
+    assert first[0].future.result(timeout=60).status is RequestStatus.FINISHED_ABORTED
+    assert statuses == [RequestStatus.RUNNING]
+    streamers = [Broken("put", TypeError("injected"), 3)]
+    broken, *cut = answered(decoder, served, range(number), streamers=streamers, max_new_tokens=SHORT)
+    assert broken.status is RequestStatus.FINISHED_ERROR and broken.is_finished
+    assert [done.status for done in cut] == [RequestStatus.FINISHED_LENGTH] * (number - 1)
+    (done,) = answered(decoder, served, [0], stops=[["~", served.tokenizer.decode(first[0].tokens[:1])]])
+    assert done.status is RequestStatus.FINISHED_STOPPED
+    done.fail(TypeError("late"))  # what is finished stays so
+    assert done.status is RequestStatus.FINISHED_STOPPED
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_abandoned_requests_end(number, decoder, served):
     first = []
-    leaves = Then(lambda: first[0].gone.set())
+    leaves = Then(lambda: first[0].abort())
     first.append(request(decoder, served.inputs[0], leaves))
     decoder.submit(first[0])
     assert texts_of(answered(decoder, served, range(1, number))) == served.texts[1:number]
-    assert len(first[0].done.result(timeout=60).tokens) < 8
+    assert len(first[0].future.result(timeout=60).tokens) < 8
     abandoned = request(decoder, served.inputs[0])
-    abandoned.gone.set()
-    assert decoder.submit(abandoned).done.result(timeout=60).tokens == []
+    abandoned.abort()
+    assert decoder.submit(abandoned).future.result(timeout=60).tokens == []
 
 
 def test_samples_follow_settings_of_each_request(decoder, served):
     """Nearly cold, the sample is the greedy text, though another request made the batch hot."""
     answered(decoder, served, [0, 1], do_sample=True, temperature=2.0, top_p=0.9)
     assert texts_of(answered(decoder, served, range(5), do_sample=True, temperature=1e-4, top_p=0.5)) == served.texts
-    assert len(decoder.managers) == 1
+    assert len(decoder.batch_managers) == 1
     first, second = answered(decoder, served, [0, 0], do_sample=True, temperature=1.5, seed=3)
-    assert first.tokens == second.tokens and not first.batched
+    assert first.tokens == second.tokens and not first.tokens_before_batch
 
 
 def test_seeded_request_restores_the_random_state(decoder, served):
     """Those of requests without one would follow from it."""
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    decoder.submit(request(decoder, served.inputs[0], do_sample=True, seed=3)).done.result(timeout=60)
+    decoder.submit(request(decoder, served.inputs[0], do_sample=True, seed=3)).future.result(timeout=60)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -209,19 +235,19 @@ def test_seeded_request_restores_the_random_state(decoder, served):
 def test_unbatchable_settings_are_decoded_alone(settings, batched, decoder, served):
     config = GenerationConfig(**{"max_new_tokens": 20, **settings})
     asked = Request(decoder, dict(served.inputs[0]), config)
-    assert (decoder.kind_of(asked) is not None) == batched
+    assert (decoder.batch_key_of(asked) is not None) == batched
     asked.inputs["pixel_values"] = 0
-    assert decoder.kind_of(asked) is None
+    assert decoder.batch_key_of(asked) is None
 
 
 def test_begin_suppressed_token_does_not_begin(decoder, served):
     """Which processors a request has was asked without the length of its prompt: a TypeError for the client."""
     inputs = served.inputs[0]
-    unrestricted = decoder.submit(request(decoder, inputs)).done.result(timeout=60).tokens
+    unrestricted = decoder.submit(request(decoder, inputs)).future.result(timeout=60).tokens
     options = {"max_new_tokens": 4, "do_sample": False, "begin_suppress_tokens": [unrestricted[0]]}
     expected = served.target.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
     answer = Request(decoder, dict(inputs), GenerationConfig(**options))
-    assert decoder.submit(answer).done.result(timeout=60).tokens == expected != unrestricted[:4]
+    assert decoder.submit(answer).future.result(timeout=60).tokens == expected != unrestricted[:4]
 
 
 def test_batching_is_given_up_after_three_failures(decoder, served, monkeypatch):
@@ -259,12 +285,12 @@ def test_failed_batch_answers_its_requests(fault, decoder, served, monkeypatch):
     if fault == "stuck":
         monkeypatch.setattr(manager, "is_running", lambda self: self._generation_thread and len(steps) < 6)
     requests = answered(decoder, served, range(3))
-    assert texts_of(requests) == served.texts[:3] and decoder.failures and not decoder.managers
+    assert texts_of(requests) == served.texts[:3] and decoder.batch_failures and not decoder.batch_managers
     answers_are_here.set()
     monkeypatch.undo()
-    decoder.failures = 0
+    decoder.batch_failures = 0
     requests = answered(decoder, served, range(3))
-    assert texts_of(requests) == served.texts[:3] and all(done.batched for done in requests)
+    assert texts_of(requests) == served.texts[:3] and all(done.tokens_before_batch for done in requests)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -274,9 +300,9 @@ def test_error_fails_only_its_request(number, decoder, served):
 
     broken, *unbroken = answered(decoder, served, range(number), streamers=[Then(breaks)])
     with pytest.raises(TypeError, match="of ours"):
-        broken.done.result()
+        broken.future.result()
     assert texts_of(unbroken) == served.texts[1:number]
-    assert texts_of(answered(decoder, served, [1])) == [served.texts[1]] and not decoder.failures
+    assert texts_of(answered(decoder, served, [1])) == [served.texts[1]] and not decoder.batch_failures
 
 
 def test_drafter_without_speedup_backs_off(decoder, served, monkeypatch):
@@ -294,7 +320,7 @@ def test_drafter_without_speedup_backs_off(decoder, served, monkeypatch):
 
     monkeypatch.setattr(served.target, "generate", noted, raising=False)
     for _ in range(8):
-        decoder.submit(request(decoder, served.inputs[0], max_new_tokens=3)).done.result(timeout=60)
+        decoder.submit(request(decoder, served.inputs[0], max_new_tokens=3)).future.result(timeout=60)
     assert used_drafter == [True, False, True, False, False, False, True, True]
 
 
@@ -311,9 +337,9 @@ def test_next_turn_prefills_only_its_new_tokens(decoder, served):
         anew = target.generate(
             **longer, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
         )
-        turn = decoder.submit(request(decoder, longer, max_new_tokens=20)).done.result(timeout=60)
-        assert turn.text == anew.sequences[0].tolist()
-        assert turn.cached == cut - 1
+        turn = decoder.submit(request(decoder, longer, max_new_tokens=20)).future.result(timeout=60)
+        assert turn.token_ids == anew.sequences[0].tolist()
+        assert turn.cached_tokens == cut - 1
         assert turn.accepted == sum(anew.acceptance_lengths[0]) - len(anew.acceptance_lengths[0])
 
 
@@ -327,18 +353,18 @@ def test_each_conversation_keeps_its_own_cache(served):
     draft.decoding_config.block_size = draft.config.max_block_tokens
     decoder = Decoder(target, tokenizer, draft)
     read = [0] * 3
-    decoder.conversations.longest = 1000
+    decoder.conversations.max_tokens = 1000
     for turn in range(2):
         for number, chat in enumerate(chats):
             inputs = chat_ids(tokenizer, chat)
-            done = decoder.submit(request(decoder, inputs, **plain)).done.result(timeout=60)
-            assert done.text == target.generate(**inputs, **plain)[0].tolist()
+            done = decoder.submit(request(decoder, inputs, **plain)).future.result(timeout=60)
+            assert done.token_ids == target.generate(**inputs, **plain)[0].tolist()
             if turn:
-                assert done.cached == read[number]
+                assert done.cached_tokens == read[number]
             else:
-                assert (done.cached > 80) == (number > 0)
+                assert (done.cached_tokens > 80) == (number > 0)
             assert turn or done.accepted > 3  # the drafter has read the instructions, too
-            read[number] = len(done.text) - 1
+            read[number] = len(done.token_ids) - 1
             answer = {"role": "assistant", "content": tokenizer.decode(done.tokens)}
             chats[number] = [*chat, answer, {"role": "user", "content": "And?"}]
 
@@ -353,12 +379,12 @@ def test_caches_of_conversations_are_bounded(served):
         return cache
 
     def first_tokens() -> list[int]:
-        return [entry.text[0] for entry in conversations.entries]
+        return [entry.token_ids[0] for entry in conversations.entries]
 
     for token in range(6):
         keep(token, 60)
-    assert first_tokens() == [2, 3, 4, 5] and len(conversations.entries[0].text) == 59  # of 256 positions
-    conversations.memory = 59 * 2 * 4 * 3
+    assert first_tokens() == [2, 3, 4, 5] and len(conversations.entries[0].token_ids) == 59  # of 256 positions
+    conversations.max_memory = 59 * 2 * 4 * 3
     keep(6, 60)
     assert first_tokens() == [4, 5, 6]
     keep(8, 300)  # the latest is kept in any case
@@ -445,8 +471,8 @@ class Broken:
     def end(self):
         self._called("end")
 
-    def take(self, token):
-        self._called("take")
+    def on_token(self, token):
+        self._called("on_token")
 
     def __call__(self, input_ids, scores):
         self._called("call")
@@ -485,7 +511,7 @@ def begun(served, which) -> list[list[int]]:
 
 def check_alive(decoder, served):
     """A request, and two at once, are answered as ever."""
-    assert decoder.alive
+    assert decoder.is_alive
     for which in ([1], [0, 1]):
         assert texts_of(answered(decoder, served, which, max_new_tokens=SHORT)) == begun(served, which)
 
@@ -493,7 +519,7 @@ def check_alive(decoder, served):
 def check_broken(request, error):
     """It fails with its error, or with one that can be shown."""
     with pytest.raises(Exception) as raised:
-        request.done.result(timeout=60)
+        request.future.result(timeout=60)
     assert type(raised.value) in (type(error), RuntimeError) and str(raised.value)
 
 
@@ -508,12 +534,12 @@ def test_broken_streamer_fails_its_request(error, decoder, served):
         broken, *unbroken = answered(decoder, served, range(2), streamers=streamers, max_new_tokens=SHORT)
         assert texts_of(unbroken) == begun(served, [1])
         check_broken(broken, error)
-    assert not decoder.failures
+    assert not decoder.batch_failures
     check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:3], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("name", ["call", "take"])
+@pytest.mark.parametrize("name", ["call", "on_token"])
 def test_broken_processor_fails_its_request(name, error, decoder, served):
     broken = request(decoder, served.inputs[0])
     broken.processors = [Broken(name, error, 2)]
@@ -523,7 +549,20 @@ def test_broken_processor_fails_its_request(name, error, decoder, served):
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "step", ["begin", "text", "left", "over", "take", "next_round", "finish", "ended", "prompt", "settings", "inputs"]
+    "step",
+    [
+        "start",
+        "token_ids",
+        "remaining_tokens",
+        "wants_tokens",
+        "append",
+        "next_round",
+        "finish",
+        "at_end",
+        "prompt",
+        "settings",
+        "inputs",
+    ],
 )
 def test_broken_request_fails_no_other(step, error, decoder, served):
     """Each of these was read before the guard of a request that is decoded alone."""
@@ -533,23 +572,23 @@ def test_broken_request_fails_no_other(step, error, decoder, served):
 
     for number in (1,) if step in ("next_round", "inputs") else (1, 2):  # a batch needs neither
         requests = [request(decoder, served.inputs[i], max_new_tokens=SHORT) for i in range(number)]
-        kind = decoder.kind_of(requests[0])
+        key = decoder.batch_key_of(requests[0])
         requests[0].__class__ = Breaks
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Breaks, step, property(failing(error)), raising=False)
-            patch.setattr(decoder, "kind_of", lambda request, kind=kind: kind)
+            patch.setattr(decoder, "batch_key_of", lambda request, key=key: key)
             for waiting in requests:
                 decoder.submit(waiting)
             check_broken(requests[0], error)
-            assert texts_of(waiting.done.result(timeout=60) for waiting in requests[1:]) == begun(
+            assert texts_of(waiting.future.result(timeout=60) for waiting in requests[1:]) == begun(
                 served, range(1, number)
             )
-    decoder.failures = 0
+    decoder.batch_failures = 0
     check_alive(decoder, served)
 
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("step", ["generate", "_can_join", "_cache_of", "_keep"])
+@pytest.mark.parametrize("step", ["generate", "can_batch_next", "_take_cache", "_keep_cache"])
 def test_error_of_a_step_fails_one_request(step, error, decoder, served, monkeypatch):
     owner = served.target if step == "generate" else decoder
     fails_once(owner, step, error, monkeypatch)
@@ -592,7 +631,7 @@ def test_batch_errors_leave_requests_answered(step, error, decoder, served, monk
     requests = answered(decoder, served, range(2), streamers=[left], max_new_tokens=SHORT)
     assert texts_of(requests) == begun(served, range(2)) and left.seen == 1 + len(requests[0].tokens)
     monkeypatch.undo()
-    decoder.failures = 0
+    decoder.batch_failures = 0
     check_alive(decoder, served)
 
 
@@ -603,12 +642,12 @@ def test_error_while_ending_a_batch_is_survived(decoder, served, monkeypatch):
     monkeypatch.setattr(managers, "cancel_request", failing(SystemExit()))
     assert texts_of(answered(decoder, served, range(3))) == served.texts[:3]
     monkeypatch.undo()
-    decoder.failures = 0
+    decoder.batch_failures = 0
     check_alive(decoder, served)
 
 
 def test_error_outside_of_requests_is_survived(decoder, served, monkeypatch):
-    fails_once(decoder, "_receive", SystemExit(), monkeypatch)
+    fails_once(decoder, "receive", SystemExit(), monkeypatch)
     check_alive(decoder, served)
 
 
@@ -621,16 +660,16 @@ def test_waiting_requests_fail_when_the_thread_ends(served):
     waiting = [decoder.submit(request(decoder, served.inputs[0], repetition_penalty=1.2)) for _ in range(2)]
     decoder.inbox.put(None)
     ready.set()
-    assert first.done.result(timeout=60).text == served.texts[0]
+    assert first.future.result(timeout=60).token_ids == served.texts[0]
     for later in waiting:
         with pytest.raises(DecoderEnded, match="restart the server"):
-            later.done.result(timeout=60)
+            later.future.result(timeout=60)
     decoder.thread.join(timeout=60)
     with pytest.raises(DecoderEnded):
         decoder.submit(request(decoder, served.inputs[0]))
-    assert not decoder.alive
+    assert not decoder.is_alive
     # It may end between the look and the inbox.
-    decoder.__class__ = type("Ending", (Decoder,), {"alive": property(lambda self: next(looks))})
+    decoder.__class__ = type("Ending", (Decoder,), {"is_alive": property(lambda self: next(looks))})
     looks = iter([True, False])
     with pytest.raises(DecoderEnded):
-        decoder.submit(request(decoder, served.inputs[0])).done.result(timeout=1)
+        decoder.submit(request(decoder, served.inputs[0])).future.result(timeout=1)

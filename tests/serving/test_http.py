@@ -215,16 +215,16 @@ def test_max_completion_tokens_is_read():
     from dflash_hf.serving.options import Options
 
     body = {"max_completion_tokens": 3, "messages": []}
-    Options.of(body)
+    Options.from_body(body)
     assert body == {"max_tokens": 3, "messages": []}
 
 
 def test_missing_xgrammar_is_named(monkeypatch):
-    from dflash_hf.serving.options import Grammars
+    from dflash_hf.serving.grammars import GrammarCompiler
 
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match="not supported without xgrammar; install it: `pip install xgrammar`"):
-        Grammars(None, None).processor(SCHEMA)
+        GrammarCompiler(None, None).processor(SCHEMA)
 
 
 @needs_grammars

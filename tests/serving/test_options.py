@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_serve_available
 if not is_serve_available():
     pytest.skip("serving needs `pip install '.[serving]'`", allow_module_level=True)
 
-from dflash_hf.serving.options import Settings
+from dflash_hf.serving.options import GenerationSettings
 
 
 REFUSED = {
@@ -50,20 +50,20 @@ def test_unlisted_settings_are_refused(name):
     with pytest.raises(
         ValueError, match=f"{name}=.*, which a request may not set; .*leave it out. It may set do_sample"
     ):
-        Settings.check(json.dumps({"max_new_tokens": 5, name: REFUSED[name]}))
+        GenerationSettings.from_json(json.dumps({"max_new_tokens": 5, name: REFUSED[name]}))
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_settings_with_wrong_values_are_refused(name):
     with pytest.raises(ValueError, match=f"generation_config has {name}="):
-        Settings.check(json.dumps({name: ODD[name]}))
+        GenerationSettings.from_json(json.dumps({name: ODD[name]}))
 
 
 def test_settings_of_transformers_chat_are_read():
     """`transformers chat` sends all that differ from the defaults, and older versions all."""
     config = GenerationConfig(max_new_tokens=5, temperature=0.5, do_sample=True, eos_token_id=[1, 2])
     for diff in (True, False):
-        changed = Settings.check(config.to_json_string(use_diff=diff))
+        changed = GenerationSettings.from_json(config.to_json_string(use_diff=diff))
         assert {
             **changed,
             "max_new_tokens": 5,
@@ -71,7 +71,7 @@ def test_settings_of_transformers_chat_are_read():
             "temperature": 0.5,
             "do_sample": True,
         } == changed
-    assert Settings.check('{"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": null}') == {}
+    assert GenerationSettings.from_json('{"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": null}') == {}
     for text, words in (("{", "is not JSON"), ("[]", "must be a JSON object"), ('"x"', "must be a JSON object")):
         with pytest.raises(ValueError, match=f"generation_config {words}"):
-            Settings.check(text)
+            GenerationSettings.from_json(text)

@@ -452,7 +452,7 @@ def test_command_serves_a_target_without_drafter(bench, stopping, own, monkeypat
 
 def test_signal_at_startup_ends_the_server(folder):
     """A supervisor may end a server the moment that it says it is ready."""
-    from dflash_hf.serving.server import Server, bound
+    from dflash_hf.serving.server import Server, listen
 
     def say(line: str) -> None:
         if line.startswith("serving "):
@@ -466,7 +466,7 @@ def test_signal_at_startup_ends_the_server(folder):
         target = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         server = Server(target, tokenizer, None, "one", say)
-        server.run(bound("127.0.0.1", 0), server.app())
+        server.run(listen("127.0.0.1", 0), server.app())
         assert signal.getsignal(signal.SIGTERM) is unheard
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -474,10 +474,10 @@ def test_signal_at_startup_ends_the_server(folder):
 
 def test_second_server_on_a_port_is_refused():
     """Until one of two servers listened, both had the port; the second failed when its model was loaded."""
-    from dflash_hf.serving.server import bound
+    from dflash_hf.serving.server import listen
 
-    with bound("127.0.0.1", 0) as first, pytest.raises(ValueError, match="Cannot bind to --host 127.0.0.1 --port"):
-        bound(*first.getsockname())
+    with listen("127.0.0.1", 0) as first, pytest.raises(ValueError, match="Cannot bind to --host 127.0.0.1 --port"):
+        listen(*first.getsockname())
 
 
 def test_incomplete_target_is_named(folder, tmp_path, capsys):

@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from dflash_hf.serving.stop_strings import CompletesStop, UpToStop, without_stop
+from dflash_hf.serving.stop_strings import StopStringFilter, StopStringMatcher, text_before_stop
 
 
 class Reasoning(str):
@@ -31,8 +31,8 @@ def test_any_split_ends_as_the_whole_text(seed):
         begun = (text[: i + 1] for i in range(len(text)))
         complete = next((part for part in begun if part.endswith(tuple(stops))), text)
         whole = min((complete.removesuffix(stop) for stop in stops), key=len)
-        assert without_stop(text, stops) == whole
-        piece_of = UpToStop(passed.append, stops)
+        assert text_before_stop(text, stops) == whole
+        piece_of = StopStringFilter(passed.append, stops)
         while place < len(text):
             length = chance.randint(1, 4)
             piece_of(text[place : place + length])
@@ -49,7 +49,7 @@ def test_any_split_ends_as_the_whole_text(seed):
 
 def test_held_back_text_precedes_other_items():
     passed = []
-    pass_on = UpToStop(passed.append, ["stop"])
+    pass_on = StopStringFilter(passed.append, ["stop"])
     for item in (Reasoning("a st"), "b st", Reasoning("c stop"), "d", "op st", "op e", "f", None):
         pass_on(item)
     assert passed == ["a st", "b ", "st", "c stop", "d", "op ", None]
@@ -71,10 +71,10 @@ def test_stop_token_sets_equal_upstreams(kind):
         written = chance.choices([*ids, END], k=24)  # parts of characters, too
         stops = ["".join(chance.choices([*alphabet[:-1], "<|im_end|>"], k=chance.choice([1, 2, 3]))) for _ in "12"]
         criterion = StopStringCriteria(tokenizer, stops)
-        completes = CompletesStop(tokenizer.decode, stops)
-        for place, token in enumerate(written, start=1):
-            expected = bool(criterion(torch.tensor([written[:place]]), None))
-            assert completes(token) == expected, (stops, written[:place])
+        matcher = StopStringMatcher(tokenizer.decode, stops)
+        for length, token in enumerate(written, start=1):
+            expected = bool(criterion(torch.tensor([written[:length]]), None))
+            assert matcher.completes(token) == expected, (stops, written[:length])
             if expected:
                 stopped += 1
                 break

@@ -52,14 +52,14 @@ def scripted(folder: Path, prompts: list[str], max_tokens: int):
 
 def serve(folder: Path, prompts: list[str]) -> None:
     """A server at some port, until it is ended."""
-    from dflash_hf.serving.server import Server, bound
+    from dflash_hf.serving.server import Server, listen
 
     target = AutoModelForCausalLM.from_pretrained(folder)
     processor = AutoTokenizer.from_pretrained(folder)
     draft = scripted(folder, prompts, MAX_TOKENS)
     draft.decoding_config.block_size = draft.config.max_block_tokens  # in every round, whatever the clock says
     server = Server(target, processor, draft, "readable", say)
-    server.run(bound("127.0.0.1", 0), server.app())
+    server.run(listen("127.0.0.1", 0), server.app())
 
 
 def chat(folder: Path, prompts: list[str]) -> None:

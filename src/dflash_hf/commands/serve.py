@@ -60,20 +60,20 @@ def run(arguments, echo) -> Outcome:
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
     from transformers import AutoProcessor
 
-    from dflash_hf.serving.server import Server, bound
+    from dflash_hf.serving.server import Server, listen
 
     pair = NamedPair(arguments, echo.note)
     _ = pair.tokenizer  # raises if there is none: transformers would read with an empty one
     options = {"revision": pair.loading.revision or "main", "trust_remote_code": pair.loading.trust_remote_code}
     processor = AutoProcessor.from_pretrained(arguments.target, **options)
-    at = bound(arguments.host, arguments.port)  # before the models are loaded: the port may be taken
+    listener = listen(arguments.host, arguments.port)  # before the models are loaded: the port may be taken
     target, draft = pair.ready()
     if not arguments.verbose:
         logging.getLogger("transformers.cli.serving").setLevel("ERROR")  # each request is a warning of upstream's
     name = arguments.served_model_name or arguments.target_name or arguments.target
     server = Server(target, processor, draft, name, echo.note, pair.template())
     app = server.app(arguments.api_key, arguments.enable_cors)
-    server.run(at, app, "info" if arguments.verbose else "warning")
+    server.run(listener, app, "info" if arguments.verbose else "warning")
     return Outcome()
 
 

@@ -13,7 +13,7 @@ from dflash_hf._io.terminal import Echo, after_the_text, stdin_lines
 from dflash_hf.evaluation.text import shade
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.serving.request import Request
+from dflash_hf.serving.request import Request, RequestStatus
 from dflash_hf.targets.generation import cut_at
 
 
@@ -102,7 +102,7 @@ class Chat:
                 ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
-                self._wait(self.decoder.submit(request))
+                self._wait_for(self.decoder.submit(request))
             except Exception as error:
                 if not sys.stdin.isatty():
                     raise
@@ -110,33 +110,33 @@ class Chat:
                 return
             self.write("\x1b[0m\n" if self.color else "\n")
         self.messages = [*messages, {"role": "assistant", "content": streamer.text}]
-        stopped = ""
-        if request.gone.is_set():
-            stopped = "; stopped"
-        elif not request.ended:
+        ending = ""
+        if request.status is RequestStatus.FINISHED_ABORTED:
+            ending = "; stopped"
+        elif request.status is RequestStatus.FINISHED_LENGTH:
             cut = cut_at(request.tokens, self.options["max_new_tokens"], target.generation_config)
-            stopped = f"; cut off at {cut}" if cut else ""
+            ending = f"; cut off at {cut}" if cut else ""
         who = "with the drafter" if streamer.rounds else "target alone"
-        self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
+        self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
-        self.turns.append({"prompt": text, "text": streamer.text, **figures, "cached": request.cached})
+        self.turns.append({"prompt": text, "text": streamer.text, **figures, "cached": request.cached_tokens})
 
-    def _wait(self, request: Request) -> None:
-        """Until the answer is complete; Ctrl-C ends it where it is."""
+    def _wait_for(self, request: Request) -> None:
+        """Wait until the answer is complete; Ctrl-C ends it where it is."""
         try:
-            request.done.result()
+            request.future.result()
         except KeyboardInterrupt:
-            request.gone.set()
+            request.abort()
             if not sys.stdin.isatty():
                 raise
-            request.done.result()
+            request.future.result()
 
     def _show(self, piece: str, source: int) -> None:
         self.write(f"\x1b[{shade(source)}m{piece}" if self.color else piece)
 
 
 def _more_is_waiting() -> bool:
-    """Whether a terminal has passed on more than the line just read. Windows, whose consoles cannot tell, has not."""
+    """Whether a terminal has passed on more than the line just read; false on Windows, whose consoles do not say."""
     try:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], SECONDS_IN_A_PASTE)
     except OSError:

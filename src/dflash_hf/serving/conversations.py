@@ -1,4 +1,4 @@
-"""The caches of the latest conversations: their next turns read only what is new."""
+"""The caches of the latest conversations: the next turn of one reads only its new tokens."""
 
 import copy
 from os.path import commonprefix
@@ -13,21 +13,28 @@ from dflash_hf.targets.generation import context_of
 from dflash_hf.targets.memory import free_memory
 
 
-_SHARE = 0.1  # of the free memory that all caches together may take
-_OPENING = 8  # tokens at the end of a prompt that open the answer, which the next turn may write otherwise
-_WORTH_SHARING = 64  # tokens; shorter beginnings are read with the rest
+_MEMORY_SHARE = 0.1  # of the free memory, which all caches together may take
+_MAX_OPENING_TOKENS = 8  # tokens at the end of a prompt that open the answer, which the next turn may write otherwise
+_MIN_SHARED_TOKENS = 64  # shorter common prefixes are read with the rest
 
 
 class Conversation(NamedTuple):
-    """What the cache of a text holds, and how much of it was the prompt. A drafter's context goes with the cache."""
+    """
+    The cache of one conversation.
 
-    text: list[int]
-    prompt: int
+    Args:
+        token_ids (`list[int]`): The tokens in the cache.
+        prompt_length (`int`): How many of them were the prompt.
+        cache (`DynamicCache`): The target's cache. A drafter's context goes with it.
+    """
+
+    token_ids: list[int]
+    prompt_length: int
     cache: DynamicCache
 
     @property
     def memory(self) -> int:
-        """Bytes, with what drafters have read."""
+        """Bytes of the cache and of the drafters' contexts."""
         states: list = []
         states += _states_of(self.cache)
         for context in KEPT_CONTEXTS.get(self.cache, {}).values():
@@ -50,41 +57,49 @@ def _states_of(cache) -> list:
 
 class Conversations:
     """
-    Caches of texts, the latest last: together no longer than one that fills the context, and no larger than a tenth of
-    the memory that was free.
+    The caches of conversations, the latest last: together they hold no more tokens than the target's context, and no
+    more than a tenth of the memory that was free.
 
     Args:
-        target (`PreTrainedModel`): Whose caches.
+        target (`PreTrainedModel`): The target whose caches are kept.
     """
 
     def __init__(self, target):
-        self.longest = context_of(target)
-        self.memory = _SHARE * free_memory(target.device)
+        self.max_tokens = context_of(target)
+        self.max_memory = _MEMORY_SHARE * free_memory(target.device)  # bytes
         self.entries: list[Conversation] = []
 
-    def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
+    def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
         """
-        A cache that holds as many as possible of the first of these tokens, and how many.
+        The cache with the longest common prefix with a prompt, cropped to this prefix.
 
-        The next turn of a conversation takes its cache. A conversation that only begins like another one, as with the
-        same instructions, shares the tensors of this beginning: what follows is written into new ones.
+        The next turn of a conversation takes its cache away. A conversation that only begins like another one, as with
+        the same instructions, shares the tensors of the prefix: what follows is written into new ones.
+
+        Args:
+            token_ids (`list[int]`): The prompt. Its last token is never in the cache: the target must read one.
+
+        Returns:
+            The cache, and the number of tokens in it; `None` and 0 if none is worth taking.
         """
-        readable = ids[:-1]  # one token is left to be read
-        common_lengths = [len(commonprefix([entry.text, readable])) for entry in self.entries]
+        readable = token_ids[:-1]
+        common_lengths = [len(commonprefix([entry.token_ids, readable])) for entry in self.entries]
         length = max(common_lengths, default=0)
         if not length:
             return None, 0
         conversation = self.entries[common_lengths.index(length)]
         cache = conversation.cache
-        is_whole = length == len(conversation.text)
-        is_next_turn = is_whole or (length >= conversation.prompt - _OPENING and len(ids) > conversation.prompt)
-        if not is_next_turn and length < _WORTH_SHARING:
+        is_whole = length == len(conversation.token_ids)
+        is_next_turn = is_whole or (
+            length >= conversation.prompt_length - _MAX_OPENING_TOKENS and len(token_ids) > conversation.prompt_length
+        )
+        if not is_next_turn and length < _MIN_SHARED_TOKENS:
             return None, 0
         if not is_whole:
             cache = copy.copy(conversation.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             try:
-                cache.crop(length - len(conversation.text))
+                cache.crop(length - len(conversation.token_ids))
             except RuntimeError:  # sliding windows and recurrent states have forgotten what came before
                 return None, 0
             # Drafters write into them; without 850 tokens of it, tau was 15 % lower.
@@ -95,18 +110,25 @@ class Conversations:
             self.entries.remove(conversation)
         return cache, length
 
-    def keep(self, text: list[int], prompt: int, cache) -> None:
-        """Keep the cache of a text that begins with a prompt of so many tokens, as far as it was read."""
+    def keep(self, token_ids: list[int], prompt_length: int, cache) -> None:
+        """
+        Keep a cache, and drop the oldest ones where they become too large together.
+
+        Args:
+            token_ids (`list[int]`): Prompt and answer; the last of them may not be in the cache.
+            prompt_length (`int`): How many of them are the prompt.
+            cache (`Cache`): The target's cache after the answer; ignored if it is no `DynamicCache`.
+        """
         if not isinstance(cache, DynamicCache):
             return
         length = cached_length(cache)
         if not length:
             return
-        self.entries.append(Conversation(text[:length], prompt, cache))
+        self.entries.append(Conversation(token_ids[:length], prompt_length, cache))
         while len(self.entries) > 1 and self._are_too_large():
             del self.entries[0]
 
     def _are_too_large(self) -> bool:
-        tokens = sum(len(entry.text) for entry in self.entries)
+        tokens = sum(len(entry.token_ids) for entry in self.entries)
         memory = sum(entry.memory for entry in self.entries)
-        return memory > self.memory or (self.longest is not None and tokens > self.longest)
+        return memory > self.max_memory or (self.max_tokens is not None and tokens > self.max_tokens)

@@ -1,41 +1,70 @@
 """A request: what is asked for, and how its answer grows."""
 
 import contextlib
+import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from dflash_hf.serving.stop_strings import CompletesStop
+from dflash_hf.serving.stop_strings import StopStringMatcher
 from dflash_hf.targets.generation import eos_ids, room_for_answer
+
+
+class RequestStatus(enum.Enum):
+    """
+    Where a request is. It changes only as follows:
+
+        WAITING  -> RUNNING            the decoder starts it, on its own or in a batch
+        RUNNING  -> WAITING            it stops in the middle, to go on in a batch, or after a batch that failed
+        RUNNING  -> FINISHED_STOPPED   its answer ended: at a stop string or an end-of-sequence token
+        RUNNING  -> FINISHED_LENGTH    its answer was cut, at `max_new_tokens` or `max_time`
+        WAITING or RUNNING -> FINISHED_ABORTED   `abort` was called, and the decoder has noticed
+        WAITING or RUNNING -> FINISHED_ERROR     something failed
+
+    What is finished stays so. The thread that decodes makes every change, except that whoever submits a request after
+    this thread has ended changes it to FINISHED_ERROR. `abort` changes nothing itself: it may be called from any
+    thread, and the decoder finishes the request at the next token.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED_STOPPED = "stopped"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "aborted"
+    FINISHED_ERROR = "error"
 
 
 class Request:
     """
-    A streamer of `generate`, for one answer.
+    A request for one answer. It is the streamer that `generate` is given.
 
     Args:
-        decoder (`Decoder`): Who answers.
+        decoder (`Decoder`): The decoder that will answer.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
         settings (`GenerationConfig`): Changed: `max_new_tokens` is limited by the room in the context, and greedy
             decoding has no settings of sampling.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
-        stops (`Sequence[str]`, *optional*): Strings that end the answer. Default: the settings', then the target's.
-        seed (`int`, *optional*): Of this request's samples.
-        processors (`Sequence[LogitsProcessor]`): Called with each token of the answer.
+        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: the settings', then the
+            target's.
+        seed (`int`, *optional*): Seed of this request's samples.
+        processors (`Sequence[LogitsProcessor]`): Logits processors. Those with a method `on_token` are called with
+            each token of the answer.
         drafts (`bool`): Whether the drafter may be used.
-        scores (`LogProbs`, *optional*): Records the log-probabilities of the prompt's own tokens, too.
+        prompt_scores (`LogProbs`, *optional*): Records the log-probabilities of the prompt's own tokens, too.
 
     Attributes:
-        done (`Future`): Its result is the request itself, its exception what went wrong.
-        gone (`threading.Event`): Set when nobody waits for the answer any more.
-        tokens (`list[int]`): The answer so far.
-        rounds (`int`), drafted (`int`), accepted (`int`): Verifications; tokens that they verified, and kept.
-        cached (`int`): Tokens of the prompt that were in the cache of an earlier answer.
-        batched (`int`): Tokens that it had when it joined others, to be decoded together; 0 if it has not.
+        status (`RequestStatus`): Where it is.
+        future (`Future`): Done when it is finished. Its result is the request itself, its exception what failed.
+        prompt (`list[int]`): Token ids of the prompt.
+        tokens (`list[int]`): Token ids of the answer so far.
+        rounds (`int`), drafted (`int`), accepted (`int`): Number of verifications; of tokens that they verified, and
+            kept.
+        cached_tokens (`int`): Tokens of the prompt that were in the cache of an earlier answer.
+        tokens_before_batch (`int`): Tokens of prompt and answer when it joined a batch; 0 if it has not.
 
     Raises:
         `ValueError`: the prompt is empty, or leaves no room for an answer.
@@ -47,11 +76,11 @@ class Request:
         inputs: dict,
         settings: GenerationConfig,
         streamer=None,
-        stops: Sequence[str] | None = None,
+        stop_strings: Sequence[str] | None = None,
         seed: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
         drafts: bool = True,
-        scores=None,
+        prompt_scores=None,
     ):
         if not settings.do_sample:  # these mean nothing then, and upstream warns of other values
             settings.temperature = 1.0
@@ -64,7 +93,7 @@ class Request:
         self.seed = seed
         self.processors = processors
         self.drafts = drafts
-        self.scores = scores
+        self.prompt_scores = prompt_scores
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
             raise ValueError("The prompt is empty.")
@@ -72,129 +101,157 @@ class Request:
             room_for_answer(decoder.target, len(self.prompt) - 1, 1)
         else:
             settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
-        stops = stops or settings.stop_strings or decoder.stops or []
+        strings = stop_strings or settings.stop_strings or decoder.stop_strings or []
         settings.stop_strings = None  # `generate` would search the vocabulary for them
-        stops = [stops] if isinstance(stops, str) else stops
-        self.stops: Sequence[str] = [text for text in stops if text]  # an empty one would end every answer at once
-        self.completes = CompletesStop(decoder.tokenizer.decode, self.stops) if self.stops else None
-        self.done: Future = Future()
-        self.gone = threading.Event()
-        self.done.set_running_or_notify_cancel()  # who stops waiting for it sets `gone`
-        self.arrived = time.perf_counter()
-        self.begun = 0.0
+        strings = [strings] if isinstance(strings, str) else strings
+        # An empty one would end every answer at once.
+        self.stop_strings: Sequence[str] = [string for string in strings if string]
+        self._matcher = StopStringMatcher(decoder.tokenizer.decode, self.stop_strings) if self.stop_strings else None
+        self.status = RequestStatus.WAITING
+        self.future: Future = Future()
+        self.future.set_running_or_notify_cancel()  # so that nobody can cancel it: `abort` is for that
+        self.arrival_time = time.perf_counter()
+        self.start_time: float | None = None
         self.tokens: list[int] = []
         self.rounds = 0
         self.drafted = 0
         self.accepted = 0
-        self.cached = 0
-        self.batched = 0
-        self.stopped = False
-        self._reads_prompt = False
-        self._verified = False
-        self.kind: tuple | None = None  # what it shares with others of a batch
+        self.cached_tokens = 0
+        self.tokens_before_batch = 0
+        self.batch_key: tuple | None = None  # see `Decoder.batch_key_of`
+        self._abort_requested = threading.Event()
+        self._has_stop_string = False
+        self._prompt_is_next = False  # `generate` puts the prompt first
+        self._is_verified = False  # whether the next tokens come from a verification
+
+    def abort(self) -> None:
+        """Ask for no more tokens: nobody waits for the answer any more. May be called from any thread."""
+        self._abort_requested.set()
 
     @property
-    def over(self) -> bool:
-        """Whether no more tokens are wanted: at a stop string, or because nobody waits for them."""
-        return self.stopped or self.gone.is_set()
+    def wants_tokens(self) -> bool:
+        """Whether more tokens may follow: not after a stop string, and not once it is to be aborted."""
+        return not self._has_stop_string and not self._abort_requested.is_set()
 
     @property
-    def ended(self) -> bool:
-        """Whether the answer has ended by itself, rather than at its limit."""
-        return self.stopped or bool(self.tokens) and self.tokens[-1] in eos_ids(self.settings)
+    def at_end(self) -> bool:
+        """Whether the answer so far ends at a stop string or an end-of-sequence token."""
+        return self._has_stop_string or bool(self.tokens) and self.tokens[-1] in eos_ids(self.settings)
 
     @property
-    def text(self) -> list[int]:
+    def is_finished(self) -> bool:
+        """Whether nothing can change any more."""
+        return self.status not in (RequestStatus.WAITING, RequestStatus.RUNNING)
+
+    @property
+    def token_ids(self) -> list[int]:
         """Prompt and answer so far."""
         return [*self.prompt, *self.tokens]
 
     @property
-    def left(self) -> int | None:
+    def remaining_tokens(self) -> int | None:
         """How many tokens may follow; `None` if there is no limit."""
         limit = self.settings.max_new_tokens
         return None if limit is None else limit - len(self.tokens)
 
-    def begin(self) -> None:
-        """Decoding begins, or goes on in another way; the streamer is given the prompt first."""
-        if not self.begun:
-            self.begun = time.perf_counter()
+    def start(self) -> None:
+        """Start decoding, or go on in another way. The streamer is given the prompt, once."""
+        self.status = RequestStatus.RUNNING
+        if self.start_time is None:
+            self.start_time = time.perf_counter()
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(self.prompt))
-        self._reads_prompt = True
-        self._verified = False
+        self._prompt_is_next = True
+        self._is_verified = False
+
+    def pause(self) -> None:
+        """Wait to go on in another way, after the tokens so far."""
+        self.status = RequestStatus.WAITING
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then each token."""
-        if self._reads_prompt:
-            self._reads_prompt = False
+        """The prompt, then each token; as a streamer of `generate`."""
+        if self._prompt_is_next:
+            self._prompt_is_next = False
             return
-        before = len(self.tokens)
-        self.take(value.flatten().tolist())
-        if self._verified:
-            self.accepted += len(self.tokens) - before
+        tokens_before = len(self.tokens)
+        self.append(value.flatten().tolist())
+        if self._is_verified:
+            self.accepted += len(self.tokens) - tokens_before
 
-    def take(self, tokens: list[int]) -> None:
-        """The next tokens of the answer; those after its end are dropped."""
+    def append(self, tokens: list[int]) -> None:
+        """Add the next tokens of the answer; those after its end are dropped."""
         for token in tokens:
-            if self.over:
+            if not self.wants_tokens:
                 return
             self.tokens.append(token)
             for processor in self.processors:
-                if hasattr(processor, "take"):
-                    processor.take(token)
+                if hasattr(processor, "on_token"):
+                    processor.on_token(token)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor([token]))
-            self.stopped = self.completes is not None and self.completes(token)
+            self._has_stop_string = self._matcher is not None and self._matcher.completes(token)
 
     def next_round(self, drafted: int) -> None:
         """The following tokens come from a new verification, the last of them from the target itself."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted -= 1  # `put` will count the target's own token, too
-        self._verified = True
+        self._is_verified = True
         if hasattr(self.streamer, "next_round"):
             self.streamer.next_round(drafted)
 
     def end(self) -> None:
-        """A call of `generate` has ended, but not necessarily the answer."""
+        """As a streamer: a call of `generate` has ended, but not necessarily the answer. See [`finish`]."""
 
     def finish(self) -> None:
-        """The answer is complete."""
-        if self.ended:
+        """Finish with the answer so far. If the streamer raises, the request fails."""
+        if self.is_finished:
+            return
+        if self.at_end:
             self.settings.max_new_tokens = None  # or upstream says that an answer of this length was cut
+        status = RequestStatus.FINISHED_LENGTH
+        if self._abort_requested.is_set():
+            status = RequestStatus.FINISHED_ABORTED
+        elif self.at_end:
+            status = RequestStatus.FINISHED_STOPPED
         try:
+            self.status = status  # before the streamer ends, which may pass on why
             if self.streamer is not None:
                 self.streamer.end()
         except BaseException as error:
-            self.fail(error)
-        else:
-            self._settle(self.done.set_result, self)
+            self._finish_with_error(error)
+            return
+        with contextlib.suppress(BaseException):  # of callbacks: a future does not log what would end a thread
+            self.future.set_result(self)
 
     def fail(self, error: BaseException) -> None:
-        """The answer ends with an error, which a server can await and show; unless it has ended already."""
-        self._settle(self.done.set_exception, _showable(error))
+        """Finish with an error, which a server can await and show; unless it is finished already."""
+        if not self.is_finished:
+            self._finish_with_error(error)
 
-    def _settle(self, settle: Callable, value) -> None:
-        """Set the result once. Futures log what their callbacks raise, but not what would end a thread."""
-        if not self.done.done():
-            with contextlib.suppress(BaseException):
-                settle(value)
+    def _finish_with_error(self, error: BaseException) -> None:
+        self.status = RequestStatus.FINISHED_ERROR
+        with contextlib.suppress(BaseException):  # of callbacks, as above
+            self.future.set_exception(_raisable(error))
 
-    def status(self) -> str:
-        """Tokens, speed, tau and waiting time until now, as they are logged."""
-        begun = self.begun or time.perf_counter()
-        seconds = max(time.perf_counter() - begun, 1e-9)
+    def summary(self) -> str:
+        """Tokens, speed, tau and waiting time until now, for the log."""
+        now = time.perf_counter()
+        start_time = now if self.start_time is None else self.start_time
+        seconds = max(now - start_time, 1e-9)
         count = len(self.tokens)
-        read = f"{len(self.prompt)} ({self.cached} cached)" if self.cached else len(self.prompt)
+        prompt = str(len(self.prompt))
+        if self.cached_tokens:
+            prompt += f" ({self.cached_tokens} cached)"
         tau = f", tau {(self.accepted + self.rounds) / self.rounds:.2f}" if self.rounds else ""
-        together = ", together with others" if self.batched else ""
+        together = ", together with others" if self.tokens_before_batch else ""
         return (
-            f"{read} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "
-            f"after {begun - self.arrived:.2f} s in the queue{together}"
+            f"{prompt} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "
+            f"after {start_time - self.arrival_time:.2f} s in the queue{together}"
         )
 
 
-def _showable(error: BaseException) -> Exception:
+def _raisable(error: BaseException) -> Exception:
     """
     An error that can be raised where somebody waits for the answer: `SystemExit` and its like would end the server's
     loop, a `StopIteration` cannot be set in a future of asyncio, and some errors have no text.
@@ -206,6 +263,6 @@ def _showable(error: BaseException) -> Exception:
     else:
         if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
             return error
-    shown = RuntimeError(f"{type(error).__name__}: {text}")
-    shown.__cause__ = error
-    return shown
+    raisable = RuntimeError(f"{type(error).__name__}: {text}")
+    raisable.__cause__ = error
+    return raisable
