@@ -84,10 +84,10 @@ def main() -> None:
         of_cause = [result for result in diagnosis.results if result.experiment is diagnosis.cause]
         if of_cause:
             result = of_cause[0]
-            cells = [result.experiment.name, f"{result.after.tau:.2f}", f"{result.accepted[1]:+.1f}"]
+            cells = [result.experiment.name, f"{result.after.tau:.2f}", f"{result.accepted_gain[1]:+.1f}"]
         is_right = "yes" if (diagnosis.cause and diagnosis.cause.key) == expected else "no"
         print(
-            f"| {name.replace('_', ' ')} | {diagnosis.as_given.tau:.2f} | {' | '.join(cells)} | {is_right} |",
+            f"| {name.replace('_', ' ')} | {diagnosis.unchanged.tau:.2f} | {' | '.join(cells)} | {is_right} |",
             flush=True,
         )
         print(*diagnosis.lines(), f"{time.perf_counter() - start:.0f} s", sep="\n", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def case(chat_pair):
 
 def test_good_pair_has_no_finding(case):
     diagnosis = diagnose(case)
-    assert diagnosis.cause is None and diagnosis.as_given.tau > 2.5
+    assert diagnosis.cause is None and diagnosis.unchanged.tau > 2.5
     assert "none of these" in "\n".join(diagnosis.lines())
     assert diagnosis.facts()["cause"] is None
     # A mask token that the target writes or reads would be taken for a token.
@@ -82,9 +82,8 @@ def test_damaged_target_differs_from_other_ids(case):
 
     other_target(case, spoil)
     diagnosis = diagnose(case)
-    assert (
-        diagnosis.loss > diagnosis.guess and diagnosis.cause.key == "base" and "fits the base" in diagnosis.cause.cause
-    )
+    assert diagnosis.prompt_loss > diagnosis.uniform_loss
+    assert diagnosis.cause.key == "base" and "fits the base" in diagnosis.cause.cause
     assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
@@ -106,21 +105,21 @@ def test_rows_learned_by_heart_are_named(case):
         diagnosis.cause.key == "by_heart"
         and "60 rows were learned by heart, in 56 passes: tau 9.00" in diagnosis.cause.cause
     )
-    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, diagnosis.as_given.tau), Training(9000, 56.5, 9.0)):
+    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, diagnosis.unchanged.tau), Training(9000, 56.5, 9.0)):
         case.training = other
         assert diagnose(case).cause is None, other
 
 
 def test_training_facts_are_read_from_the_folder(tmp_path):
-    assert Training.of_folder(tmp_path) is None and Training.of_folder("someone/draft") is None
+    assert Training.from_folder(tmp_path) is None and Training.from_folder("someone/draft") is None
     facts = {"training": {"train_examples": 60, "optimizer_steps": 847, "per_device_train_batch_size": 4}}
     (tmp_path / "card_facts.json").write_text(json.dumps(facts))
-    assert Training.of_folder(tmp_path) == Training(60, 847 * 4 / 60)
+    assert Training.from_folder(tmp_path) == Training(60, 847 * 4 / 60)
     for step, tau in ((400, 2.0), (847, 3.95)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         history = [{"step": step, "simulated_tau": tau}, {"step": step, "eval_simulated_tau": 1.0}]
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    assert Training.of_folder(tmp_path).tau == 3.95
+    assert Training.from_folder(tmp_path).tau == 3.95
 
 
 def test_changes_without_effect_are_one_line():

@@ -281,7 +281,7 @@ def test_wrong_record_names_its_remedy(name):
         (Comparison("a", "above", (64,)), {"dflash_config": {"a": 65}, "a": 1}, True),
         (Comparison("a", "above", (64,), "top level"), {"dflash_config": {"a": 65}, "a": 1}, False),
         (Comparison("a", "above", (64,)), {"a": "many"}, False),
-        (Comparison("a", "absent", place="dflash_config"), {"a": 1}, True),
+        (Comparison("a", "absent", location="dflash_config"), {"a": 1}, True),
         (Comparison("a", "set"), {"a": 0}, False),
         (Comparison("a", "not set"), {"a": 0}, True),
     ],

@@ -23,7 +23,7 @@ def add_arguments(parser) -> None:
     engines = f"{choices}, or one with a version: vllm==0.26.0; repeatable (default: {', '.join(ENGINES)})"
     parser.add_argument("--engine", type=_engine, metavar="ENGINE", action="append", help=engines)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
-    add_revision(parser, of="the drafter's repository")
+    add_revision(parser, repository="the drafter's repository")
 
 
 def _engine(text: str) -> str:

@@ -22,7 +22,7 @@ def add_arguments(parser) -> None:
     dtypes = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=dtypes)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
-    add_revision(parser, of="the drafter's repository")
+    add_revision(parser, repository="the drafter's repository")
 
 
 def run(arguments, echo) -> Outcome:

@@ -51,7 +51,7 @@ def run(arguments, echo) -> Outcome:
         loading = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, loading, pair.device))
     case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
-    case.training = Training.of_folder(arguments.draft)
+    case.training = Training.from_folder(arguments.draft)
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)

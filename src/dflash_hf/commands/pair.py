@@ -8,7 +8,7 @@ from dflash_hf._io.errors import UsageError
 from dflash_hf._io.terminal import note
 
 
-SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`
+DECODING_OPTIONS = ("compile", "tree_nodes")  # options that are fields of a drafter's `decoding_config`
 
 
 def take_default(arguments, say) -> None:
@@ -63,8 +63,12 @@ class NamedPair:
     def tokenizer(self):
         from dflash_hf.pairs.loading import load_tokenizer
 
-        template, loading = self.arguments.chat_template, self.loading
-        return load_tokenizer(self.arguments.target, template, loading.revision, loading.trust_remote_code)
+        return load_tokenizer(
+            self.arguments.target,
+            self.arguments.chat_template,
+            self.loading.revision,
+            self.loading.trust_remote_code,
+        )
 
     @cached_property
     def draft_config(self):
@@ -97,7 +101,7 @@ class NamedPair:
 
     def draft(self):
         """
-        The drafter, with the settings of [`SETTINGS`] that the command has as options; `None` if none is named.
+        The drafter, with those [`DECODING_OPTIONS`] that the command has; `None` if none is named.
 
         Raises:
             `UsageError`: these options are given without a drafter.
@@ -105,7 +109,7 @@ class NamedPair:
         """
         from dflash_hf.pairs.loading import load_draft
 
-        settings = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
+        settings = {name: value for name, value in vars(self.arguments).items() if name in DECODING_OPTIONS}
         if self.arguments.draft is None:
             if any(settings.values()):
                 raise UsageError("--compile and --tree-nodes need a drafter; pass --draft.")

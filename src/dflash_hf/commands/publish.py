@@ -14,7 +14,7 @@ from dflash_hf.commands.shared import options_given
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
-_FACTS = (
+_CARD_FACTS = (
     "base_model",
     "base_model_revision",
     "license",
@@ -69,22 +69,23 @@ def run(arguments, echo) -> Outcome:
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     facts = None
-    stated = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
-    if stated and has_own_card(arguments.folder):
+    given_facts = {name: getattr(arguments, name) for name in _CARD_FACTS if getattr(arguments, name)}
+    if given_facts and has_own_card(arguments.folder):
         raise UsageError(
             f"{Path(arguments.folder, 'README.md')} was written by hand and is taken as it is: instead of "
-            f"{', '.join(options_given(arguments, _FACTS))}, change its metadata, or remove it for a rendered card."
+            f"{', '.join(options_given(arguments, _CARD_FACTS))}, change its metadata, or remove it for a rendered "
+            "card."
         )
-    if stated:
-        stated["data"] = stated.pop("data_description", None)
-        facts = CardFacts.from_folder(arguments.folder, **stated)
+    if given_facts:
+        given_facts["data"] = given_facts.pop("data_description", None)
+        facts = CardFacts.from_folder(arguments.folder, **given_facts)
     options = {"facts": facts, "gguf_target": arguments.gguf, "replace_card": arguments.replace_card}
     options["announce"] = partial(_announce, Path(arguments.folder), echo)
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if arguments.dry_run:
         echo(f"README.md:\n\n{result.card}\nDry run: nothing was sent to {result.repo}.")
     else:
-        if facts is not None:  # the card is rendered anew each time
+        if facts is not None:  # the card is rendered again each time
             facts.save(arguments.folder)
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
     outcome = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
@@ -108,18 +109,18 @@ def _announce(folder, echo, result) -> None:
         if version.warning is not None:
             echo.note(f"warning: {version.warning}")
     changes = result.changes
-    what_happens: dict[str, str] = {}
+    action_of: dict[str, str] = {}
     if changes is not None:
-        what_happens = dict.fromkeys(result.files, "same")
-        what_happens |= dict.fromkeys(changes.added, "new")
-        what_happens |= dict.fromkeys(changes.replaced, "replaces")
+        action_of = dict.fromkeys(result.files, "same")
+        action_of |= dict.fromkeys(changes.added, "new")
+        action_of |= dict.fromkeys(changes.replaced, "replaces")
     for name, size in result.files.items():
-        echo(f"{what_happens.get(name, ''):9}{size:>14,}  {name}")
+        echo(f"{action_of.get(name, ''):9}{size:>14,}  {name}")
     for name in [] if changes is None else changes.deleted:
         echo(f"{'deletes':9}{'':14}  {name}")
     if result.left_out:
-        places = sorted({name.partition("/")[0] for name in result.left_out})
-        echo(one_line(f"not uploaded: {', '.join(places)} ({len(result.left_out)} files)"))
+        top_level_names = sorted({name.partition("/")[0] for name in result.left_out})
+        echo(one_line(f"not uploaded: {', '.join(top_level_names)} ({len(result.left_out)} files)"))
     if result.not_compared_because:
         echo(one_line(f"not compared with what is there, and the card is not checked: {result.not_compared_because}"))
     if REPORT_FILE in result.files:
@@ -133,7 +134,7 @@ def _code_only(arguments, echo) -> Outcome:
     """`--code-only`: open the pull request, and `echo` what it changes."""
     from dflash_hf.hub.code_only import publish_code
 
-    ignored = options_given(arguments, ("private", "gguf", "replace_card", *_FACTS))
+    ignored = options_given(arguments, ("private", "gguf", "replace_card", *_CARD_FACTS))
     if ignored or arguments.repo is not None:
         others = ", ".join(ignored or [arguments.repo])
         raise UsageError(f"--code-only changes the code of a repository alone: leave out {others}.")

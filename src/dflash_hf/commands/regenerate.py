@@ -34,7 +34,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: folder, Hub name, or name on --server")
     add_data(parser, template="none", files=".jsonl, .json, .parquet, .csv, .txt")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
-    shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer anew: ")
+    shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer again: ")
     help = "share of rows with enable_thinking, drawn by --seed"
     parser.add_argument("--thinking", type=probability, metavar="SHARE", help=help)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")

@@ -16,8 +16,9 @@ from dflash_hf.commands.pair import NamedPair, take_default
 
 
 AGAIN = "the same command starts the server again"
-_KEYS = {"vllm": "VLLM_API_KEY", "sglang": "DFLASH_API_KEY", LLAMA_CPP: "LLAMA_API_KEY"}  # variables with the API key
-_SGLANG = (
+# The environment variables that engines read the API key from. SGLang has none: this code passes it on.
+_API_KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "sglang": "DFLASH_API_KEY", LLAMA_CPP: "LLAMA_API_KEY"}
+_SGLANG_WITH_KEY = (
     "import os, runpy, sys; sys.argv += ['--api-key', os.environ['DFLASH_API_KEY']]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
@@ -51,7 +52,7 @@ def run(arguments, echo) -> Outcome:
             "set DFLASH_API_KEY or --api-key."
         )
     if arguments.engine != "transformers":
-        return _engine(arguments, echo)
+        return _run_engine(arguments, echo)
     if arguments.dry_run:
         raise UsageError("--dry-run prints the command of another engine; add --engine vllm or --engine sglang.")
     from transformers.utils.import_utils import is_serve_available
@@ -94,11 +95,9 @@ def _absolute(name: str) -> str:
     return os.path.abspath(name) if os.path.isdir(name) else name
 
 
-def _engine(arguments, echo) -> Outcome:
+def _run_engine(arguments, echo) -> Outcome:
     """Check the drafter, then replace this process with the engine."""
-    import os
     import shlex
-    import sys
 
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.hub.check import check
@@ -111,9 +110,9 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "packed", "device", "threads", "enable_cors")
-    unread = shared.options_given(arguments, names)
-    if unread:
-        raise UsageError(f"{unread[0]} is for --engine transformers; leave it out for {engine}.")
+    not_read = shared.options_given(arguments, names)
+    if not_read:
+        raise UsageError(f"{not_read[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:
         raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")
     if engine == LLAMA_CPP:
@@ -153,9 +152,23 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.dry_run:
         return Outcome(facts={"command": line})
     if arguments.api_key:  # every user of the machine can read the arguments of a process
-        environment[_KEYS[engine]] = arguments.api_key
+        environment[_API_KEY_VARIABLES[engine]] = arguments.api_key
         if engine == "sglang":  # has no variable of its own
-            command = [command[0], "-c", _SGLANG, *command[3:]]
+            command = [command[0], "-c", _SGLANG_WITH_KEY, *command[3:]]
+    _replace_process(engine, command, environment)
+    return Outcome()
+
+
+def _replace_process(engine: str, command: list[str], environment: dict[str, str]) -> None:
+    """
+    Replace this process with an engine's server.
+
+    Raises:
+        `FileNotFoundError`: the engine is not installed.
+    """
+    import os
+    import sys
+
     # The engine installed in this environment, whether or not it is activated.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:

@@ -45,9 +45,9 @@ def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--d
     add_choice(parser, option, choices, default, what, type=argument_types.dtype)
 
 
-def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
+def add_revision(group, draft: bool = False, repository: str = "the target's repository") -> None:
     """Add `--revision`, and with `draft` also `--draft-revision`."""
-    group.add_argument("--revision", metavar="REV", help=f"branch, tag or commit of {of}")
+    group.add_argument("--revision", metavar="REV", help=f"branch, tag or commit of {repository}")
     if draft:
         group.add_argument("--draft-revision", metavar="REV", help="branch, tag or commit of the drafter's repository")
 

@@ -34,8 +34,9 @@ LONG = PAPER["max_length"].value  # tokens of the paper's longest texts
 GB_PER_SLOT_STORED = 1.5e-3
 GB_PER_SLOT_RECOMPUTED = 0.55e-3
 GB_PER_TOKEN = 0.48e-3
-AGAIN = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or anew"
-# How 0.2 spelt options: these work, and say their new spelling. `key=value` stands for each setting.
+AGAIN = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
+# Options of version 0.2 and their new spellings: they work, and a note names the new one. `key=value` stands for each
+# setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
 
 # The settings that help lists; `--keys` lists all.
@@ -144,7 +145,7 @@ def translate(words: list[str], parser) -> list[str]:
 
 
 def remedy(unknown: list[str], words: list[str], parser) -> str:
-    """What to write instead of options that `dflash train` does not have, and which files of data do not exist."""
+    """What to write instead of options that `dflash train` does not have; or that a file of data does not exist."""
     sentences = []
     for word in unknown:
         option = word.partition("=")[0].replace("_", "-")
@@ -233,7 +234,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _warn_of_long_texts(script, training: dict) -> None:
-    """Say what memory a step takes if its texts are longer than the paper's."""
+    """A note about the memory of a step, if the texts may be longer than the paper's."""
     if script.max_length <= LONG:
         return
     slots = training["num_anchors"] * (script.block_size or PAPER["block_size"].value)

@@ -7,16 +7,18 @@ text's log-likelihood under the drafter. Every token of a block contributes to t
 to acceptance: the likelihood tells a change from chance in a tenth of the texts.
 
     case.py         the pair, its prompts and texts, and how the drafter was trained
-    measuring.py    an experiment; drafting with it, counting, and whether a difference is more than chance
-    experiments.py  what is tried, the smallest changes first
-    report.py       what is printed, and the data for `--json`
+    experiments.py  the experiments, the smallest changes first
+    measuring.py    an experiment: drafting with its change, and counting
+    comparison.py   whether the change is better by more than chance, and which is the best
     causes.py       `diagnose`: run all experiments, and choose the likeliest cause
+    report.py       the diagnosis, printed and as data for `--json`
 """
 
 from dflash_hf.doctor.case import Case, Text, Training
 from dflash_hf.doctor.causes import diagnose
+from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import plan_experiments
-from dflash_hf.doctor.measuring import Counts, Experiment, Result, TextCounts, changed_draft, likeliest, measure
+from dflash_hf.doctor.measuring import Counts, Experiment, TextCounts, changed_draft, measure
 from dflash_hf.doctor.report import Diagnosis
 
 

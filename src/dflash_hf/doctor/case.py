@@ -1,4 +1,4 @@
-"""What the doctor is shown: a pair, prompts, the texts that the target answers, and how the drafter was trained."""
+"""The input of the doctor: a pair, prompts with the target's answers, and how the drafter was trained."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ class Text:
     anchors: torch.LongTensor
 
     @classmethod
-    def of(cls, prompt: Sequence[int], answer: Sequence[int], anchors: int, seed: int) -> "Text | None":
+    def with_anchors(cls, prompt: Sequence[int], answer: Sequence[int], anchors: int, seed: int) -> "Text | None":
         """Draw anchors in the answer; `None` if it is too short."""
         ids = torch.tensor([[*prompt, *answer]])
         answer_mask = (torch.arange(ids.shape[1]) >= len(prompt)).long()[None]
@@ -35,7 +35,7 @@ class Text:
         return cls(ids, positions[valid][None])
 
 
-Texts = list[Text | None]  # one for each prompt
+Texts = list[Text | None]  # one for each prompt; `None` where there is none
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Training:
     tau: float | None = None
 
     @classmethod
-    def of_folder(cls, folder: str | Path) -> "Training | None":
+    def from_folder(cls, folder: str | Path) -> "Training | None":
         """
-        From what `dflash train` writes beside the weights, `card_facts.json`, and the log of the last checkpoint;
-        `None` if the folder does not say it, or is no folder.
+        The facts that `dflash train` writes beside the weights, into `card_facts.json`, and into the log of the last
+        checkpoint; `None` if they are not there, or it is no folder.
         """
         try:
             training = read_json(Path(folder, "card_facts.json"))["training"]
@@ -133,8 +133,8 @@ class Case:
 
     def answer_prompts(self, prompts: Sequence[Sequence[int]], target=None) -> Texts:
         """
-        Each prompt with the greedy answer of `target` (default: the pair's); `None` if the target lacks its ids or
-        says hardly a word.
+        Each prompt with the greedy answer of `target` (default: the pair's); `None` if the target lacks its ids, or if
+        the answer is too short for a block.
         """
         target = target or self.target
         vocab_size = target.get_input_embeddings().weight.shape[0]
@@ -146,7 +146,7 @@ class Case:
         )
         texts: Texts = [None] * len(prompts)
         for i, answer in zip(answerable, answers, strict=True):
-            texts[i] = Text.of(prompts[i], answer, self.blocks, seed=i)
+            texts[i] = Text.with_anchors(prompts[i], answer, self.blocks, seed=i)
         return texts
 
 

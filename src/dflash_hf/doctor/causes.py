@@ -5,16 +5,18 @@ from collections.abc import Callable, Iterable
 
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.doctor.case import Case, Training, loss_on
+from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import TRAIN_AGAIN, plan_experiments, quantisation_of
-from dflash_hf.doctor.measuring import Experiment, Result, likeliest, measure
+from dflash_hf.doctor.measuring import Experiment, measure
 from dflash_hf.doctor.report import Diagnosis
 from dflash_hf.training.held_out import learned_by_heart
 
 
-HARDLY = 1.15  # tau of a drafter that was trained for minutes, or for another target
-# Passes over few training rows: 56 over 60 rows gave tau 3.95 there and 1.26 elsewhere.
-MANY_PASSES = 8.0
-FEW_ROWS = 2000
+# A drafter with a lower tau was trained for minutes only, or for another target.
+MIN_TAU_OF_TRAINED = 1.15
+# So many passes over so few training rows are learned by heart: 56 over 60 rows gave tau 3.95 there, 1.26 elsewhere.
+MIN_PASSES_BY_HEART = 8.0
+MAX_ROWS_BY_HEART = 2000
 
 
 def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Diagnosis:
@@ -39,31 +41,33 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
         )
     # 1. All experiments; the unchanged pair comes first.
     experiments = list(plan_experiments(case))
-    as_given, *counts = measure(case.target, case.draft, case.texts, [Experiment(), *experiments], progress)
-    results = [Result(experiment, as_given, after) for experiment, after in zip(experiments, counts, strict=True)]
+    unchanged, *counts = measure(case.target, case.draft, case.texts, [Experiment(), *experiments], progress)
+    results = [Result(experiment, unchanged, after) for experiment, after in zip(experiments, counts, strict=True)]
     # 2. Whether the target can read its prompts, and what has changed since training.
-    loss = loss_on(case.target, case.prompts)
-    guess = math.log(case.target.get_input_embeddings().weight.shape[0])
+    prompt_loss = loss_on(case.target, case.prompts)
+    uniform_loss = math.log(case.target.get_input_embeddings().weight.shape[0])
     trained_with = case.draft.config.dflash_config.get("trained_with", {})
     digests = digests_of_tokenizer(case.encoder.tokenizer)
-    unlike = [
-        name for name in ("tokenizer", "template") if name in trained_with and trained_with[name] != digests[name]
-    ]
+    changed_since_training = []
+    for name in ("tokenizer", "template"):
+        if name in trained_with and trained_with[name] != digests[name]:
+            changed_since_training.append(name)
     # 3. The cause: prompts that the target cannot read, or else the best change. The order matters: rows
     # that were learned by heart also explain a pair that accepts hardly anything, and say what to do.
     best = likeliest(results)
     cause = None if best is None else best.experiment
-    best_tau = max(as_given.tau, 1.0 if best is None else best.after.tau)
-    if loss > guess:  # wrong ids, or a damaged target
-        is_damaged = case.base is not None and loss_on(case.base, case.prompts) <= guess
+    best_tau = max(unchanged.tau, 1.0 if best is None else best.after.tau)
+    if prompt_loss > uniform_loss:  # wrong ids, or a damaged target
+        is_damaged = case.base is not None and loss_on(case.base, case.prompts) <= uniform_loss
         cause = experiments[-1] if is_damaged else _OTHER_TOKENIZER  # the last experiment is the base itself
-    elif best is None and _is_learned_by_heart(case.training, as_given.tau):
-        cause = _explain_learned_by_heart(case.training, as_given.tau)
-    elif best_tau < HARDLY:
+    elif best is None and _is_learned_by_heart(case.training, unchanged.tau):
+        cause = _explain_learned_by_heart(case.training, unchanged.tau)
+    elif best_tau < MIN_TAU_OF_TRAINED:
         cause = _explain_hardly_accepted(case)
-    return Diagnosis(as_given, results, cause, loss, guess, unlike)
+    return Diagnosis(unchanged, results, cause, prompt_loss, uniform_loss, changed_since_training)
 
 
+# Causes that no single experiment shows have the form of one.
 _OTHER_TOKENIZER = Experiment(
     key="tokenizer",
     cause="the tokenizer or chat template is not the one that the target was trained with",
@@ -73,7 +77,7 @@ _OTHER_TOKENIZER = Experiment(
 
 def _is_learned_by_heart(training: Training | None, tau: float) -> bool:
     """Whether few rows were read so often that the drafter knows them, and little else: tau is far lower here."""
-    if training is None or training.passes < MANY_PASSES or training.rows > FEW_ROWS:
+    if training is None or training.passes < MIN_PASSES_BY_HEART or training.rows > MAX_ROWS_BY_HEART:
         return False
     return training.tau is None or learned_by_heart(training.tau, tau)
 

@@ -1,4 +1,4 @@
-"""What the doctor tries on a pair: the smallest changes first."""
+"""The experiments of the doctor on a pair: the smallest changes first."""
 
 import json
 import shlex
@@ -16,8 +16,8 @@ from dflash_hf.targets.mask_token import spare_token_id
 
 
 WINDOWS = (64, 256, 1024, 4096)  # tokens of context
-MOST_MASKS = 8  # special tokens that are tried
-NO_WINDOW = 2**30  # tokens
+MAX_SPECIAL_TOKENS = 8  # which are tried as mask tokens
+NO_WINDOW = 2**30  # tokens: longer than any text
 TRAIN_AGAIN = "train a drafter on this target's own answers: `dflash prompts`, `dflash regenerate`, `dflash train`"
 
 
@@ -34,7 +34,9 @@ def plan_experiments(case: Case) -> Iterator[Experiment]:
     yield from _base_of_target(case)
 
 
-# 1. Other values in the drafter's configuration: what was changed, and the fields.
+# 1. Other values in the drafter's configuration.
+
+# What is changed, for the table, and the fields' values.
 NamedFields = Iterator[tuple[str, dict]]
 
 
@@ -58,7 +60,7 @@ def _other_masks(case: Case) -> NamedFields:
             excluded.update(text.input_ids[0].tolist())
     added = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    special |= {token_id: added[token_id] for token_id in sorted(added)[-MOST_MASKS:]}
+    special |= {token_id: added[token_id] for token_id in sorted(added)[-MAX_SPECIAL_TOKENS:]}
     names = {vocab_size - 1: "last row", spare_token_id(case.target, tokenizer): "first spare row", **special}
     for token_id, name in names.items():
         is_possible = token_id is not None and 0 <= token_id < vocab_size and token_id not in excluded
@@ -118,7 +120,7 @@ def _other_windows(case: Case) -> NamedFields:
 
 _LAYERS = "the list of layers of training: ids count from 0, and id i is the output of layer i"
 SETTINGS: tuple[tuple[str, str, Callable[[Case], NamedFields]], ...] = (
-    # the key, what the value must be, other values
+    # the key of the cause, what the value must be, the other values
     ("mask", "the mask token of training", _other_masks),
     ("layers_down", _LAYERS, partial(_other_layers, -1)),
     ("layers_up", _LAYERS, partial(_other_layers, 1)),
@@ -136,7 +138,7 @@ SETTINGS: tuple[tuple[str, str, Callable[[Case], NamedFields]], ...] = (
 def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
     cause = "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; with DFlash's, at anchor + k"
     remedy = f"{TRAIN_AGAIN}; or serve it with an engine that supports sample_from_anchor"
-    yield Experiment("anchor-first blocks", "anchor_first", cause, remedy, shift=1)
+    yield Experiment("anchor-first blocks", "anchor_first", cause, remedy, switches_anchor_first=True)
     head = case.target.get_output_embeddings().weight  # [V, H]
     embedding = case.target.get_input_embeddings().weight  # [V, H]
     is_tied = head.data_ptr() == embedding.data_ptr() or head.shape != embedding.shape
@@ -145,7 +147,7 @@ def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
         vocab_size, hidden_size = embedding.shape
         embedding_as_head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta")
         embedding_as_head.weight = nn.Parameter(embedding, requires_grad=False)
-        yield Experiment("the embedding as head", "head", cause, TRAIN_AGAIN, head=embedding_as_head)
+        yield Experiment("the embedding as head", "head", cause, TRAIN_AGAIN, output_head=embedding_as_head)
 
 
 # 3. Another target, or other texts.
@@ -164,7 +166,7 @@ def _target_without_window(case: Case) -> Iterator[Experiment]:
     cause = f"the target slides over {window} tokens, and did not when the drafter was trained for it"
     texts = partial(case.answer_prompts, case.prompts, without_window)
     yield Experiment(
-        "target without its window", "target_window", cause, TRAIN_AGAIN, model=without_window, texts=texts
+        "target without its window", "target_window", cause, TRAIN_AGAIN, target=without_window, texts=texts
     )
 
 
@@ -190,10 +192,10 @@ def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
     remedy = "use it without the template, as `dflash eval --raw` does, or train it with the template"
     experiment = Experiment("without the chat template", "raw", cause, remedy)
     prompts_of_experiment.append((experiment, case.encode_prompts(raw=True)))
-    tried = [case.prompts]
+    tried_prompts = [case.prompts]
     for experiment, prompts in prompts_of_experiment:
-        if prompts not in tried:
-            tried.append(prompts)
+        if prompts not in tried_prompts:
+            tried_prompts.append(prompts)
             experiment.texts = partial(case.answer_prompts, prompts)
             yield experiment
 
@@ -202,15 +204,15 @@ def _base_of_target(case: Case) -> Iterator[Experiment]:
     if case.base is None:
         return
     cause = "the target's layers have changed since the drafter was trained, by quantisation or further training"
-    yield Experiment("features of the base", "base", cause, TRAIN_AGAIN, model=case.base)
+    yield Experiment("features of the base", "base", cause, TRAIN_AGAIN, target=case.base)
     cause = "the drafter fits the base, and no longer the model made from it"
     yield Experiment(
         "the base itself, on its own text",
         "base",
         cause,
         TRAIN_AGAIN,
-        model=case.base,
-        head=case.base.get_output_embeddings(),
+        target=case.base,
+        output_head=case.base.get_output_embeddings(),
         texts=partial(case.answer_prompts, case.prompts, case.base),
     )
 

@@ -1,9 +1,9 @@
-"""An experiment on a pair: drafting with the change, counting what is accepted, and whether a gain is chance."""
+"""An experiment on a pair: drafting with a change, and counting what verification would accept."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,37 +12,25 @@ from torch import nn
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.doctor.case import Text, Texts
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.targets.frozen import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks
 from dflash_hf.training.start import draft_ids
 
 
-SIGNIFICANT = 3.5  # standard errors: with 40 useless changes and 24 texts, 1 of 25 diagnoses is wrong
-# Accepted tokens per block, and share of those before, that a change must gain to matter.
-LEAST_GAIN = 0.05
-LEAST_SHARE = 0.03
-# The same where other texts are drafted: texts differ in how predictable they are.
-LEAST_GAIN_ON_OTHER_TEXTS = 0.5
-LEAST_SHARE_ON_OTHER_TEXTS = 0.4
-LEAST_NATS = 0.1  # log-likelihood per block
-FEWER_ACCEPTED = -1.0  # standard errors: no fewer accepted tokens, apart from chance
-ALIKE = 0.9  # of changes with this share of the best gain, the first in the table is the cause: the smallest
-
-
 @dataclass
 class Experiment:
     """
-    A change to the pair, and what is wrong if it raises acceptance.
+    A change to the pair, and what is wrong if the change raises acceptance. Without arguments it changes nothing.
 
     Args:
-        name (`str`): What is changed.
-        key (`str`), cause (`str`), remedy (`str`): What is wrong, for programs and for people, and what to do then.
-        config (`dict`): Fields of the drafter's configuration.
-        model (`PreTrainedModel`, *optional*): Model whose features and embedding are read.
-        head (`nn.Module`, *optional*): Head to draft with.
-        shift (`int`): 1 switches between anchor-first blocks and DFlash's.
+        name (`str`): What is changed, for the table.
+        key (`str`), cause (`str`): What is wrong, for programs and for people.
+        remedy (`str`): What to do about it.
+        config (`dict`): Other values of fields in the drafter's configuration.
+        target (`PreTrainedModel`, *optional*): Another target, whose features and embedding the drafter is given.
+        output_head (`nn.Module`, *optional*): Another head for the draft logits.
+        switches_anchor_first (`bool`): Read the weights as anchor-first if they are DFlash's, and the other way round.
         texts (`Callable`, *optional*): Returns other texts, for the same prompts; called when they are needed.
     """
 
@@ -51,9 +39,9 @@ class Experiment:
     cause: str = ""
     remedy: str = ""
     config: dict = field(default_factory=dict)
-    model: object = None
-    head: nn.Module | None = None
-    shift: int = 0
+    target: object = None
+    output_head: nn.Module | None = None
+    switches_anchor_first: bool = False
     texts: Callable[[], Texts] | None = None
 
 
@@ -78,13 +66,14 @@ class Counts:
     The counts of one measurement.
 
     Args:
-        texts (`list[TextCounts]`): Of each text; zeros where the target gave no text.
+        texts (`list[TextCounts]`): The counts of each text; zeros where the target gave no text.
     """
 
     texts: list[TextCounts] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
+        """Number of blocks in all texts."""
         return sum(text.blocks for text in self.texts)
 
     @property
@@ -94,7 +83,13 @@ class Counts:
 
 
 def changed_draft(draft: DFlashDraftModel, fields: dict) -> DFlashDraftModel:
-    """A frozen drafter with another configuration, and the same weights."""
+    """
+    A frozen drafter with another configuration, and the same weights.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter; returned itself if there are no `fields`.
+        fields (`dict`): Values of fields of its configuration.
+    """
     if not fields:
         return draft
     config = copy.deepcopy(draft.config)
@@ -110,16 +105,30 @@ def changed_draft(draft: DFlashDraftModel, fields: dict) -> DFlashDraftModel:
     return changed.requires_grad_(False).eval()
 
 
+class _DrafterWithHead(Drafter):
+    """A drafter in one call whose draft logits come from a head that may not be the target's."""
+
+    def __init__(self, draft: DFlashDraftModel, target, output_head: nn.Module):
+        super().__init__(draft, target)
+        self.output_head = output_head
+
+    def logits(self, hidden: torch.Tensor, draws: list[int]) -> torch.Tensor:
+        return self.draft.draft_logits(hidden, self.output_head)
+
+
 @torch.no_grad()
 def draft_blocks(
     target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Experiment
 ) -> tuple[int, list[float]]:
     """
-    Draft a block at each anchor of a text, and compare with it.
+    Draft a block at each anchor of a text, and compare it with the text.
 
     Args:
+        target (`PreTrainedModel`): The pair's target.
         draft (`DFlashDraftModel`): The result of [`changed_draft`].
+        text (`Text`): The text, with its anchors.
         features (`torch.Tensor`): `[1, S, L*H]`, from the layers that the drafter reads.
+        change (`Experiment`): The experiment.
 
     Returns:
         The accepted tokens and the log-likelihood of the text in each slot, both summed over the blocks. Tokens past
@@ -130,7 +139,7 @@ def draft_blocks(
     anchors = text.anchors.to(features.device)  # [1, A]
     every_token = torch.ones_like(ids)
     every_anchor = torch.ones_like(anchors, dtype=torch.bool)
-    anchor_first = config.sample_from_anchor != bool(change.shift)
+    anchor_first = config.sample_from_anchor != change.switches_anchor_first
 
     # 1. The drafter's forward over all blocks.
     blocks = build_blocks(
@@ -141,16 +150,14 @@ def draft_blocks(
         return additive(block_mask(anchors, every_token, config.block_size, window, causal), draft.dtype)
 
     hidden = draft(
-        noise_embeds=draft.embed(change.model or target, blocks.input_ids).to(draft.dtype),
+        noise_embeds=draft.embed(change.target or target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
         attention_mask=config.by_layer_type(mask_of_layer_type),
         position_ids=blocks.position_ids,
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
 
-    # 2. Its tokens, with the head of another target where the experiment has one.
-    drafter = Drafter(draft, target)
-    head = change.head or target.get_output_embeddings()
-    drafter.logits = lambda states, lengths: draft.draft_logits(states, head)
+    # 2. Its tokens, with another head where the experiment has one.
+    drafter = _DrafterWithHead(draft, target, change.output_head or target.get_output_embeddings())
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
     tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
@@ -179,16 +186,16 @@ def measure(
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Counts]:
     """
-    Count with each change. A model reads each text once, with all layers that some drafter needs.
+    Count with each change. A target reads each text once, with all layers that any of the drafters needs.
 
     Args:
         target, draft: The unchanged pair.
-        texts (`list[Text | None]`): One of each prompt.
+        texts (`list[Text | None]`): A text for each prompt; `None` where the target gave none.
         changes (`list[Experiment]`): What to change; `Experiment()` changes nothing.
         progress (`Callable`): Wraps the iteration over prompts.
 
     Returns:
-        `list[Counts]`: Of each change.
+        `list[Counts]`: The counts with each change.
     """
     changed_drafts = [changed_draft(draft, change.config) for change in changes]
     read_layers: set[int] = set()
@@ -210,82 +217,7 @@ def measure(
                 count.texts.append(TextCounts(0, [], 0))
                 continue
             columns = [layer_ids.index(i) for i in changed.config.target_layer_ids]
-            features = read_features(change.model or target, text)[:, :, columns].flatten(2)  # [1, S, L*H]
+            features = read_features(change.target or target, text)[:, :, columns].flatten(2)  # [1, S, L*H]
             accepted, nats = draft_blocks(target, changed, text, features, change)
             count.texts.append(TextCounts(accepted, nats, text.anchors.shape[1]))
     return counts
-
-
-@dataclass
-class Result:
-    """What an experiment gave: the counts before it and after it."""
-
-    experiment: Experiment
-    before: Counts
-    after: Counts
-
-    @cached_property
-    def accepted(self) -> tuple[float, float]:
-        """The gain in accepted tokens per block, and in standard errors."""
-        before = [(text.accepted, text.blocks) for text in self.before.texts]
-        after = [(text.accepted, text.blocks) for text in self.after.texts]
-        return mean_difference(before, after)
-
-    @cached_property
-    def likelihood(self) -> tuple[float, float] | None:
-        """The same in nats, of common slots; `None` if other texts were drafted, whose likelihoods say nothing."""
-        if self.experiment.texts is not None:
-            return None
-        all_texts = self.before.texts + self.after.texts
-        slots = min((len(text.nats) for text in all_texts if text.nats), default=0)
-        before = [(sum(text.nats[:slots]), text.blocks) for text in self.before.texts]
-        after = [(sum(text.nats[:slots]), text.blocks) for text in self.after.texts]
-        return mean_difference(before, after)
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """All of them, by name."""
-        gain, standard_errors = self.accepted
-        figures = {"gain": gain, "standard_errors": standard_errors}
-        if self.likelihood is not None:
-            figures["nats"], figures["nats_standard_errors"] = self.likelihood
-        return figures
-
-    @property
-    def accepts_more(self) -> bool:
-        """Whether the gain in accepted tokens is significant and large enough to matter."""
-        least_gain = LEAST_GAIN
-        least_share = LEAST_SHARE
-        if self.experiment.texts is not None:
-            least_gain = LEAST_GAIN_ON_OTHER_TEXTS
-            least_share = LEAST_SHARE_ON_OTHER_TEXTS
-        gain, standard_errors = self.accepted
-        return standard_errors >= SIGNIFICANT and gain >= max(least_gain, least_share * (self.before.tau - 1))
-
-    @property
-    def is_likelier(self) -> bool:
-        """Whether the same texts are significantly likelier, with no fewer accepted tokens."""
-        if self.likelihood is None:
-            return False
-        gain, standard_errors = self.likelihood
-        _, accepted_standard_errors = self.accepted
-        return standard_errors >= SIGNIFICANT and gain >= LEAST_NATS and accepted_standard_errors >= FEWER_ACCEPTED
-
-    @property
-    def is_better(self) -> bool:
-        return self.accepts_more or self.is_likelier
-
-
-def likeliest(results: Sequence[Result]) -> Result | None:
-    """
-    The first change with about the best gain in accepted tokens, or, if there is none, in likelihood; `None` if no
-    change is better.
-    """
-    gains = [(result.accepted[0], result) for result in results if result.accepts_more]
-    if not gains:
-        gains = [(result.likelihood[0], result) for result in results if result.likelihood and result.is_likelier]
-    best_gain = max((gain for gain, _ in gains), default=0.0)
-    for gain, result in gains:
-        if gain >= ALIKE * best_gain:
-            return result
-    return None

@@ -1,9 +1,10 @@
-"""What the doctor found, as lines for a terminal and as data."""
+"""A diagnosis, as lines for a terminal and as data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_hf.doctor.measuring import Counts, Experiment, Result
+from dflash_hf.doctor.comparison import Result
+from dflash_hf.doctor.measuring import Counts, Experiment
 
 
 @dataclass
@@ -12,19 +13,21 @@ class Diagnosis:
     The result of [`diagnose`].
 
     Args:
-        as_given (`Counts`): Teacher-forced counts of the unchanged pair.
-        results (`list[Result]`): What the experiments gave.
+        unchanged (`Counts`): Teacher-forced counts of the unchanged pair.
+        results (`list[Result]`): The results of the experiments.
         cause (`Experiment`, *optional*): The likeliest cause.
-        loss, guess (`float`): The target's loss on the prompts, in nats per token, and a uniform guess's.
-        unlike (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's training.
+        prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and that of a uniform
+            guess.
+        changed_since_training (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's
+            training.
     """
 
-    as_given: Counts
+    unchanged: Counts
     results: list[Result]
     cause: Experiment | None
-    loss: float
-    guess: float
-    unlike: list[str]
+    prompt_loss: float
+    uniform_loss: float
+    changed_since_training: list[str]
 
     def lines(self) -> list[str]:
         """Lines for a terminal: the cause and its remedy first, then what was tried."""
@@ -33,29 +36,34 @@ class Diagnosis:
         if self.cause is not None:
             cause = self.cause.cause
             remedy = self.cause.remedy
-        elif self.unlike:
-            remedy = f"use the {' and '.join(self.unlike)} of training, or train with the new one"
-        changing = [result for result in self.results if not _is_idle(result)]
-        idle = [result for result in self.results if _is_idle(result)]
-        return [
-            f"as it is          tau {self.as_given.tau:.2f}, teacher-forced, over {self.as_given.blocks} blocks",
-            f"prompts           cost the target {self.loss:.2f} nats per token; guessing costs {self.guess:.2f}",
-            *[f"noticed           the {part} differs from the drafter's training" for part in self.unlike],
+        elif self.changed_since_training:
+            remedy = f"use the {' and '.join(self.changed_since_training)} of training, or train with the new one"
+        with_effect = [result for result in self.results if not _changes_nothing(result)]
+        without_effect = [result for result in self.results if _changes_nothing(result)]
+        lines = [
+            f"as it is          tau {self.unchanged.tau:.2f}, teacher-forced, over {self.unchanged.blocks} blocks",
+            f"prompts           cost the target {self.prompt_loss:.2f} nats per token; "
+            f"guessing costs {self.uniform_loss:.2f}",
+        ]
+        for part in self.changed_since_training:
+            lines.append(f"noticed           the {part} differs from the drafter's training")
+        lines += [
             "",
             f"likeliest cause   {cause}",
             f"remedy            {remedy}",
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
-            *[self._row(result) for result in changing],
-            *_idle_lines(idle),
         ]
+        lines += [self._row(result) for result in with_effect]
+        lines += _lines_without_effect(without_effect)
+        return lines
 
     def _row(self, result: Result) -> str:
         row = f"{result.experiment.name:44}{result.after.tau:6.2f}"
-        gain, standard_errors = result.accepted
+        gain, standard_errors = result.accepted_gain
         row += f"{gain:+9.2f}{standard_errors:+13.1f}"
-        if result.likelihood is not None:
-            nats, nats_standard_errors = result.likelihood
+        if result.likelihood_gain is not None:
+            nats, nats_standard_errors = result.likelihood_gain
             row += f"{nats:+8.2f}{nats_standard_errors:+13.1f}"
         mark = ""
         if result.experiment is self.cause:
@@ -80,25 +88,25 @@ class Diagnosis:
         if self.cause is not None:
             cause = {"key": self.cause.key, "cause": self.cause.cause, "remedy": self.cause.remedy}
         return {
-            "tau": self.as_given.tau,
-            "prompt_nats": {"target": self.loss, "guess": self.guess},
-            "unlike": self.unlike,
+            "tau": self.unchanged.tau,
+            "prompt_nats": {"target": self.prompt_loss, "guess": self.uniform_loss},
+            "unlike": self.changed_since_training,
             "tried": tried,
             "cause": cause,
         }
 
 
-def _is_idle(result: Result) -> bool:
+def _changes_nothing(result: Result) -> bool:
     """Whether a row would show no change at all, or one that is shown as +0.00."""
     if result.is_better:
         return False
     return all(abs(result.figures.get(name, 0.0)) < 0.005 for name in ("gain", "nats"))
 
 
-def _idle_lines(idle: Sequence[Result]) -> list[str]:
+def _lines_without_effect(without_effect: Sequence[Result]) -> list[str]:
     """One line for all changes that changed nothing, those without a text last; none if there are no such changes."""
-    names = [result.experiment.name for result in idle if result.after.blocks]
-    names += [f"{result.experiment.name} (no text)" for result in idle if not result.after.blocks]
+    names = [result.experiment.name for result in without_effect if result.after.blocks]
+    names += [f"{result.experiment.name} (no text)" for result in without_effect if not result.after.blocks]
     if not names:
         return []
     return [f"no difference     {', '.join(names)}"]

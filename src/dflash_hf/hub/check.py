@@ -2,8 +2,8 @@
 The preflight of a drafter's folder: will vLLM, SGLang and transformers load it, and all in the same way? And could
 llama.cpp run it after conversion?
 
-Only `config.json` and the headers of the weights are read. Whether this package can read a drafter, the model's own
-reader decides; what engines read is in `limits`, by their versions.
+Only `config.json` and the headers of the weights are read. Whether this package can read a drafter is decided by its
+own reader; what engines can read is in `limits`, by their versions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def check(
         engines (`Sequence[str]`): Any of `"vllm"`, `"sglang"`, `"transformers"`, each also with a version, as in
             `"vllm==0.26.0"`; and, only on request, `"llama.cpp"`, which reads the file that `dflash convert` makes of
             a folder. Without a version, the installed one is meant, else the newest whose limits are known:
-            [`~dflash_hf.hub.engines.engine_versions`] tells which, and warns of one whose limits are not known.
+            [`~dflash_hf.hub.engines.engine_versions`] returns it, with a warning if its limits are not known.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
@@ -108,13 +108,13 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
 
 def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[Finding]:
     """
-    What is found in a folder, for all engines, and by `LIMITS` for those with a version in `versions`; a step that
-    nothing can follow is the last.
+    The findings in a folder, for all engines, and those of `LIMITS` for the engines with a version in `versions`. A
+    step after which nothing can be checked is the last.
     """
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
-        canonical_config(config)  # tells which head it is
+        canonical_config(config)  # raises `UnknownHeadError`
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except UnknownDrafterError as error:
         yield Finding("error", ("transformers", LLAMA_CPP), "architectures", one_line(error))
@@ -133,17 +133,17 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     except (ValueError, OSError) as error:
         yield Finding("error", _ALL_READERS, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
         return
-    refused = _load_without_weights(folder)
-    if refused is not None:
-        yield Finding("error", (LLAMA_CPP,), "weights", one_line(refused))
+    load_error = _load_without_weights(folder)
+    if load_error is not None:
+        yield Finding("error", (LLAMA_CPP,), "weights", one_line(load_error))
     for key, reason in incompatibilities(parsed, target):
         yield Finding("error", ENGINES, key, one_line(reason))
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
-    if refused is None:
+    if load_error is None:
         remedy = "`dflash convert` writes a folder in z-lab's layout, for which engines can be checked."
     else:
-        remedy = f"this package cannot read it either: {refused}"
+        remedy = f"this package cannot read it either: {load_error}"
     architectures = config.get("architectures")
     readable_architectures = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
     is_speculators = "transformer_layer_config" in config
@@ -161,9 +161,9 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         yield Finding("error", SERVERS, key, message)
     non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
     drafter = DrafterFolder(config, folder, target, shapes, non_default)
-    if refused is not None:  # engines notice none of it; but vLLM loads an own embedding or head
+    if load_error is not None:  # engines notice none of it; but vLLM loads an own embedding or head
         concerned = ("transformers",) if drafter.own_embeddings else (*SERVERS, "transformers")
-        yield Finding("error", concerned, "weights", one_line(refused))
+        yield Finding("error", concerned, "weights", one_line(load_error))
     if not is_speculators:
         yield from _unknown_tensors(drafter, tensor_names(parsed))
     for limit in LIMITS:
@@ -216,8 +216,8 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _load_without_weights(folder: Path) -> str | None:
     """
-    Why our own reader rejects a folder, or `None`. It runs on the meta device: it compares the headers with the model
-    and reads no tensor.
+    The error of this package's own reader, or `None`. It runs on the meta device: it compares the headers with the
+    model and reads no tensor.
     """
     try:
         with without_bars():

@@ -28,7 +28,7 @@ _MUSE_TYPE = "muse_glimmer_assistant"
 # --------------------------------------------------------------------------------------------------------- comparisons
 
 # Where a field is read. "anywhere": in dflash_config, else at the top level, as SGLang and z-lab's own code read it.
-PLACES = ("anywhere", "top level", "dflash_config")
+LOCATIONS = ("anywhere", "top level", "dflash_config")
 RELATIONS = ("in", "not in", "above", "absent", "set", "not set")
 
 
@@ -42,23 +42,23 @@ class Comparison:
         relation (`str`): `"in"` or `"not in"` the values, `"above"` the first of them, `"absent"`, or `"set"` or
             `"not set"`: neither absent nor zero, empty or false.
         values (`tuple`): The values; `None` is that of an absent field.
-        place (`str`): Where it is read: `"anywhere"` (in `dflash_config`, else at the top level), `"top level"` or
+        location (`str`): Where it is read: `"anywhere"` (in `dflash_config`, else at the top level), `"top level"` or
             `"dflash_config"`.
 
     Raises:
-        `ValueError`: an unknown relation or place.
+        `ValueError`: an unknown relation or location.
     """
 
     field: str
     relation: str
     values: tuple = ()
-    place: str = "anywhere"
+    location: str = "anywhere"
 
     def __post_init__(self):
         if self.relation not in RELATIONS:
             raise ValueError(f"relation={self.relation!r} is unknown; choose from {', '.join(RELATIONS)}.")
-        if self.place not in PLACES:
-            raise ValueError(f"place={self.place!r} is unknown; choose from {', '.join(PLACES)}.")
+        if self.location not in LOCATIONS:
+            raise ValueError(f"location={self.location!r} is unknown; choose from {', '.join(LOCATIONS)}.")
 
     def __call__(self, drafter: DrafterFolder) -> bool:
         value = self._value_in(drafter)
@@ -73,10 +73,10 @@ class Comparison:
         return bool(value) == (self.relation == "set")
 
     def _value_in(self, drafter: DrafterFolder):
-        """The field's value in its place; `None` if it is not there."""
-        if self.place == "top level":
+        """The field's value in its location; `None` if it is not there."""
+        if self.location == "top level":
             return drafter.config.get(self.field)
-        if self.place == "dflash_config":
+        if self.location == "dflash_config":
             return drafter.nested.get(self.field)
         return drafter.get(self.field)
 
@@ -107,7 +107,7 @@ class IsNestedOnly:
 
 @dataclass(frozen=True)
 class IsNotDefault:
-    """A field has not the value of a plain drafter. Details: its `value`, and the `default`."""
+    """A field does not have the value of a plain drafter. Details: its `value`, and the `default`."""
 
     field: str
 

@@ -316,7 +316,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         ANY_SERVER,
         "vocab_size",
-        Comparison("vocab_size", "absent", place="top level"),
+        Comparison("vocab_size", "absent", location="top level"),
         "is missing: engines use their default instead of the target's.",
         "Write the target's vocab_size.",
         sources=(VLLM_MODEL, SGLANG_MODEL),
@@ -326,7 +326,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         ANY_SERVER,
         "max_position_embeddings",
-        Comparison("max_position_embeddings", "absent", place="top level"),
+        Comparison("max_position_embeddings", "absent", location="top level"),
         "is missing: engines use their default.",
         "Write at least the length that will be served.",
         sources=(VLLM_MODEL, SGLANG_MODEL),
@@ -632,7 +632,7 @@ LIMITS: tuple[Limit, ...] = (
         Limit(
             {"vllm": ">=0.28"},
             field,
-            Comparison(field, "not set", place="dflash_config"),
+            Comparison(field, "not set", location="dflash_config"),
             "{value} in dflash_config must be a positive integer; it is read nowhere else.",
             sources=(VLLM_DFLASH2,),
             layouts=("DFlash 2",),
@@ -644,7 +644,7 @@ LIMITS: tuple[Limit, ...] = (
         Limit(
             {"vllm": ">=0.28", "sglang": ">=0.5.19"},
             field,
-            Comparison(field, "not set", place="dflash_config"),
+            Comparison(field, "not set", location="dflash_config"),
             "{value} in dflash_config must be a positive integer; it is read nowhere else.",
             sources=(VLLM_DFLASH2, SGLANG_MODEL),
             layouts=("DFlash 2",),

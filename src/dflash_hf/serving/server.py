@@ -513,7 +513,7 @@ class Server:
             work = asyncio.ensure_future(_gather_choices(choices))
             # Of a body that was read, what comes next is the end of the connection.
             disconnected = asyncio.ensure_future(request.receive())
-            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED_EVENTS)
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
                 _cancel(exchanges)
