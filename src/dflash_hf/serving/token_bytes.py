@@ -9,18 +9,21 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @functools.cache
-def _byte_of() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary stand for: printable ones for themselves."""
+def _byte_of_character() -> dict[str, int]:
+    """
+    The byte that each character of a byte-level vocabulary stands for, as in GPT-2: a printable character stands for
+    itself, and the other bytes are numbered from 256 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    shown = {chr(byte): byte for byte in printable}
-    return shown | {chr(256 + number): byte for number, byte in enumerate(others)}
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class TokenBytes:
     """
-    Bytes of a tokenizer's tokens. The text of a single token is not enough: it has a replacement mark where a token
-    holds part of a character, and may lack the space before a word.
+    Bytes of a tokenizer's tokens. The text of a single token is not enough: it has a replacement character where a
+    token is part of a character, and may lack the space before a word.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
@@ -43,8 +46,8 @@ class TokenBytes:
         text = self.tokenizer.convert_ids_to_tokens(token)
         if text is None:  # a row of the embedding that is no token
             return b""
-        if self.byte_level and all(character in _byte_of() for character in text):
-            return bytes(_byte_of()[character] for character in text)
+        if self.byte_level and all(character in _byte_of_character() for character in text):
+            return bytes(_byte_of_character()[character] for character in text)
         byte = _BYTE_TOKEN.fullmatch(text) if self.byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -63,15 +66,15 @@ class TokenBytes:
     def complete_text(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """The text of an answer, without the beginning of a character that was cut at its end."""
         tokens = [token for token in tokens if not (skip_special and token in self.special)]
-        cut = _incomplete(b"".join(map(self, tokens[-4:])))
-        while tokens and cut and len(self(tokens[-1])) <= cut:
-            cut -= len(self(tokens.pop()))
+        cut_bytes = _cut_bytes(b"".join(map(self, tokens[-4:])))  # a character has at most 4 bytes
+        while tokens and cut_bytes and len(self(tokens[-1])) <= cut_bytes:
+            cut_bytes -= len(self(tokens.pop()))
         text = self.tokenizer.decode(tokens, skip_special_tokens=skip_special)
-        return text.removesuffix("\ufffd") if cut else text
+        return text.removesuffix("\ufffd") if cut_bytes else text
 
 
-def _incomplete(data: bytes) -> int:
-    """How many bytes at the end begin a character of UTF-8 that does not end there."""
+def _cut_bytes(data: bytes) -> int:
+    """The number of bytes at the end that begin a UTF-8 character which is not complete."""
     for count, byte in enumerate(reversed(data[-3:]), start=1):
         if byte < 0x80:
             return 0
