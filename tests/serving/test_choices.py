@@ -224,7 +224,7 @@ def test_cut_characters_are_left_out(cut, served, monkeypatch):
     tokens = tokenizer("aé😀b")["input_ids"]
 
     def forced(self, input_ids, scores):
-        self.last = scores[0]
+        self._log_probs = scores[0]
         scores = torch.full_like(scores, -1000.0)
         place = input_ids.shape[1] - len(tokenizer("Say 1")["input_ids"])
         scores[:, tokens[place] if place < len(tokens) else 2] = 0.0

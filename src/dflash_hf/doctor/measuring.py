@@ -112,7 +112,7 @@ class _DrafterWithHead(Drafter):
         super().__init__(draft, target)
         self.output_head = output_head
 
-    def logits(self, hidden: torch.Tensor, draws: list[int]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, sample_indices: list[int]) -> torch.Tensor:
         return self.draft.draft_logits(hidden, self.output_head)
 
 
