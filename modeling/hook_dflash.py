@@ -1,9 +1,10 @@
 """
 The hook into `target.generate(assistant_model=draft)`: three methods of `GenerationMixin` are wrapped.
 
-An assistant with `dflash_decode` decodes as it likes; every other assistant, target and generation mode is unaffected.
-Drafters saved by earlier versions bring a hook of their own, which speaks the same protocol:
-`dflash_validate(target, mode, config, arguments)`, then `dflash_decode(target, *arguments)`.
+The protocol: `generate` calls `draft.dflash_validate(target, mode, config, arguments)`, then
+`draft.dflash_decode(target, *arguments)`, which returns the output. Every assistant without `dflash_decode`, and every
+other generation mode, is unaffected. Drafters saved by earlier versions bring a hook of their own with the same
+protocol, so that only the first one is installed.
 """
 
 import functools
@@ -18,6 +19,8 @@ from .candidates_dflash import DFlashCandidateGenerator
 
 def check_mode(generation_mode, generation_config) -> None:
     """
+    Check that the arguments of `generate` request greedy decoding or sampling.
+
     Raises:
         `ValueError`: the arguments of `generate` ask for something that a drafter cannot speed up.
     """
@@ -46,10 +49,15 @@ def remove_hook() -> None:
 
 def wrap_methods(wrappers: dict[str, Callable]) -> list[str]:
     """
-    Replace each named method of `GenerationMixin` by what its wrapper makes of it, unless that was done before.
-    Returns the names that this version of transformers does not have.
+    Wrap methods of `GenerationMixin`, unless they are wrapped already.
+
+    Args:
+        wrappers (`dict`): Method name -> function that takes the original method and returns its replacement.
+
+    Returns:
+        The names that this version of transformers does not have.
     """
-    # Not imported at the top of this file: the package calls this function as soon as that import is done.
+    # Not at the top of this file: the package calls this function while transformers is importing this class.
     from transformers import GenerationMixin
 
     missing = []
@@ -76,8 +84,8 @@ def unwrap_methods(names: Iterable[str]) -> None:
 
 def drafter_of(assistant_model):
     """
-    The assistant itself if it implements the DFlash protocol, `None` if it is not a drafter. Wrappers of
-    `torch.compile`, PEFT and distributed training are taken off.
+    The assistant, without wrappers of `torch.compile`, PEFT and distributed training, if it implements the protocol;
+    `None` if it is no drafter.
 
     Raises:
         `ValueError`: a model that other code has built from a drafter's folder.
@@ -105,14 +113,14 @@ def drafter_of(assistant_model):
 
 def _wrapped_by(model):
     """The model inside a wrapper; `None` if it is not a wrapper."""
-    if callable(getattr(type(model), "get_base_model", None)):  # PEFT, whose adapters are inside the model
+    if callable(getattr(type(model), "get_base_model", None)):  # PEFT; the adapters stay, inside the base model
         return model.get_base_model()
-    inside = getattr(model, "_modules", {})
-    return inside.get("_orig_mod", inside.get("module"))
+    modules = getattr(model, "_modules", {})
+    return modules.get("_orig_mod", modules.get("module"))  # of `torch.compile`, of DDP and the like
 
 
 def _drafter_for(generation_config, assistant_model):
-    """The drafter that decodes; `None` for upstream's own path, which is left alone if requested by name."""
+    """The drafter that decodes a call; `None` if upstream does, also on request by `speculation_type="dflash"`."""
     if assistant_model is None or isinstance(assistant_model, CandidateGenerator):
         return None
     if getattr(generation_config, "speculation_type", None) == "dflash":
@@ -150,7 +158,7 @@ def _wrap_decoding(original):
 
 
 def _wrap_candidates(original):
-    """Upstream's loop with a candidate generator that is there already."""
+    """Let `assistant_model` be a candidate generator, which upstream's loop then uses as it is."""
 
     @functools.wraps(original)
     def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):

@@ -332,6 +332,32 @@ class DFlashDraftModel(PreTrainedModel):
         ids = input_ids.to(table.device).clamp(max=len(table) - 1)  # the target's table may have been extended
         return raw_embedding(self, ids)
 
+    def embed_block(self, target, anchors: torch.LongTensor, num_tokens: int) -> torch.Tensor:
+        """
+        The input `[R, slots, H]` of a forward that drafts a block: raw embeddings of `[anchor, MASK, ..., MASK]`.
+
+        Args:
+            target (`PreTrainedModel`): The target, whose embedding is used unless the drafter has its own.
+            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
+            num_tokens (`int`): Tokens of the block, anchor included; a whole block has `config.max_block_tokens`.
+        """
+        # With `sample_from_anchor` all slots draft a token, so that there is one slot less than tokens.
+        num_slots = num_tokens - (self.config.max_block_tokens - self.config.block_size)
+        masks = anchors.new_full((len(anchors), num_slots - 1), self.config.mask_token_id)
+        return self.embed(target, torch.cat([anchors[:, None], masks], dim=1))
+
+    def drafting_slots(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Those of a block's hidden states `[R, slots, H]` that draft a token; the anchor's slot may draft none."""
+        return hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
+
+    def in_vocabulary(self, ids: torch.LongTensor) -> torch.LongTensor:
+        """
+        Ids that a token head can embed: a target whose embedding was padded may sample ids past the vocabulary that
+        the drafter was trained on.
+        """
+        vocab_size = self.config.vocab_size
+        return ids if vocab_size is None else ids.clamp(max=vocab_size - 1)
+
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
         Logits `[..., V]` over the drafter's vocabulary, as far as a target with a resized embedding still has it, from
@@ -341,8 +367,8 @@ class DFlashDraftModel(PreTrainedModel):
             hidden_states (`torch.Tensor`): `[..., H]`.
             target_head (`nn.Module`): The target's output embedding, used unless the drafter has its own head.
         """
-        head = self.lm_head if self.config.has_own_lm_head else target_head
-        logits = head(hidden_states.to(device=execution_device(head), dtype=head.weight.dtype))
+        lm_head = self.lm_head if self.config.has_own_lm_head else target_head
+        logits = lm_head(hidden_states.to(device=execution_device(lm_head), dtype=lm_head.weight.dtype))
         if not self.config.has_own_lm_head:
             logits = logits[..., : self.config.vocab_size]
         if self.config.output_multiplier != 1.0:

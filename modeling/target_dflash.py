@@ -1,12 +1,21 @@
-"""What a drafter needs of its target: that it fits, how many layers it has, and where they are."""
+"""The target, as far as a drafter needs it: whether both fit, its decoder layers, and its rotary frequencies."""
+
+from collections.abc import Callable
 
 from torch import nn
 
 
+# Adding tokens or padding rows changes an embedding by less; a larger difference means another target.
+MAX_RESIZED_SHARE = 0.1
+# Rotary types of transformers whose frequencies depend on the length of the text.
+_LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
+FEATURE_HOOK_MARK = "is_dflash_feature_hook"  # attribute of a hook, see `feature_hook`
+
+
 def check_pair(target, config) -> None:
     """
-    Check that a drafter fits a target, as far as shapes show. An embedding that has grown or shrunk by a few rows is
-    still that of the same target: its drafter drafts the tokens that both know.
+    Check that a drafter fits a target, as far as shapes show. An embedding that was resized by up to a tenth still
+    belongs to the same target; the drafter then drafts only the tokens that both vocabularies have.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -16,33 +25,35 @@ def check_pair(target, config) -> None:
         `ValueError`: names every mismatch, both values and the remedy.
     """
     name = type(target).__name__
-    table = target.get_input_embeddings()
-    head = target.get_output_embeddings()
-    width = table.weight.shape[1] if hasattr(table, "weight") and hasattr(head, "weight") else None
-    if target.config.is_encoder_decoder or width is None or getattr(head, "in_features", width) != width:
+    embedding = target.get_input_embeddings()
+    lm_head = target.get_output_embeddings()
+    width = None
+    if hasattr(embedding, "weight") and hasattr(lm_head, "weight"):
+        width = embedding.weight.shape[1]
+    if target.config.is_encoder_decoder or width is None or getattr(lm_head, "in_features", width) != width:
         raise ValueError(
             f"{name} cannot have a drafter, which shares the embedding and the head of a decoder-only target, single "
-            f"layers of one width; here they are {table} and {head}. Load the target with `AutoModelForCausalLM`, or "
-            "call `generate` without `assistant_model`."
+            f"layers of one width; here they are {embedding} and {lm_head}. Load the target with "
+            "`AutoModelForCausalLM`, or call `generate` without `assistant_model`."
         )
-    text = target.config.get_text_config()
-    rows = len(table.weight)
-    depth = num_decoder_layers(target.config)
+    text_config = target.config.get_text_config()
+    rows = len(embedding.weight)
+    num_layers = num_decoder_layers(target.config)
     vocab_size = config.vocab_size or rows
-    resized = vocab_size == text.vocab_size or abs(vocab_size - rows) <= vocab_size * 0.1
+    fits_vocabulary = vocab_size == text_config.vocab_size or abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
     mismatches = []
-    if config.target_hidden_size != text.hidden_size:
-        mismatches.append(f"target_hidden_size={config.target_hidden_size}, not {text.hidden_size}")
+    if config.target_hidden_size != text_config.hidden_size:
+        mismatches.append(f"target_hidden_size={config.target_hidden_size}, not {text_config.hidden_size}")
     if config.hidden_size != width:
         mismatches.append(f"hidden_size={config.hidden_size}, not {width} as its embedding")
-    if not resized:
+    if not fits_vocabulary:
         mismatches.append(f"vocab_size={vocab_size}, not {rows}")
     if config.mask_token_id >= rows:
         mismatches.append(f"mask_token_id={config.mask_token_id} of {rows} embeddings")
-    if max(config.target_layer_ids) >= depth:
-        mismatches.append(f"target_layer_ids={config.target_layer_ids} of {depth} layers")
-    if config.num_target_layers not in (None, depth):
-        mismatches.append(f"num_target_layers={config.num_target_layers}, not {depth}")
+    if max(config.target_layer_ids) >= num_layers:
+        mismatches.append(f"target_layer_ids={config.target_layer_ids} of {num_layers} layers")
+    if config.num_target_layers not in (None, num_layers):
+        mismatches.append(f"num_target_layers={config.num_target_layers}, not {num_layers}")
     if mismatches:
         raise ValueError(
             f"The drafter does not fit this {name}: {'; '.join(mismatches)}. Load the drafter that was trained for it."
@@ -58,17 +69,38 @@ def num_decoder_layers(target_config) -> int:
 
 def decoder_layers(target) -> nn.ModuleList:
     """
-    The decoder layers of a target's text stack (of a multimodal wrapper too).
+    The decoder layers of a target, of its language model if it is multimodal: the first `nn.ModuleList` of
+    [`num_decoder_layers`] modules.
 
     Raises:
-        `ValueError`: no list with as many layers as the configuration counts is found.
+        `ValueError`: there is no such list.
     """
-    depth = num_decoder_layers(target.config)
-    for stack in (target.get_decoder(), target.base_model):  # ModernBERT's decoder is part of its head
+    num_layers = num_decoder_layers(target.config)
+    for stack in (target.get_decoder(), target.base_model):  # ModernBERT's `get_decoder` returns part of its head
         for module in stack.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == depth:
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
                 return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {depth} decoder layers, so its features cannot be read; use a "
+        f"{type(target).__name__} has no list of {num_layers} decoder layers, so its features cannot be read; use a "
         "decoder-only transformer as the target."
     )
+
+
+def length_dependent_rope(target_config) -> dict[str, dict]:
+    """
+    Those of a target's rotary parameters whose frequencies depend on the length of the text, by `rope_type`. A draft
+    lengthens the text, so that its verification may use other frequencies than decoding token by token.
+    """
+    parameters = getattr(target_config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # of Gemma 3, for example
+    tables = {table.get("rope_type"): table for table in (parameters, *by_layer_type)}
+    return {rope_type: tables[rope_type] for rope_type in _LENGTH_DEPENDENT_ROPE_TYPES if rope_type in tables}
+
+
+def feature_hook(hook: Callable) -> Callable:
+    """
+    Decorator of forward hooks that only copy references to a layer's inputs or outputs. The package decodes without
+    the drafter under any other hook, which might read or change drafted tokens.
+    """
+    setattr(hook, FEATURE_HOOK_MARK, True)
+    return hook

@@ -17,6 +17,7 @@ from dflash_hf.decoding.acceptance import Block, argmax_token
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer
+from dflash_hf.modeling.target_dflash import length_dependent_rope
 from dflash_hf.targets.features import empty_cache, input_device
 from dflash_hf.targets.generation import eos_ids, generate_one, room_for_answer, without_token
 from dflash_hf.targets.memory import free_memory
@@ -119,8 +120,7 @@ def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
 
 def _rotates_by_length(target: PreTrainedModel) -> bool:
     """Whether its rotary frequencies depend on the length of the text."""
-    rope = str(_rope(target))
-    return "longrope" in rope or "dynamic" in rope
+    return bool(length_dependent_rope(target.config))
 
 
 def _rope(target: PreTrainedModel) -> dict | None:

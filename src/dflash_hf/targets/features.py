@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import execution_device
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import decoder_layers, feature_hook
 
 
 def input_device(target) -> torch.device:
@@ -56,6 +56,7 @@ def _running_tap() -> "FeatureTap | None":
     return _running.get()
 
 
+@feature_hook
 def _input(layer, args, kwargs=None) -> None:  # no `kwargs` in a thread that runs while the hook is registered
     tap = _running_tap()
     if tap is not None:
@@ -64,12 +65,14 @@ def _input(layer, args, kwargs=None) -> None:  # no `kwargs` in a thread that ru
             tap.put((layer, _input), states)
 
 
+@feature_hook
 def _output(layer, args, output) -> None:
     tap = _running_tap()
     if tap is not None:
         tap.put((layer, _output), output if isinstance(output, torch.Tensor) else output[0])
 
 
+@feature_hook
 def _positions(target, args, kwargs=None) -> None:
     tap = _running_tap()
     if tap is not None and kwargs is not None:

@@ -1,9 +1,14 @@
 """Hooks and replaced forwards of other code on a target, which would see or change drafted tokens."""
 
+from collections.abc import Callable
+
+from dflash_hf.modeling.target_dflash import FEATURE_HOOK_MARK
+
+
 # Libraries whose hooks and replaced forwards only place, shard or adapt a model.
-_HARMLESS = ("torch", "transformers", "accelerate", "peft", "kernels", "dflash_hf")
-# Files whose hooks collect features: this package's, and the one that drafters saved by 0.1 and 0.2 bring along.
-_FEATURE_FILES = ("targets.features", "candidates_dflash", "target_dflash")
+_HARMLESS_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "kernels", "dflash_hf")
+# Drafters saved by 0.1 and 0.2 bring hooks without the mark of `feature_hook`, in this file beside their weights.
+_UNMARKED_FEATURE_FILE = "target_dflash"
 
 
 def unsafe_hook(target) -> str | None:
@@ -16,23 +21,35 @@ def unsafe_hook(target) -> str | None:
             return f"the forward of a {type(module).__name__} is replaced"
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not _is_harmless(hook):
-                return f"a hook of {_home(hook)} on a {type(module).__name__} would see drafted tokens"
+                return f"a hook of {_defining_module(hook)} on a {type(module).__name__} would see drafted tokens"
     return None
 
 
-def collects_features(hook) -> bool:
-    """Whether a hook is one of a `FeatureTap`, of whichever version of this package."""
-    return _home(hook).endswith(_FEATURE_FILES)
+def collects_features(hook: Callable) -> bool:
+    """
+    Whether a hook only collects features, for a drafter of any version of this package: it is marked by
+    [`feature_hook`], which may be the decorator of a file beside a drafter's weights.
+    """
+    if getattr(_unwrapped(hook), FEATURE_HOOK_MARK, False):
+        return True
+    names = _defining_module(hook).split(".")
+    return names[0] == "transformers_modules" and names[-1] == _UNMARKED_FEATURE_FILE
 
 
-def _is_harmless(function) -> bool:
-    """Whether a hook or forward only places, shards or adapts, by its library; an activated LoRA counts tokens."""
-    library = _home(function).partition(".")[0]
-    harmless = collects_features(function) or library in _HARMLESS
-    return harmless and not getattr(function, "keywords", {}).get("alora_offsets")
+def _is_harmless(function: Callable) -> bool:
+    """Whether a hook or forward only places, shards, adapts or collects features."""
+    if getattr(function, "keywords", {}).get("alora_offsets"):  # PEFT's activated LoRA counts tokens
+        return False
+    library = _defining_module(function).partition(".")[0]
+    return library in _HARMLESS_LIBRARIES or collects_features(function)
 
 
-def _home(function) -> str:
-    """The module in which the code of a function, method or partial stands."""
-    function = getattr(function, "func", function)
+def _unwrapped(function: Callable) -> Callable:
+    """The function in a `functools.partial`."""
+    return getattr(function, "func", function)
+
+
+def _defining_module(function: Callable) -> str:
+    """Name of the module whose code a function, method or partial runs."""
+    function = _unwrapped(function)
     return getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
