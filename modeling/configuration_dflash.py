@@ -20,7 +20,7 @@ VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
+# Keys that some projects nest in `dflash_config` and others keep at the top level. Nested ones win, as in the engines.
 _SAME_NAME = (
     "block_size",
     "mask_token_id",
@@ -37,9 +37,11 @@ _SAME_NAME = (
     "own_mask_embedding",
     "has_embed_tokens",
 )
+# Key in `dflash_config` -> field of the configuration.
 NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
-# Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
-_WRITTEN_TWICE = (
+# Those that are written at the top level. The others, and the token heads' fields, are written in `dflash_config`, and
+# only if they differ from the default.
+_TOP_LEVEL_KEYS = (
     "block_size",
     "mask_token_id",
     "target_layer_ids",
@@ -47,8 +49,8 @@ _WRITTEN_TWICE = (
     "swa_window_size",
     "has_embed_tokens",
 )
-# Keys of a file that are not read: its version, and those that would select other files, code or execution options,
-# which only the caller may do.
+# Keys of a file that are ignored: its version, and those that would select other files, code or execution options,
+# which only the caller may select.
 _IGNORED = (
     "model_type",
     "num_labels",
@@ -62,17 +64,17 @@ _IGNORED = (
 
 
 def part_keys() -> tuple[str, ...]:
-    """Fields of a drafter's optional parts: DFlash 2's convolution and a head."""
+    """Fields of a drafter's optional parts: DFlash 2's convolution, and a token head."""
     return (*CONVOLUTION_KEYS, *head_fields())
 
 
 def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
-    """The sizes of each of these parts; 0 in a file means none, as engines write it."""
+    """The fields of each optional part that are sizes. A file says 0 if it lacks the part."""
     return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
 
 def nested_fields() -> dict[str, str]:
-    """All keys of `dflash_config` that have a field, and that field."""
+    """Key in `dflash_config` -> field, for all keys that have one."""
     return {**NESTED_KEYS, **{field: field for field in head_fields()}}
 
 
@@ -84,7 +86,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         block_size (`int`, defaults to 16): Slots of a block, including that of the anchor.
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
             own slot included (DSpark), instead of the token at `anchor + k`.
-        mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
+        mask_token_id (`int`): Id whose embedding fills all slots but the anchor's; a row of the target's embedding.
         target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 the input of the
             first. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
         num_target_layers (`int`): Depth of the target.
@@ -93,11 +95,11 @@ class DFlashDraftConfig(PreTrainedConfig):
         sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
         is_causal (`bool`): Causality *inside* the block for all layers. Absent: sliding layers are causal, full layers
             bidirectional.
-        draft_vocab_size (`int`): Size of a reduced vocabulary, for which the drafter has its own head.
+        draft_vocab_size (`int`): Size of a reduced vocabulary, for which the drafter has its own LM head.
         conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
             that share a dynamic kernel. Absent: no convolution.
-        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. A
-            head's fields are documented, checked and given defaults in its own file.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. The
+            fields of the other token heads are documented in their files.
         output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
         input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
         attention_sink_bias (`bool`): A learned logit per attention head that takes part in the softmax only.
@@ -182,12 +184,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
-        if nested.get("shift_label") is not None:  # as Domino's files say it
+        if nested.get("shift_label") is not None:  # Domino's name of the field
             self.sample_from_anchor = nested.pop("shift_label")
         self.dflash_config = nested
         for sizes in parts_by_sizes():
             for key in sizes:
-                if getattr(self, key) == 0:  # none, as engines write it
+                if getattr(self, key) == 0:
                     setattr(self, key, None)
 
     def _derive_fields(self, kwargs: dict) -> None:
@@ -208,20 +210,19 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream; keys of a file that are neither fields nor harmless are ignored."""
+        """As upstream; a file can neither set a key of `_IGNORED` nor replace a method."""
         names = cls.field_names()
         # The caller's arguments override the file, its nested form included.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         nested = config_dict.get("dflash_config") or {}
         nested = {key: value for key, value in nested.items() if nested_fields().get(key) not in changes}
-        # Nor may a file replace a method.
         names = {*names, "rope_scaling"}
-        read = {
+        accepted = {
             key: value
             for key, value in config_dict.items()
             if key not in _IGNORED and (key in names or not hasattr(cls, key))
         }
-        return super().from_dict({**read, "dflash_config": nested, **changes}, **kwargs)
+        return super().from_dict({**accepted, "dflash_config": nested, **changes}, **kwargs)
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -260,35 +261,45 @@ class DFlashDraftConfig(PreTrainedConfig):
         return self.layer_types[layer_idx] == "sliding_attention"
 
     def by_layer_type(self, make) -> dict:
-        """`{layer_type: make(window, is_causal)}`, for values shared by all layers of a type, such as masks."""
-        made = {}
+        """
+        Layer type -> `make(window, is_causal)`, for what all layers of a type share, such as a mask. `window`: tokens
+        that a query sees, or `None`; `is_causal`: whether a slot sees only the slots before it and itself.
+        """
+        values = {}
         for layer_idx, layer_type in enumerate(self.layer_types):
-            if layer_type not in made:
+            if layer_type not in values:
                 window = self.sliding_window if layer_type == "sliding_attention" else None
-                made[layer_type] = make(window, self.layer_is_causal(layer_idx))
-        return made
+                values[layer_type] = make(window, self.layer_is_causal(layer_idx))
+        return values
 
     def to_dict(self) -> dict:
         """The written form: nested and top-level keys, both rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
-        plain = not self.has_token_head and self.conv_kernel_size is not None
-        output["architectures"] = ["DFlash2DraftModel" if plain else self.token_head_class.architecture]
+        architecture = self.token_head_class.architecture
+        if self.conv_kernel_size is not None and not self.has_token_head:
+            architecture = "DFlash2DraftModel"
+        output["architectures"] = [architecture]
         for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.token_head_class.write_config(output, self)
-        unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
-        for key, default in unsaid.items():
+        written_unless_default = {
+            "is_causal": None,
+            "draft_vocab_size": None,
+            "v_head_dim": self.head_dim,
+            "has_embed_tokens": False,
+        }
+        for key, default in written_unless_default.items():
             if output[key] == default:
                 del output[key]
-        if not self.trained_length:  # 0: of a fresh drafter
+        if not self.trained_length:  # 0: a new drafter, not trained yet
             del output["trained_length"]
         # Without this flag Qwen3Config drops the window.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
         # No `rope_scaling`: it is now an alias of `rope_parameters`, and vLLM sets these keys one after the other.
-        at_top = ("rope_theta", "partial_rotary_factor")
-        return output | {key: value for key, value in self.rope_parameters.items() if key in at_top}
+        top_level = ("rope_theta", "partial_rotary_factor")
+        return output | {key: value for key, value in self.rope_parameters.items() if key in top_level}
 
     def to_diff_dict(self) -> dict:
         """The content of `config.json`, with the names that transformers 4 expects too."""
@@ -303,15 +314,16 @@ class DFlashDraftConfig(PreTrainedConfig):
 
 
 def _written_nested() -> dict:
-    """The fields that are written only in `dflash_config`, and their defaults."""
-    own = [key for key in NESTED_KEYS if key not in _WRITTEN_TWICE]
-    return {key: getattr(DFlashDraftConfig, key) for key in own} | head_fields()
+    """The fields that are written in `dflash_config` and not at the top level, and their defaults."""
+    keys = [key for key in NESTED_KEYS if key not in _TOP_LEVEL_KEYS]
+    return {key: getattr(DFlashDraftConfig, key) for key in keys} | head_fields()
 
 
 def _nested_keys(config: DFlashDraftConfig) -> dict:
     """
-    The complete `dflash_config`: SGLang uses the object that remote code creates, and reads these keys only here. Keys
-    with a field have the field's value; others are kept as they are, and may be changed in place.
+    Getter of `dflash_config`, complete even if no file was read: SGLang uses the object that remote code creates, and
+    reads these keys only here. Keys that have a field get the field's value; others are kept, and may be changed in
+    place.
     """
     nested = config.__dict__["dflash_config"]
     nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
@@ -327,8 +339,9 @@ def _nested_keys(config: DFlashDraftConfig) -> dict:
 
 
 def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
+    """Setter of `dflash_config`; fields are set from it at construction only."""
     config.__dict__["dflash_config"] = {} if nested is None else nested
 
 
-# Set here because in the class body it would become the field's default.
+# A property of a dataclass field: in the class body it would become the field's default.
 DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]

@@ -3,8 +3,8 @@ The hook into `target.generate(assistant_model=draft)`: three methods of `Genera
 
 The protocol: `generate` calls `draft.dflash_validate(target, mode, config, arguments)`, then
 `draft.dflash_decode(target, *arguments)`, which returns the output. Every assistant without `dflash_decode`, and every
-other generation mode, is unaffected. Drafters saved by earlier versions bring a hook of their own with the same
-protocol, so that only the first one is installed.
+other generation mode, is unaffected. Drafters saved by earlier versions bring a hook of their own, which uses the same
+protocol.
 """
 
 import functools

@@ -1,8 +1,13 @@
 """
 The DFlash drafter (arXiv 2602.06036): a few Qwen3-style layers that fill a block of masked tokens in one pass.
 
-Keys and values of every layer come from two places: the target's features of all tokens before the block (the context)
-and the block itself. Queries come from the block only. That is why keys outnumber queries in `DFlashAttention`.
+Keys and values of every layer come from two sources: the target's features of all tokens before the block (the
+context) and the block itself. Queries come from the block only. That is why keys outnumber queries in
+`DFlashAttention`.
+
+Shapes: `N` sequences (`R` rows in decoding), `B` slots of a block, `A` blocks of a sequence in training, `C` tokens of
+the context that are not in the cache, `L` layers of the target whose outputs are read, `H` hidden size, `V` vocabulary
+size.
 """
 
 import copy
@@ -26,7 +31,7 @@ from .hook_dflash import check_mode, install_hook
 from .target_dflash import check_pair
 
 
-# A drafter's own mask embedding, next to its weights: engines read this file only.
+# File of a drafter's own mask embedding, next to its weights: inference engines read it from nowhere else.
 MASK_EMBEDDING = "mask_embedding.pt"
 
 
@@ -45,7 +50,7 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
     module = model.get_input_embeddings()
     if module.weight.device.type != "meta":
         return nn.functional.embedding(input_ids, module.weight)
-    module._hf_hook.pre_forward(module)  # offloaded: fetch the weights, as before any forward
+    module._hf_hook.pre_forward(module)  # offloaded by accelerate: fetch the weights, as for a forward
     try:
         return nn.functional.embedding(input_ids, module.weight)
     finally:
@@ -53,23 +58,24 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
 
 
 def additive(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float mask from a boolean one: eager attention would silently *add* a boolean mask as 0 and 1."""
+    """An additive mask from a boolean one, which eager attention would silently *add* as 0 and 1."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class DFlashRotaryEmbedding(GlmRotaryEmbedding):
     """
-    Rotary tables of the rotated part of a head: GLM's, since Qwen3's always rotates the whole head. The frequencies
-    stay in fp32: rounded to bf16 they are off by several positions at 10k tokens.
+    Cosines and sines for the rotated channels of a head. GLM's class supports `partial_rotary_factor`; Qwen3's always
+    rotates the whole head. The frequencies stay in fp32: rounded to bf16 they are off by several positions at 10k
+    tokens.
     """
 
     def _apply(self, fn, recurse=True):
-        def move_only(table):
-            moved = fn(table)
-            return moved if moved.dtype == table.dtype else table.to(moved.device)
+        def move_without_cast(buffer):
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
-        return super()._apply(move_only, recurse)
+        return super()._apply(move_without_cast, recurse)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -95,7 +101,7 @@ class DFlashAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = False  # read by SDPA; causality inside the block comes from the mask
+        self.is_causal = False  # read by SDPA; the mask makes a block causal
         self.causal_in_block = config.layer_is_causal(layer_idx)
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         bias = config.attention_bias
@@ -119,8 +125,15 @@ class DFlashAttention(nn.Module):
         return apply_rotary(keys, cos, sin), values
 
     def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `[N, B, H]`, of the block, or of several blocks side by side.
+            context (`torch.Tensor`, *optional*): `[N, C, H]`, from `project_context`.
+            position_embeddings (`tuple[torch.Tensor]`): Cosines and sines of context and block, `[N, C + B, d]` each.
+            attention_mask: As in [`DFlashDraftModel.forward`], for this layer.
+        """
         block_size = hidden_states.shape[1]
-        cos, sin = position_embeddings  # [N, C + B, head_dim]
+        cos, sin = position_embeddings
         states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + B, H]
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -130,16 +143,17 @@ class DFlashAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are last.
+        # Training and decoding with the package pass masks of their own. Without one, the block's keys are the last.
         if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
             attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
 
         if self.config.attention_sink_bias:
             key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
         implementation = self.config._attn_implementation
-        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, in one dtype
+        if isinstance(attention_mask, BlockMask):  # in training; only flex attention reads it, in one dtype
             implementation = "flex_attention"
-            query, key = query.to(value.dtype), key.to(value.dtype)
+            query = query.to(value.dtype)
+            key = key.to(value.dtype)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -159,43 +173,43 @@ class DFlashAttention(nn.Module):
         A sink is an extra key whose score is a learned constant per head and whose value is zero: it takes weight from
         the others and adds nothing. As a mask column it works with every attention function that takes a mask.
         """
-        rows, heads, size, _ = query.shape
-        seen = query.new_zeros(()) if attention_mask is None else attention_mask[..., : key.shape[2]]
-        seen = seen.to(query.dtype).expand(rows, heads, size, key.shape[2])
-        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(rows, heads, size, 1)
-        pad = (0, 0, 0, 1)
-        return (
-            nn.functional.pad(key, pad),  # a key of zeros scores 0 before the mask is added
-            nn.functional.pad(value, pad),
-            torch.cat([seen, sink], dim=-1),  # [N, heads, B, keys + 1]
-        )
+        batch, heads, block_size, _ = query.shape
+        num_keys = key.shape[2]
+        mask = query.new_zeros(()) if attention_mask is None else attention_mask[..., :num_keys]
+        mask = mask.to(query.dtype).expand(batch, heads, block_size, num_keys)
+        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(batch, heads, block_size, 1)
+        one_more_key = (0, 0, 0, 1)
+        key = nn.functional.pad(key, one_more_key)  # a key of zeros scores 0 before the mask is added
+        value = nn.functional.pad(value, one_more_key)
+        return key, value, torch.cat([mask, sink], dim=-1)  # the mask: [N, heads, B, keys + 1]
 
     def _mask_from_padding(self, padding, num_keys, block_size, query):
         """
-        The mask of a block whose keys are the last `block_size` of `num_keys`; `None` if every slot sees everything.
+        The additive mask `[N, 1, B, keys]` of a block whose keys are the last `block_size` of `num_keys`; `None` if
+        every slot sees all keys. `padding`: `[N, keys]`, 0 for padding, or `None`.
         """
-        padded = padding is not None and not padding.all()
-        causal = self.causal_in_block
+        is_padded = padding is not None and not padding.all()
         window = self.sliding_window
-        if not (padded or causal or (window is not None and num_keys > window)):
+        if not (is_padded or self.causal_in_block or (window is not None and num_keys > window)):
             return None
-        key = torch.arange(num_keys, device=query.device)
-        slot = torch.arange(num_keys - block_size, num_keys, device=query.device)[:, None]  # [B, 1]
-        visible = key <= (slot if causal else num_keys - 1)
+        key_index = torch.arange(num_keys, device=query.device)
+        slot_index = torch.arange(num_keys - block_size, num_keys, device=query.device)[:, None]  # [B, 1]
+        last_visible = slot_index if self.causal_in_block else num_keys - 1
+        visible = key_index <= last_visible
         if window is not None:
-            visible = visible & (slot - key < window)
+            visible = visible & (slot_index - key_index < window)
         mask = additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
-        if padded:
+        if is_padded:
             mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
         return mask
 
 
 class BlockConvolution(nn.Module):
     """
-    Mixes each slot of a block with the slots before it; one instance is applied to a sublayer's input and to its
-    output.
+    DFlash 2's convolution: mixes each slot of a block with the slots before it. One instance is applied to a
+    sublayer's input and again to its output.
 
-    With `x` the sublayer's input after its norm, a projection of `x_t` gives the corrections `delta` of *both*
+    With `x` the sublayer's input after its norm, a projection of `x_t` gives the kernel corrections `delta` of *both*
     applications, and each computes `y_t[c] = sum_o (base[o, c] + delta_t[o, group(c)]) * x_{t-o}[c]`. Slots before the
     anchor are zeros: a convolution never crosses a block boundary. At initialisation it is the identity, bit for bit.
 
@@ -221,31 +235,33 @@ class BlockConvolution(nn.Module):
         """
         Args:
             hidden_states (`torch.Tensor`): `[N, Q, H]`, `Q` a single block or a whole number of them side by side.
-            delta (`torch.Tensor`): `[N, Q, taps, G]`.
-            after (`bool`): Whether this is the sublayer's output.
+            delta (`torch.Tensor`): `[N, Q, taps, G]`, from `corrections`.
+            after (`bool`): Whether `hidden_states` are the sublayer's output, not its input.
 
         Raises:
             `ValueError`: a length that is not a whole number of blocks.
         """
         length = hidden_states.shape[1]
-        size = min(self.block_size, length)
-        if length % size:
+        block_size = min(self.block_size, length)  # decoding may draft a shorter block
+        if length % block_size:
             raise ValueError(
                 f"noise_embeds has {length} slots, which are not whole blocks of block_size={self.block_size}: the "
                 "convolution would cross a block boundary."
             )
         blocks = hidden_states.unflatten(-1, (self.groups, self.group_size))  # [N, Q, G, C/G]
-        blocks = blocks.unflatten(1, (-1, size))  # [N, blocks, B, G, C/G]
-        delta = delta.unflatten(1, (-1, size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
+        blocks = blocks.unflatten(1, (-1, block_size))  # [N, blocks, B, G, C/G]
+        delta = delta.unflatten(1, (-1, block_size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
         base = self.base_kernel[int(after)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
         output = (base[0] + delta[:, :, :, 0]) * blocks
         for tap in range(1, self.taps):
-            earlier = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap, zeros at the edge
-            output = output + (base[tap] + delta[:, :, :, tap]) * earlier
+            shifted = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap; zeros before slot 0
+            output = output + (base[tap] + delta[:, :, :, tap]) * shifted
         return output.flatten(1, 2).flatten(-2)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Qwen3's decoder layer with the drafter's attention and, in DFlash 2, a convolution around each sublayer."""
+
     def __init__(self, config: DFlashDraftConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
@@ -263,22 +279,24 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             return self.self_attn(x, context, position_embeddings, attention_mask, past_key_values, **kwargs)[0]
 
         normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self._convolved(self.attention_conv, attend, normed)
+        hidden_states = hidden_states + self._apply_sublayer(attend, self.attention_conv, normed)
         normed = self.post_attention_layernorm(hidden_states)
-        return hidden_states + self._convolved(self.mlp_conv, self.mlp, normed)
+        return hidden_states + self._apply_sublayer(self.mlp, self.mlp_conv, normed)
 
     @staticmethod
-    def _convolved(convolution, sublayer, normed: torch.Tensor) -> torch.Tensor:
+    def _apply_sublayer(sublayer, convolution: BlockConvolution | None, normed: torch.Tensor) -> torch.Tensor:
+        """The output of attention or MLP, with the convolution around it if there is one; `normed`: after the norm."""
         if convolution is None:
             return sublayer(normed)
-        before, after = convolution.corrections(normed)  # both from the input of the sublayer
-        return convolution(sublayer(convolution(normed, before, after=False)), after, after=True)
+        delta_before, delta_after = convolution.corrections(normed)  # both from the input of the sublayer
+        output = sublayer(convolution(normed, delta_before, after=False))
+        return convolution(output, delta_after, after=True)
 
 
 class DFlashDraftModel(PreTrainedModel):
     """
-    A block-diffusion drafter. Unless its configuration says otherwise it has neither embedding nor head: both are the
-    target's, shared and frozen.
+    A block-diffusion drafter. Unless its configuration says otherwise it has neither an embedding nor an LM head: both
+    are the target's, shared and frozen.
 
     `target.generate(**inputs, assistant_model=draft)` decodes with it; the output is the target's own.
     """
@@ -304,9 +322,9 @@ class DFlashDraftModel(PreTrainedModel):
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.context_rotary_emb = None
         if config.backbone_rotary_base is not None:
-            of_context = copy.copy(config)
-            of_context.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
-            self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
+            context_config = copy.copy(config)
+            context_config.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
+            self.context_rotary_emb = DFlashRotaryEmbedding(context_config)
         if config.has_embed_tokens:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_mask_embedding:
@@ -325,11 +343,11 @@ class DFlashDraftModel(PreTrainedModel):
         return getattr(self, "embed_tokens", None)
 
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
-        """`[..., H]` raw embeddings of a block's tokens, from the drafter's own table or else the target's."""
+        """Raw embeddings `[..., H]` of the target's ids, from the drafter's own embedding or else the target's."""
         if not self.config.has_embed_tokens:
             return raw_embedding(target, input_ids.to(execution_device(target.get_input_embeddings())))
-        table = self.embed_tokens.weight
-        ids = input_ids.to(table.device).clamp(max=len(table) - 1)  # the target's table may have been extended
+        weight = self.embed_tokens.weight
+        ids = input_ids.to(weight.device).clamp(max=len(weight) - 1)  # the target's embedding may have been extended
         return raw_embedding(self, ids)
 
     def embed_block(self, target, anchors: torch.LongTensor, num_tokens: int) -> torch.Tensor:
@@ -360,12 +378,12 @@ class DFlashDraftModel(PreTrainedModel):
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
-        Logits `[..., V]` over the drafter's vocabulary, as far as a target with a resized embedding still has it, from
-        hidden states `[..., H]` after the final norm.
+        Logits `[..., V]` over the drafter's vocabulary; without its last tokens if the target's embedding has lost
+        their rows.
 
         Args:
-            hidden_states (`torch.Tensor`): `[..., H]`.
-            target_head (`nn.Module`): The target's output embedding, used unless the drafter has its own head.
+            hidden_states (`torch.Tensor`): `[..., H]`, after the final norm.
+            target_head (`nn.Module`): The target's LM head, used unless the drafter has its own.
         """
         lm_head = self.lm_head if self.config.has_own_lm_head else target_head
         logits = lm_head(hidden_states.to(device=execution_device(lm_head), dtype=lm_head.weight.dtype))
@@ -382,7 +400,7 @@ class DFlashDraftModel(PreTrainedModel):
             return draft_ids
         return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
 
-    # The protocol that the hook in `generate` looks for; the package's class has an engine of its own.
+    # The protocol of `hook_dflash`. The package's subclass overrides both methods.
     def dflash_decode(self, target, *args, **kwargs):
         """What `target.generate(assistant_model=self)` runs: upstream's loop, with this drafter's candidates."""
         return generate_with_candidates(self, target, *args, **kwargs)
@@ -393,7 +411,13 @@ class DFlashDraftModel(PreTrainedModel):
         check_mode(generation_mode, generation_config)
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[N, C, L * H_target]` target features -> `[N, C, H]`, from which every layer computes keys and values."""
+        """
+        From target features `[N, C, L * H_target]` to the context `[N, C, H]`, of which every layer computes keys and
+        values.
+
+        Raises:
+            `ValueError`: features of the wrong width.
+        """
         width = self.fc.in_features
         if context_hidden_states.shape[-1] != width:
             raise ValueError(
@@ -417,19 +441,18 @@ class DFlashDraftModel(PreTrainedModel):
         One pass over one block (decoding) or several (training).
 
         Args:
-            noise_embeds (`torch.Tensor`): `[N, B, H]`, the target's raw embeddings of `[anchor, MASK, ..., MASK]`;
-                `config.input_embedding_scale` is applied here.
+            noise_embeds (`torch.Tensor`): `[N, B, H]`, raw embeddings of `[anchor, MASK, ..., MASK]`, see
+                [`embed_block`]; of `A` blocks, `[N, A * B, H]`. `config.input_embedding_scale` is applied here.
             context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
                 the cache yet; `None` when all are.
-            attention_mask: `None` or `[N, keys]` padding when the block's keys are last; else an additive
-                mask `[N, 1, B, keys]`, or a dictionary with one mask per layer type.
+            attention_mask: `None`, or padding `[N, keys]`, if the block's keys are the last ones. Otherwise an
+                additive mask `[N, 1, B, keys]` or a `BlockMask`, or a dictionary with one of them per layer type.
             position_ids (`torch.LongTensor`): `[N, C + B]`. Default: continue the cache.
             past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.
             cache (`Cache`): The same, as transformers' own loop names it from 5.24 on.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, the input of the target's
-            head.
+            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, the input of the LM head.
 
         Raises:
             `ValueError`: neither context nor cache, or features of the wrong width.
@@ -447,15 +470,18 @@ class DFlashDraftModel(PreTrainedModel):
             position_ids = torch.arange(past_length, past_length + new, device=noise_embeds.device)[None]
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # [N, C + B, d]
         if context is not None and self.context_rotary_emb is not None:
-            of_context = self.context_rotary_emb(context, position_ids[:, : context.shape[1]])
-            of_block = [table[:, context.shape[1] :] for table in position_embeddings]
-            position_embeddings = [torch.cat(pair, dim=1) for pair in zip(of_context, of_block)]
+            context_length = context.shape[1]
+            context_cos, context_sin = self.context_rotary_emb(context, position_ids[:, :context_length])
+            cos, sin = position_embeddings
+            cos = torch.cat([context_cos, cos[:, context_length:]], dim=1)
+            sin = torch.cat([context_sin, sin[:, context_length:]], dim=1)
+            position_embeddings = (cos, sin)
 
         hidden_states = noise_embeds
         if self.config.own_mask_embedding:
             slots = torch.arange(noise_embeds.shape[1], device=noise_embeds.device) % self.config.block_size
-            mask = self.mask_embedding.to(noise_embeds.dtype)
-            hidden_states = torch.where((slots == 0)[:, None], noise_embeds, mask)
+            is_anchor = (slots == 0)[:, None]
+            hidden_states = torch.where(is_anchor, noise_embeds, self.mask_embedding.to(noise_embeds.dtype))
         if self.config.input_embedding_scale != 1.0:
             hidden_states = hidden_states * self.config.input_embedding_scale
         for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):
@@ -504,13 +530,17 @@ class DFlashDraftModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
 
     def _get_files_timestamps(self, working_dir):
-        """Upstream's list of files that `push_to_hub=True` need not upload; ours are written before it is made."""
-        stamps = super()._get_files_timestamps(working_dir)
-        ours = ("custom_generate", MASK_EMBEDDING)
-        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
+        """
+        Upstream's list of files that were there before, which `push_to_hub=True` does not upload. `save_pretrained`
+        has written the code and the mask embedding by then; they must be uploaded, and are left out.
+        """
+        timestamps = super()._get_files_timestamps(working_dir)
+        written = [name for name in timestamps if name.endswith("_dflash.py")]
+        written += ["custom_generate", MASK_EMBEDDING]
+        return {name: timestamp for name, timestamp in timestamps.items() if name not in written}
 
 
 def code_files() -> dict[str, Path]:
-    """The code saved with a drafter's weights: file names, and where each file is read from."""
+    """The code that is saved with a drafter's weights: file names in its folder, and the files to copy."""
     sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
     return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}
