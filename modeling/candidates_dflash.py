@@ -34,7 +34,7 @@ CACHE_NAME = "past_key_values"
 if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters:
     CACHE_NAME = "cache"
 
-# Upstream's processors that read the scores of one position, and nothing else.
+# Upstream's processors that read the scores of one position, and nothing else: one call serves all rows and positions.
 POSITIONWISE_PROCESSORS = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,

@@ -79,6 +79,19 @@ def test_fallback_reason_follows_the_streamed_text(caplog):
     assert {*order} == {0} and "use_cache=False" in caplog.text
 
 
+def test_reason_is_logged_if_plain_decoding_raises(caplog):
+    """It was lost with the exception, whose cause it may explain."""
+
+    def put(tokens):
+        if tokens.numel() == 1:  # `generate` itself puts the prompt
+            raise ConnectionError("the reader is gone")
+
+    call = call_of(use_cache=False, streamer=SimpleNamespace(put=put))
+    with pytest.raises(ConnectionError):
+        call(make_draft(call.target))
+    assert "Decoding without the drafter: use_cache=False." in caplog.text
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("backend", "package"), [("hqq", "hqq"), ("quanto", "optimum"), ("fp8", "torch")])
 def test_quantised_cache_decodes_plainly(backend, package, named, caplog):

@@ -56,20 +56,14 @@ class Drafter:
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
-        config = self.draft.config
-        # If every slot drafts a token, the anchor's too, a block has one slot less than tokens.
-        slots = self.block_tokens - (config.max_block_tokens - config.block_size)
-        masked = anchors.new_full((len(anchors), slots - 1), config.mask_token_id)
-        block = self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))
-        inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(slots)}
+        block = self.draft.embed_block(self.target, anchors, self.block_tokens)  # [R, B, H]
+        inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(block.shape[1])}
         if self.graph is None:
             hidden = self.draft(**inputs).last_hidden_state
         else:
             shapes = (inputs["noise_embeds"].shape, inputs["context_hidden_states"].shape, self.context.cache.view)
             hidden = self.graph.run(shapes, inputs)
-        # Slot 0 is the anchor's: it predicts the next token or nothing.
-        first = 0 if config.sample_from_anchor else 1
-        return hidden[:, first : first + self.block_tokens - 1]
+        return self.draft.drafting_slots(hidden)[:, : self.block_tokens - 1]
 
     def decode_block(
         self, anchors: torch.LongTensor, hidden: torch.Tensor, sample_indices: list[int]
@@ -114,7 +108,5 @@ class Drafter:
         return ids.expand_as(logits), logits
 
     def in_vocabulary(self, anchors: torch.LongTensor) -> torch.LongTensor:
-        """Anchors that a head can embed: a target with padding rows may sample ids past the drafter's vocabulary."""
-        anchors = anchors.to(execution_device(self.draft.fc))
-        vocab_size = self.draft.config.vocab_size
-        return anchors if vocab_size is None else anchors.clamp(max=vocab_size - 1)
+        """Anchors as the drafter's token head takes them: on its device, and clamped to the vocabulary."""
+        return self.draft.in_vocabulary(anchors.to(execution_device(self.draft.fc)))

@@ -7,6 +7,7 @@ import torch
 from dflash_hf.decoding.arguments import MULTIMODAL_ARGUMENTS, extra_arguments
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.slots import cached_length
+from dflash_hf.modeling.target_dflash import length_dependent_rope
 from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
 
@@ -89,22 +90,20 @@ def _cache_reason(call: GenerateCall) -> str | None:
 
 def _rope_reason(call: GenerateCall, past_length: int) -> str | None:
     """Why rotary frequencies that depend on the length of the text rule out drafting. Else `None`."""
-    text_config = call.target.config.get_text_config(decoder=True)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    kinds = {parameters.get("rope_type"): parameters for parameters in layers}
-    if not kinds.keys() & {"longrope", "dynamic"}:
+    tables = length_dependent_rope(call.target.config)
+    if not tables:
         return None
+    text_config = call.target.config.get_text_config(decoder=True)
     positions = call.model_kwargs.get("position_ids")
     length = call.prompt_length if positions is None else int(positions.max()) + 1
     end = length + call.selector.max_new
-    if "dynamic" in kinds and end >= text_config.max_position_embeddings:
+    if "dynamic" in tables and end >= text_config.max_position_embeddings:
         return (
             f"the text may reach {text_config.max_position_embeddings} tokens, beyond which its rotary frequencies "
             "depend on its length"
         )
-    if "longrope" in kinds:
-        threshold = kinds["longrope"]["original_max_position_embeddings"]
+    if "longrope" in tables:
+        threshold = tables["longrope"]["original_max_position_embeddings"]
         if (past_length or length) <= threshold < end:
             return f"the text may cross {threshold} tokens, where its rotary frequencies change"
     return None

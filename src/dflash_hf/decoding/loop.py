@@ -96,8 +96,10 @@ def decode(
     reason = fallback_reason(call, synced_gpus)
     if reason is not None:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-        output = target._sample(*arguments, **model_kwargs)
-        logger.warning_once(f"Decoding without the drafter: {reason}.")  # after the streamed text, not inside it
+        try:
+            output = target._sample(*arguments, **model_kwargs)
+        finally:  # after a streamed text, not inside it; also if the target raises
+            logger.warning_once(f"Decoding without the drafter: {reason}.")
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])

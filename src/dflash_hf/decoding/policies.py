@@ -1,9 +1,10 @@
 """
 Draft policies: what a round verifies.
 
-A policy has the two methods of upstream's `CandidateGenerator`, for any number of rows: `get_candidates` drafts,
-`update_candidate_strategy` learns from what was accepted. No policy can change the output: the target verifies
-whatever it returns.
+A policy has two methods, named as in upstream's `CandidateGenerator`: `get_candidates` drafts,
+`update_candidate_strategy` learns from what was accepted. Only the names and their purpose are shared: the arguments
+and results are this package's, for any number of rows, and neither can replace the other. No policy can change the
+output: the target verifies whatever it returns.
 """
 
 import torch

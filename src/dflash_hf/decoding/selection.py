@@ -8,27 +8,13 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StopStringCriteria,
-    logits_process,
 )
 
 from dflash_hf.decoding.acceptance import argmax_token
 from dflash_hf.decoding.sampling_noise import SamplingNoise
-from dflash_hf.modeling.candidates_dflash import STATELESS_PROCESSORS
+from dflash_hf.modeling.candidates_dflash import POSITIONWISE_PROCESSORS, STATELESS_PROCESSORS
 
 
-# Processors that read the scores of one position only, so that one call serves all rows and positions.
-_POSITIONWISE = (
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
-    logits_process.LogitNormalization,
-    logits_process.InfNanRemoveLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-)
 # Criteria that are applied to all tokens of a draft at once, without being called.
 _BATCHED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
@@ -74,7 +60,7 @@ class TokenSelector:
             self.eos = torch.cat([criterion.eos_token_id.flatten() for criterion in eos_criteria])
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
-        processors_read = any(type(processor) not in _POSITIONWISE for processor in logits_processor)
+        processors_read = any(type(processor) not in POSITIONWISE_PROCESSORS for processor in logits_processor)
         criteria_read = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
         is_sampled = generation_config.do_sample
         samples_on_cpu = is_sampled and prompt.device.type == "cpu"

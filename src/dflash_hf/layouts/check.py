@@ -116,7 +116,7 @@ def check_rope_is_one_table(rope_parameters, rope_scaling):
 
 
 def check_rope(config):
-    """`rope_parameters` give a finite table for an even number of channels; `rope_dim` is read, and written."""
+    """`rope_parameters` have a known type, and rotate an even number of channels."""
     rope = config.rope_parameters
     size = config.head_dim
     theta = rope.get("rope_theta")
@@ -124,15 +124,19 @@ def check_rope(config):
     kind = rope.get("rope_type")
     kinds = ["default", *ROPE_INIT_FUNCTIONS]
     require(kind in kinds, f"one of {kinds}", rope_type=kind)
-    if "rope_dim" in rope:  # the trained width; other fields may be copied from the target
-        require(_is_positive(rope["rope_dim"]), "a number of channels", rope_dim=rope["rope_dim"])
-        rope["partial_rotary_factor"] = rope.pop("rope_dim") / size
     part = rope.get("partial_rotary_factor", 1.0)
+    if "rope_dim" in rope:
+        require(_is_positive(rope["rope_dim"]), "a number of channels", rope_dim=rope["rope_dim"])
+        part = rope["rope_dim"] / size
     rotated = int(size * part) if _is_positive(part) and part <= 1 else 0
     even = f"a share that rotates an even number of the head_dim={size} channels"
     require(rotated > 0 and rotated % 2 == 0, even, partial_rotary_factor=part)
-    if part != 1.0:  # engines read it first; SGLang under transformers 5.23 drops the factor alone
-        rope["rope_dim"] = rotated
+
+
+def check_rotary_table(config):
+    """`rope_parameters` give a finite rotary table."""
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
     if kind != "default":
         try:
             table, scale = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")

@@ -13,10 +13,12 @@ from dflash_hf.layouts.check import (
     check_quantization,
     check_rope,
     check_rope_is_one_table,
+    check_rotary_table,
     check_tokens,
 )
 from dflash_hf.layouts.heads import require
 from dflash_hf.layouts.read import canonical_config
+from dflash_hf.layouts.rotary import with_rotary_width
 from dflash_hf.layouts.target_layers import default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
@@ -48,6 +50,8 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         check_rope(self)
+        self.rope_parameters = with_rotary_width(self.rope_parameters, self.head_dim)
+        check_rotary_table(self)
         check_quantization(self)
 
     def _read_nested(self, kwargs: dict) -> None:

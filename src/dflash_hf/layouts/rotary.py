@@ -42,3 +42,19 @@ def _without_factor(table: dict) -> dict:
         if key != "partial_rotary_factor":
             result[key] = _without_factor(value) if isinstance(value, dict) else value
     return result
+
+
+def with_rotary_width(rope: dict, head_dim: int) -> dict:
+    """
+    Valid `rope_parameters` with both spellings of the rotated width of a head, in channels and as a share.
+
+    `rope_dim` wins: it is the trained width, while `partial_rotary_factor` may be copied from the target. Both are
+    written: engines read `rope_dim` first, and SGLang under transformers 5.23 drops the factor if it stands alone.
+    """
+    rope = dict(rope)
+    if "rope_dim" in rope:
+        rope["partial_rotary_factor"] = rope.pop("rope_dim") / head_dim
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        rope["rope_dim"] = int(head_dim * share)
+    return rope

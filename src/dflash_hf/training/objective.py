@@ -182,7 +182,7 @@ class Objective:
         common = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
         if not self.config.has_token_head:
             return token_losses(*common)
-        before = before.clamp(max=self.config.vocab_size - 1)  # the target's table may have been extended
+        before = draft.in_vocabulary(before)
         chooses = head.top_k is not None  # such a head does not change the slots among whose candidates it chooses
         queries = forced_queries(head, before, hidden.detach() if chooses else hidden, counted & (labels >= 0))
 
