@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.pairs.loading import loaded
+from dflash_hf.pairs.loading import load_for_training
 from dflash_hf.smollm2 import smollm2_folder
 from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.training.features import StoredFeatures, check_stored, stored_output
@@ -64,7 +64,7 @@ def main():
     parser.add_argument("--draft", required=True, help="a drafter with a confidence head")
     parser.add_argument("--features", required=True, help="held-out features with final states")
     args = parser.parse_args()
-    draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
+    draft, target = load_for_training(args.draft, args.target or str(smollm2_folder()))
     rows = StoredFeatures(args.features)
     settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
     check_stored(rows, True, digest_of_target(target), layer_ids=draft.config.target_layer_ids)

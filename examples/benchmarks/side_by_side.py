@@ -50,7 +50,7 @@ from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.pairs.loading import Loading, device_of, load_draft, load_target
+from dflash_hf.pairs.loading import Loading, available_device, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
 
 
@@ -300,7 +300,7 @@ def load(arguments) -> tuple:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         kind = getattr(torch, arguments.dtype)
-        return random_pair(arguments.shape, kind, device_of(arguments.device), arguments.prompts)
+        return random_pair(arguments.shape, kind, available_device(arguments.device), arguments.prompts)
     for name in ("target", "draft"):
         if getattr(arguments, name) == "smollm2":
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))

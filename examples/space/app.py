@@ -25,11 +25,11 @@ import torch  # noqa: E402
 
 from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
-from dflash_hf.pairs.configs import check_names  # noqa: E402
+from dflash_hf.pairs.configs import check_pair_configs  # noqa: E402
 from dflash_hf.pairs.loading import Loading, load_draft, load_target, load_tokenizer, pack  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
-from dflash_hf.targets.generation import generate_one, room_for_answer  # noqa: E402
+from dflash_hf.targets.generation import generate_one, max_answer_tokens  # noqa: E402
 
 
 NODES = 7  # of draft trees: on one CPU thread in float32 1.4x, a block of 8 1.2x, a tree of 15 1.35x
@@ -128,7 +128,7 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
     encoder = RowEncoder(tokenizer, chat_template_kwargs=template_kwargs(None, draft_config=draft.config))
 
     def answer(ids: list[int], tokens: int, assistant, streamer: PieceStreamer) -> None:
-        room = room_for_answer(target, len(ids), tokens)
+        room = max_answer_tokens(target, len(ids), tokens)
         options = {"max_new_tokens": room, "do_sample": False, "assistant_model": assistant}
         generate_one(target, ids, streamer=streamer, **options)
 
@@ -181,7 +181,7 @@ def main() -> None:
     folder = folder_of(os.environ.get("DFLASH_TARGET", NAME))
     drafter = folder_of(os.environ.get("DFLASH_DRAFT", NAME), drafter=True)
     loading = Loading(os.environ.get("DFLASH_DTYPE", "float32"))
-    check_names(folder, drafter, loading)
+    check_pair_configs(folder, drafter, loading)
     target = load_target(folder, loading)
     draft = load_draft(drafter, loading)
     pack(target.device.type == "cpu", target, draft)  # both columns are packed

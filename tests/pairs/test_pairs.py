@@ -15,9 +15,9 @@ from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
 from dflash_hf.cli import main
 from dflash_hf.decoding import cpu_dtypes
-from dflash_hf.pairs.loading import Loading, load_target, load_tokenizer, loaded
-from dflash_hf.targets.config_fields import positions_of
-from dflash_hf.targets.generation import room_for_answer
+from dflash_hf.pairs.loading import Loading, load_for_training, load_target, load_tokenizer
+from dflash_hf.targets.config_fields import stated_context_length
+from dflash_hf.targets.generation import max_answer_tokens
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -38,17 +38,17 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max
     ],
 )
 def test_context_length_is_read_from_a_config(config, positions):
-    assert positions_of(config) == positions
+    assert stated_context_length(config) == positions
 
 
 def test_stretched_rope_extends_the_context_length():
     target = make_target(max_position_embeddings=64)
-    assert room_for_answer(target, 60, 100) == 4 and room_for_answer(target, 60, None) == 4
+    assert max_answer_tokens(target, 60, 100) == 4 and max_answer_tokens(target, 60, None) == 4
     with pytest.raises(ValueError, match="The prompt has 64 tokens; prompt and answer together may have at most 64"):
-        room_for_answer(target, 64, 1)
+        max_answer_tokens(target, 64, 1)
     stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     target = make_target(max_position_embeddings=64, rope_parameters=stretched)
-    assert room_for_answer(target, 64, 100) == 100 and room_for_answer(target, 250, 100) == 6
+    assert max_answer_tokens(target, 64, 100) == 100 and max_answer_tokens(target, 250, 100) == 6
 
 
 def test_audio_target_is_loaded_whole(tmp_path):
@@ -93,7 +93,7 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
         load_target(str(tmp_path), Loading())
     with pytest.raises(ValueError, match=message):
-        loaded(None, tmp_path)
+        load_for_training(None, tmp_path)
     if "hidden_size" in keys:
         with pytest.raises(ValueError, match=f"^{tmp_path}: {message}"):
             load_tokenizer(tmp_path)

@@ -21,7 +21,7 @@ from dflash_hf.synthetic.responses import (
     rows_that_fit,
     sample_tokens,
 )
-from dflash_hf.targets.generation import cut_at
+from dflash_hf.targets.generation import cut_reason
 
 
 STOPS = [7, 11, 13, 17, 19, 23]
@@ -317,8 +317,8 @@ def test_offloaded_target_has_a_batch_size():
 def test_cut_answer_names_its_limit():
     """At `max_time` of the target's generation config it was said to fill the context."""
     config = GenerationConfig(eos_token_id=2)
-    assert [cut_at(ids, 3, config) for ids in ([], [5, 2], [5, 6, 2])] == ["", "", ""]
-    assert cut_at([5, 6, 7], 3, config) == "--max-new-tokens 3"
-    assert cut_at([5, 6], 3, config) == "the target's context limit"
+    assert [cut_reason(ids, 3, config) for ids in ([], [5, 2], [5, 6, 2])] == ["", "", ""]
+    assert cut_reason([5, 6, 7], 3, config) == "--max-new-tokens 3"
+    assert cut_reason([5, 6], 3, config) == "the target's context limit"
     config.max_time = 0.1
-    assert cut_at([5, 6], 3, config) == "the target's max_time"
+    assert cut_reason([5, 6], 3, config) == "the target's max_time"

@@ -47,16 +47,16 @@ def origin(target) -> dict[str, str]:
     return result
 
 
-def check_revision(name: str, what: str, revision: str | None) -> None:
+def check_revision(name: str, argument: str, revision: str | None) -> None:
     """
     Raises:
         `ValueError`: a revision of a local folder or file, which would be ignored.
     """
     if revision and Path(name).expanduser().exists():
-        raise ValueError(f"{what} is on this machine, which has no revisions; leave out the revision {revision}.")
+        raise ValueError(f"{argument} is on this machine, which has no revisions; leave out the revision {revision}.")
 
 
-def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> Path:
+def small_file(name: str, argument: str, revision: str | None, file: str = "config.json") -> Path:
     """
     The path of a model's small file: in its folder, which may lack it, or in the cache, for which the Hub is asked
     once, before libraries retry for a minute.
@@ -65,21 +65,21 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
         `ValueError`: as [`check_revision`].
     """
-    check_revision(name, what, revision)
+    check_revision(name, argument, revision)
     folder = Path(name).expanduser()
     if folder.exists():
         return folder / file
     if looks_local(name):
-        raise FileNotFoundError(f"{what}: there is no such folder.")
-    return Path(_download(name, what, revision, file))
+        raise FileNotFoundError(f"{argument}: there is no such folder.")
+    return Path(_download(name, argument, revision, file))
 
 
-def _download(name: str, what: str, revision: str | None, file: str) -> str:
+def _download(name: str, argument: str, revision: str | None, file: str) -> str:
     """The path of a repository's file in the cache, or an empty text for a file that is missing, and may be."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    missing = f"{what}: there is no such folder, and"
+    missing = f"{argument}: there is no such folder, and"
     if not is_repository_id(name):
         raise FileNotFoundError(f"{missing} it is not a Hub repository name.")
     cached = try_to_load_from_cache(name, file, revision=revision)
@@ -90,11 +90,11 @@ def _download(name: str, what: str, revision: str | None, file: str) -> str:
     try:
         get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=SECONDS)
     except RevisionNotFoundError as error:
-        raise OSError(f"{what}: the repository has no revision {revision}.") from error
+        raise OSError(f"{argument}: the repository has no revision {revision}.") from error
     except EntryNotFoundError as error:
         if file != "config.json":
             return ""
-        raise OSError(f"{what}: the repository has no {file}.") from error
+        raise OSError(f"{argument}: the repository has no {file}.") from error
     except RepositoryNotFoundError as error:
         remedy = "if it is private or gated, run `hf auth login`"
         raise OSError(f"{missing} the Hub has no model of that name; {remedy}.") from error

@@ -8,7 +8,7 @@
 """
 
 from dflash_hf._io.argument_types import dtype, output_path
-from dflash_hf._io.names import DTYPES, LAYOUTS, Q8
+from dflash_hf._io.names import DTYPES, OUTPUT_LAYOUTS, Q8
 from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.shared import add_revision
 
@@ -16,8 +16,8 @@ from dflash_hf.commands.shared import add_revision
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="folder, Hub name or .gguf file of a drafter")
     parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or a file that ends in .gguf")
-    layouts = f"{', '.join(LAYOUTS)} (default: gguf if OUTPUT ends in .gguf, else z-lab)"
-    parser.add_argument("--to", choices=LAYOUTS, metavar="TO", help=layouts)
+    layouts = f"{', '.join(OUTPUT_LAYOUTS)} (default: gguf if OUTPUT ends in .gguf, else z-lab)"
+    parser.add_argument("--to", choices=OUTPUT_LAYOUTS, metavar="TO", help=layouts)
     parser.add_argument("--target", help="for a .gguf file: the target, for its tokenizer; .gguf file, folder or name")
     dtypes = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=dtypes)

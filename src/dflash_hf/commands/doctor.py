@@ -33,13 +33,13 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.doctor import Case, Training, diagnose
     from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
-    from dflash_hf.pairs.configs import check_names
+    from dflash_hf.pairs.configs import check_pair_configs
     from dflash_hf.pairs.loading import Loading, load_target
     from dflash_hf.targets.frozen import freeze
 
     pair = NamedPair(arguments, note)
     if arguments.base is not None:
-        check_names(arguments.base, None, Loading(), form="--base {1}")
+        check_pair_configs(arguments.base, None, Loading(), argument_format="--base {1}")
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = eval_rows(arguments.data, arguments.prompts, arguments.split)

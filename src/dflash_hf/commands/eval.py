@@ -87,7 +87,7 @@ def _measure(arguments):
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
-    from dflash_hf.pairs.loading import to_pack
+    from dflash_hf.pairs.loading import should_pack
 
     pair = NamedPair(arguments, note)
     encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))
@@ -101,7 +101,7 @@ def _measure(arguments):
     draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
     loading = {"mtp_loading_seconds": seconds_to_load_heads(target)} if arguments.mtp else {}
-    packed = to_pack(arguments.packed, target, draft)
+    packed = should_pack(arguments.packed, target, draft)
     methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup, arguments.mtp)
     if draft.dtype != target.dtype:
         draft_dtype = str(draft.dtype).removeprefix("torch.")

@@ -42,7 +42,7 @@ def run(arguments, echo) -> Outcome:
     from transformers import set_seed
 
     from dflash_hf.serving.pieces import PieceStreamer
-    from dflash_hf.targets.generation import cut_at, generate_one, room_for_answer
+    from dflash_hf.targets.generation import cut_reason, generate_one, max_answer_tokens
 
     tokenizer = pair.tokenizer
     prompt_ids = _prompt_ids(pair, prompt)
@@ -52,7 +52,7 @@ def run(arguments, echo) -> Outcome:
         if settings.tree_nodes is None and not settings.compile:
             settings.block_size = draft.config.max_block_tokens  # in every round, even where nothing would be faster
     packed = ", packed" if pair.packed else ""
-    limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
+    limit = max_answer_tokens(target, len(prompt_ids), arguments.max_new_tokens)
 
     def decode(**extra):
         """The output of `generate`, the ids of the answer, and the seconds that it took."""
@@ -70,7 +70,7 @@ def run(arguments, echo) -> Outcome:
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
-    where = cut_at(ids, arguments.max_new_tokens, target.generation_config)
+    where = cut_reason(ids, arguments.max_new_tokens, target.generation_config)
     facts["cut"] = bool(where)
     speed = _speed(ids, seconds) + (f", cut off at {where}" if where else "")
     if lengths:

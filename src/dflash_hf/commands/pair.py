@@ -41,19 +41,19 @@ class NamedPair:
         say (`Callable`): Called with a line about the chat template's arguments.
 
     Raises:
-        `ValueError`, `OSError`: as [`~dflash_hf.pairs.configs.check_names`]; also for a missing device.
+        `ValueError`, `OSError`: as [`~dflash_hf.pairs.configs.check_pair_configs`]; also for a missing device.
     """
 
     def __init__(self, arguments, say):
-        from dflash_hf.pairs.configs import check_names
-        from dflash_hf.pairs.loading import Loading, device_of
+        from dflash_hf.pairs.configs import check_pair_configs
+        from dflash_hf.pairs.loading import Loading, available_device
 
         absent = {"draft": None, "threads": None, "chat_template": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
         self.say = say
-        self.loading = Loading.of(arguments)
-        self.config = check_names(arguments.target, arguments.draft, self.loading)
-        self.device = device_of(self.loading.device)
+        self.loading = Loading.from_arguments(arguments)
+        self.config = check_pair_configs(arguments.target, arguments.draft, self.loading)
+        self.device = available_device(self.loading.device)
         if arguments.threads:
             import torch
 
@@ -73,9 +73,9 @@ class NamedPair:
     @cached_property
     def draft_config(self):
         """The drafter's configuration, without its weights; `None` if there is no drafter."""
-        from dflash_hf.pairs.loading import draft_config_of
+        from dflash_hf.pairs.loading import load_draft_config
 
-        return None if self.arguments.draft is None else draft_config_of(self.arguments.draft, self.loading)
+        return None if self.arguments.draft is None else load_draft_config(self.arguments.draft, self.loading)
 
     def template(self, default: dict | None = None) -> dict:
         """The arguments of the chat template: as given, else `default`, else those the drafter was trained with."""
@@ -94,9 +94,9 @@ class NamedPair:
     def encoder(self, template: dict, mask_token_id: int | None = None):
         """Encodes rows for the target; rows that contain this mask token are left out."""
         from dflash_hf.data.encode import RowEncoder
-        from dflash_hf.targets.config_fields import positions_of
+        from dflash_hf.targets.config_fields import stated_context_length
 
-        options = {"positions": positions_of(self.config), "mask_token_id": mask_token_id}
+        options = {"positions": stated_context_length(self.config), "mask_token_id": mask_token_id}
         return RowEncoder(self.tokenizer, template, self.image_reader, **options)
 
     def draft(self):

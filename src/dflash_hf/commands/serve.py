@@ -184,7 +184,7 @@ def _llama_cpp_pair(arguments) -> tuple[str, str, object, dict | None]:
 
     from dflash_hf.conversion.gguf_format import gguf_config, gguf_in, is_gguf, target_config
     from dflash_hf.layouts.configuration import DFlashDraftConfig
-    from dflash_hf.pairs.loading import Loading, draft_config_of
+    from dflash_hf.pairs.loading import Loading, load_draft_config
 
     unread = shared.options_given(arguments, Loading.__dataclass_fields__)
     if unread:
@@ -203,6 +203,6 @@ def _llama_cpp_pair(arguments) -> tuple[str, str, object, dict | None]:
                 f"--to gguf --target {arguments.target}` writes one."
             )
         draft = str(file)
-    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, Loading())
+    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else load_draft_config(draft, Loading())
     config_of_target = target_config(arguments.target) if is_gguf(arguments.target) else None
     return arguments.target, draft, config, config_of_target

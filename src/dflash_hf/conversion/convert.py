@@ -14,7 +14,7 @@ import torch
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf._io.errors import UsageError
-from dflash_hf._io.names import LAYOUTS
+from dflash_hf._io.names import OUTPUT_LAYOUTS
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_format import is_gguf, unpack_gguf, write_gguf
@@ -97,8 +97,8 @@ def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
     Raises:
         `UsageError`: the arguments of [`convert`] do not fit together.
     """
-    if to not in LAYOUTS:
-        raise UsageError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
+    if to not in OUTPUT_LAYOUTS:
+        raise UsageError(f"to={to!r} must be one of {', '.join(OUTPUT_LAYOUTS)}.")
     if to == "gguf" and not dst.endswith(".gguf"):
         raise UsageError(f"{dst} must end in .gguf, as --to gguf writes a file; name it {dst}.gguf.")
     if to != "gguf" and dst.endswith(".gguf"):

@@ -43,7 +43,7 @@ _KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathS
 _NAMES = _LLAMA_CPP["tensors"]
 # Numbers that multiply, which llama.cpp reads as 1.0 where they are absent.
 _FACTORS = ("attention_value_scale", "input_embedding_scale", "output_multiplier")
-_HEADS = (TokenHead, PathSelector, MarkovHead)  # that llama.cpp supports
+_SUPPORTED_HEADS = (TokenHead, PathSelector, MarkovHead)  # that llama.cpp supports
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -75,7 +75,7 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
         yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
-    if config.token_head_class not in _HEADS:
+    if config.token_head_class not in _SUPPORTED_HEADS:
         yield next(iter(config.token_head_class.fields)), f"llama.cpp has no {config.token_head_class.name}."
     elif config.token_head_class is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
         kind = f"{config.markov_head_type!r} with markov_rank={config.markov_rank}"

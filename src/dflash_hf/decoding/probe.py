@@ -22,7 +22,7 @@ from dflash_hf.targets.features import (
     cache_argument,
     empty_cache,
     input_device,
-    try_out,
+    run_short_forward,
 )
 
 
@@ -282,7 +282,7 @@ class Probe:
         """The decoder layers whose output in a short forward over text is one vector per token; -1: their input."""
         ids = [-1, *range(len(decoder_layers(self.target)))]
         with FeatureTap(self.target, ids) as tap, tap.running():
-            try_out(self.target)
+            run_short_forward(self.target)
             outputs = [tap.captured.get(place) for place in tap.places]
         return frozenset(i for i, output in zip(ids, outputs) if output is not None and output.dim() == 3)
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer, recurrent_states
-from dflash_hf.targets.features import attach, detach, empty_cache, try_out
+from dflash_hf.targets.features import attach, detach, empty_cache, run_short_forward
 
 
 # Layers of fixed shape, or whose tokens cannot be moved. Quantised layers have a base class since transformers has
@@ -181,7 +181,7 @@ def _find_stateful(target) -> list[nn.Module]:
         handles.append(module.register_forward_pre_hook(observer.enter))
         handles.append(module.register_forward_hook(observer.leave))
     try:
-        try_out(target, cache)
+        run_short_forward(target, cache)
     finally:
         for handle in handles:
             handle.remove()

@@ -25,35 +25,35 @@ _PLAIN_BY_DEFAULT = (
 )
 
 
-def read_config(name: str, what: str, revision: str | None = None) -> dict:
+def read_config(name: str, argument: str, revision: str | None = None) -> dict:
     """
     The `config.json` of a model.
 
     Args:
         name (`str`): A folder, or a repository on the Hub.
-        what (`str`): The argument with its value, for messages.
+        argument (`str`): The argument with its value, for messages.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
 
     Raises:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
         `ValueError`: it is not a model, `config.json` is damaged, or a local folder is given a revision.
     """
-    path = small_file(name, what, revision)
+    path = small_file(name, argument, revision)
     if path.parent.is_file():
-        raise ValueError(f"{what} is a file; name the folder of the model.")
+        raise ValueError(f"{argument} is a file; name the folder of the model.")
     if not path.is_file():
-        raise ValueError(f"{what}: the folder has no config.json; name a folder written by `save_pretrained`.")
+        raise ValueError(f"{argument}: the folder has no config.json; name a folder written by `save_pretrained`.")
     return read_json(path)
 
 
-def check_names(target: str, draft: str | None, loading: "Loading", form: str = "--{} {}") -> dict:
+def check_pair_configs(target: str, draft: str | None, loading: "Loading", argument_format: str = "--{} {}") -> dict:
     """
     Check both configurations, before any weights are read.
 
     Args:
         target, draft (`str`): Their names.
         loading (`Loading`): Names the revisions.
-        form (`str`): Format of an argument and its value in messages.
+        argument_format (`str`): Format of an argument and its value in messages.
 
     Returns:
         `dict`: The target's configuration.
@@ -61,8 +61,8 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     Raises:
         `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
-    target_argument = form.format("target", target)
-    draft_argument = form.format("draft", draft)
+    target_argument = argument_format.format("target", target)
+    draft_argument = argument_format.format("draft", draft)
     config = read_config(target, target_argument, loading.revision)
     draft_config = None if draft is None else read_config(draft, draft_argument, loading.draft_revision)
     from dflash_hf.layouts.read import is_drafter_config
@@ -76,26 +76,26 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     return config
 
 
-def check_is_drafter(config: dict, what: str) -> None:
+def check_is_drafter(config: dict, argument: str) -> None:
     """
     Raises:
-        `ValueError`: the configuration, read by [`read_config`] as `what`, is another model's.
+        `ValueError`: the configuration, read by [`read_config`] as `argument`, is another model's.
     """
     from dflash_hf.layouts.read import is_drafter_config
 
     if not is_drafter_config(config):
         kind = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
-        raise ValueError(f"{what} is not a DFlash drafter but {kind}; `dflash train` trains one.")
+        raise ValueError(f"{argument} is not a DFlash drafter but {kind}; `dflash train` trains one.")
 
 
-def check_token_id(token_id: int | None, config: dict, what: str | None = None) -> None:
+def check_token_id(token_id: int | None, config: dict, argument: str | None = None) -> None:
     """
     Raises:
         `ValueError`: the target's embedding has no such row.
     """
     rows = vocab_size_of(config)
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
-        argument = what or f"--mask-token-id {token_id}"
+        argument = argument or f"--mask-token-id {token_id}"
         raise ValueError(f"{argument} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
 
 

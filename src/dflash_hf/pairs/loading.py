@@ -31,7 +31,7 @@ class Loading:
     trust_remote_code: bool = False
 
     @classmethod
-    def of(cls, arguments) -> "Loading":
+    def from_arguments(cls, arguments) -> "Loading":
         """From parsed arguments; options that a command lacks keep their defaults."""
         return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
 
@@ -54,7 +54,7 @@ class Loading:
         return "float32"
 
 
-def device_of(name: str | None) -> str:
+def available_device(name: str | None) -> str:
     """
     An available device; by default a GPU if there is one.
 
@@ -79,7 +79,7 @@ def device_of(name: str | None) -> str:
     return name
 
 
-def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}", **options):
+def load_target(name: str, loading: Loading, device=None, argument_format: str = "--{} {}", **options):
     """
     A target, in evaluation mode.
 
@@ -87,7 +87,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         name (`str`): A folder, or a repository on the Hub.
         loading (`Loading`): Loading options.
         device (`str` or `torch.device`, *optional*): Replaces `loading.device`.
-        form (`str`): Format of an argument and its value in messages.
+        argument_format (`str`): Format of an argument and its value in messages.
         options: Additional options of `from_pretrained`.
 
     Raises:
@@ -96,15 +96,15 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     """
     from dflash_hf.decoding.cpu_dtypes import warn_if_emulated
 
-    device = device or device_of(loading.device)
+    device = device or available_device(loading.device)
     options |= {"dtype": loading.dtype_on(device), "device_map": device}
     options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
-    target = _load_complete(name, form.format("target", name), **options).eval()
+    target = _load_complete(name, argument_format.format("target", name), **options).eval()
     warn_if_emulated(target)
     return target
 
 
-def _load_complete(name: str | Path, what: str, **options):
+def _load_complete(name: str | Path, argument: str, **options):
     """A target all of whose parameters its checkpoint has: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -118,16 +118,16 @@ def _load_complete(name: str | Path, what: str, **options):
         with without_bars():
             target, info = model_class.from_pretrained(name, **options)
     except StrictDataclassError as error:
-        raise ValueError(damaged_config(what, error)) from error
+        raise ValueError(damaged_config(argument, error)) from error
     except SafetensorError as error:
-        damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
+        damage = f"{argument}: its safetensors are damaged or only half written ({one_line(error, 100)})"
         raise ValueError(f"{damage}; download or save them again.") from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(f"{what} has custom code: read it, and if you trust it {TRUST}.") from error
+        raise ValueError(f"{argument} has custom code: read it, and if you trust it {TRUST}.") from error
     except ImportError as error:
-        raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
+        raise ImportError(f"{argument} needs a library that is not installed: {one_line(error, 160)}") from error
     parameters = {key for key, _ in target.named_parameters()}  # buffers are computed
     wrong = [f"{key} is missing" for key in sorted(parameters & set(info["missing_keys"]))]
     for key, stored, wanted in sorted(info["mismatched_keys"]):
@@ -135,7 +135,8 @@ def _load_complete(name: str | Path, what: str, **options):
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
-            f"{what}: its weights do not fit its config.json: {', '.join(wrong[:3])}{more}; download or save it again."
+            f"{argument}: its weights do not fit its config.json: {', '.join(wrong[:3])}{more}; download or save it "
+            "again."
         )
     return target
 
@@ -153,9 +154,9 @@ def is_multimodal(config: dict) -> bool:
     return multimodal is not None and multimodal in (text_only, *(config.get("architectures") or ()))
 
 
-def damaged_config(what: str, error: Exception) -> str:
+def damaged_config(argument: str, error: Exception) -> str:
     """A readable message for a `StrictDataclassError`."""
-    return f"{what}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
+    return f"{argument}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
 
 
 def load_tokenizer(
@@ -205,22 +206,29 @@ def load_draft(name: str, loading: Loading, device: str | None = None):
     """A drafter in evaluation mode; its own code is not run."""
     from dflash_hf.drafter import DFlashDraftModel
 
-    device = device or device_of(loading.device)
+    device = device or available_device(loading.device)
     options = {"dtype": loading.dtype_on(device), "device_map": device}
     with without_bars():
         return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
 
 
-def draft_config_of(name: str, loading: Loading):
+def load_draft_config(name: str, loading: Loading):
     """A drafter's configuration, without its weights."""
     from dflash_hf.layouts.configuration import DFlashDraftConfig
 
     return DFlashDraftConfig.from_pretrained(name, revision=loading.draft_revision or "main")
 
 
-def loaded(model, target) -> tuple:
+def load_for_training(model, target) -> tuple:
     """
-    Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name.
+    Drafter and target of a training; each is loaded if given as a folder or Hub name, the drafter in fp32.
+
+    Args:
+        model (`DFlashDraftModel`, `str` or `Path`): The drafter; a compiled one is unwrapped.
+        target (`PreTrainedModel`, `str` or `Path`): The target.
+
+    Returns:
+        `tuple[DFlashDraftModel, PreTrainedModel]`.
 
     Raises:
         `ValueError`: the model is no drafter.
@@ -241,7 +249,7 @@ def loaded(model, target) -> tuple:
 
 def pack(packed: bool | None, *models) -> bool:
     """
-    Pack the weights of all models that are not `None` for the CPU, as [`to_pack`] decides.
+    Pack the weights of all models that are not `None` for the CPU, as [`should_pack`] decides.
 
     Returns:
         `bool`: Whether they were packed.
@@ -249,18 +257,20 @@ def pack(packed: bool | None, *models) -> bool:
     from dflash_hf.decoding.packing import packed_weights
 
     present = [model for model in models if model is not None]
-    packed = to_pack(packed, *present)
+    packed = should_pack(packed, *present)
     if packed:
         packed_weights(*present)
     return packed
 
 
-def to_pack(packed: bool | None, *models) -> bool:
+def should_pack(packed: bool | None, *models) -> bool:
     """
-    `--packed`: whether to multiply by packed weights.
+    Whether to multiply by packed weights.
 
     Args:
-        packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
+        packed (`bool`, *optional*): The value of `--packed`. Default: if the models are on a CPU and the copies fit a
+            third of its free memory.
+        models (`PreTrainedModel`): The models to pack.
     """
     from dflash_hf.decoding.packing import fit_memory, packable
 

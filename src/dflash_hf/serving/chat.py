@@ -14,7 +14,7 @@ from dflash_hf.evaluation.text import shade
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.request import Request, RequestStatus
-from dflash_hf.targets.generation import cut_at
+from dflash_hf.targets.generation import cut_reason
 
 
 HELP = """/draft off  answer without the drafter; /draft on uses it again
@@ -114,7 +114,7 @@ class Chat:
         if request.status is RequestStatus.FINISHED_ABORTED:
             ending = "; stopped"
         elif request.status is RequestStatus.FINISHED_LENGTH:
-            cut = cut_at(request.tokens, self.options["max_new_tokens"], target.generation_config)
+            cut = cut_reason(request.tokens, self.options["max_new_tokens"], target.generation_config)
             ending = f"; cut off at {cut}" if cut else ""
         who = "with the drafter" if streamer.rounds else "target alone"
         self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
 from dflash_hf.decoding.slots import cached_length
-from dflash_hf.targets.generation import context_of
+from dflash_hf.targets.generation import context_length_of
 from dflash_hf.targets.memory import free_memory
 
 
@@ -65,7 +65,7 @@ class Conversations:
     """
 
     def __init__(self, target):
-        self.max_tokens = context_of(target)
+        self.max_tokens = context_length_of(target)
         self.max_memory = _MEMORY_SHARE * free_memory(target.device)  # bytes
         self.entries: list[Conversation] = []
 

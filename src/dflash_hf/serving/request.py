@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from dflash_hf.serving.stop_strings import StopStringMatcher
-from dflash_hf.targets.generation import eos_ids, room_for_answer
+from dflash_hf.targets.generation import eos_ids, max_answer_tokens
 
 
 class RequestStatus(enum.Enum):
@@ -98,9 +98,9 @@ class Request:
         if not self.prompt:
             raise ValueError("The prompt is empty.")
         if settings.max_new_tokens == 0:  # the prompt alone is read
-            room_for_answer(decoder.target, len(self.prompt) - 1, 1)
+            max_answer_tokens(decoder.target, len(self.prompt) - 1, 1)
         else:
-            settings.max_new_tokens = room_for_answer(decoder.target, len(self.prompt), settings.max_new_tokens)
+            settings.max_new_tokens = max_answer_tokens(decoder.target, len(self.prompt), settings.max_new_tokens)
         strings = stop_strings or settings.stop_strings or decoder.stop_strings or []
         settings.stop_strings = None  # `generate` would search the vocabulary for them
         strings = [strings] if isinstance(strings, str) else strings

@@ -48,7 +48,7 @@ from dflash_hf.serving.options import Options
 from dflash_hf.serving.request import Request, RequestStatus
 from dflash_hf.serving.stop_strings import StopStringFilter, text_before_stop
 from dflash_hf.serving.token_bytes import TokenBytes
-from dflash_hf.targets.generation import context_of, eos_ids
+from dflash_hf.targets.generation import context_length_of, eos_ids
 
 
 _COMPLETED_EVENTS = ('"usage":', 'data: {"error":')  # in those events of upstream's streams that are completed here
@@ -461,8 +461,8 @@ class Server:
                 )
             if limit == -1:
                 del body[name]
-                if context_of(self.target) is not None:
-                    body[name] = context_of(self.target)
+                if context_length_of(self.target) is not None:
+                    body[name] = context_length_of(self.target)
 
     def _check_length(self, handler: type, body: dict, options: Options) -> None:
         """
@@ -474,7 +474,7 @@ class Server:
         else:
             prompts = [[body.get(name) for name in ("messages", "input", "instructions", "tools")]]
         for prompt in prompts:
-            check_length(self.decoder.tokenizer, prompt, context_of(self.target))
+            check_length(self.decoder.tokenizer, prompt, context_length_of(self.target))
 
     def _check_ids(self, options: Options) -> None:
         """

@@ -20,7 +20,7 @@ from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.data.row_layouts import conversation_of, tools_of
 from dflash_hf.synthetic.chat_client import ChatClient, NoAnswer, ServerError
 from dflash_hf.synthetic.responses import responses, responses_to_images
-from dflash_hf.targets.generation import context_of, eos_ids, without_token
+from dflash_hf.targets.generation import context_length_of, eos_ids, without_token
 
 
 RowOrReason = tuple[dict | None, str | None]  # the reason also of a row that ends early
@@ -248,7 +248,7 @@ def generate_rows(
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    encoder = replace(encoder, positions=context_of(target))
+    encoder = replace(encoder, positions=context_length_of(target))
     waiting = _Waiting()  # prompts of text, by key
     waiting_with_images = _Waiting()  # images of prompts, by key
     running: dict = {}  # by key: the question, its answers so far, and the ids of its next prompt

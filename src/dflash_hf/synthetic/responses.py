@@ -19,7 +19,7 @@ from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer
 from dflash_hf.modeling.target_dflash import length_dependent_rope
 from dflash_hf.targets.features import empty_cache, input_device
-from dflash_hf.targets.generation import eos_ids, generate_one, room_for_answer, without_token
+from dflash_hf.targets.generation import eos_ids, generate_one, max_answer_tokens, without_token
 from dflash_hf.targets.memory import free_memory
 from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
@@ -172,7 +172,7 @@ def generate_responses(
         raise ValueError(
             f"prompts[{lengths.index(0)}] is empty; start it with the target's beginning-of-sequence token."
         )
-    room_for_answer(target, max(lengths, default=0), max_new_tokens)
+    max_answer_tokens(target, max(lengths, default=0), max_new_tokens)
     config = without_token(generation_config or target.generation_config, mask_token_id)
     # Prompts of similar length next to each other.
     numbered = sorted(enumerate(prompts), key=lambda numbered_prompt: len(numbered_prompt[1]))
@@ -341,7 +341,7 @@ def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set
         # 1. Put the next prompts into the free places, each where the text that it continues has just ended.
         free = set(range(slots.rows)) - running.keys()
         for number, ids in islice(prompts, len(free)):
-            limit = room_for_answer(target, len(ids), max_new_tokens)
+            limit = max_answer_tokens(target, len(ids), max_new_tokens)
             place = _best_place(free, ended, ids)
             free.remove(place)
             texts = {running_place: row.ids for running_place, row in running.items()}
@@ -394,7 +394,7 @@ def _batches(target, prompts, max_new_tokens: int, rows: int):
     while True:
         batch = []
         for number, ids in islice(prompts, rows):
-            batch.append((number, ids, room_for_answer(target, len(ids), max_new_tokens)))
+            batch.append((number, ids, max_answer_tokens(target, len(ids), max_new_tokens)))
         if not batch:
             return
         if not needs_equal_room:
@@ -444,7 +444,7 @@ def responses_to_images(target, prompts: Prompts, max_new_tokens: int, config, s
     config = copy.deepcopy(config)
     config.max_length = config.num_return_sequences = None
     for number, prompt in prompts:
-        config.max_new_tokens = room_for_answer(target, len(prompt), max_new_tokens)
+        config.max_new_tokens = max_answer_tokens(target, len(prompt), max_new_tokens)
         with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{seed} {number}").getrandbits(63))
             output = generate_one(target, prompt, generation_config=config)
@@ -478,7 +478,7 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
         return _ROWS
     slots = _Slots(target, 1)
     device = input_device(target)
-    slots.step({0: (0, room_for_answer(target, 1, length))})  # allocates its buffers
+    slots.step({0: (0, max_answer_tokens(target, 1, length))})  # allocates its buffers
     # Of a target on several devices, each holds about as many layers; an offloaded one's weights are on none.
     devices = {parameter.device for parameter in target.parameters() if not parameter.is_meta} or {device}
     rows_in_memory = int(len(devices) * min(map(free_memory, devices)) / 2 / slots.memory)

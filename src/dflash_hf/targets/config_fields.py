@@ -2,18 +2,18 @@
 
 
 def text_part(config: dict) -> dict:
-    """Of a multimodal model, the configuration of its text part."""
+    """The configuration of the text part of a multimodal model; of another model, its configuration."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def vocab_size_of(config: dict) -> int | None:
-    """Rows of a target's embedding, as far as its configuration says."""
+    """The number of rows of a target's embedding; `None` if its configuration does not say."""
     return text_part(config).get("vocab_size", config.get("vocab_size"))
 
 
-def positions_of(config: dict) -> int | None:
-    """A target's context length, as far as its configuration says, including rope scaling."""
+def stated_context_length(config: dict) -> int | None:
+    """A target's context length in tokens, rope scaling included; `None` if its configuration does not say."""
     text = text_part(config)
     length = text.get("max_position_embeddings", text.get("n_positions"))
     if not length or length < 0:

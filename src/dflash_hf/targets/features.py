@@ -35,7 +35,7 @@ def empty_cache(target) -> DynamicCache:
 
 
 @torch.no_grad()
-def try_out(target, cache=None) -> None:
+def run_short_forward(target, cache=None) -> None:
     """Run a short forward, to observe what happens in it."""
     ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
     target(input_ids=ids, use_cache=True, **{cache_argument(target): empty_cache(target) if cache is None else cache})

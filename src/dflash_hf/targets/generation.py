@@ -1,4 +1,4 @@
-"""One answer of a target: what ends it, how long it may be, and `generate` for a single prompt."""
+"""A single answer of a target: what ends it, how long it may be, and `generate` for one prompt."""
 
 import copy
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.targets.config_fields import positions_of
+from dflash_hf.targets.config_fields import stated_context_length
 
 
 def eos_ids(generation_config: GenerationConfig) -> set[int]:
@@ -42,34 +42,39 @@ def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
     )
 
 
-def context_of(target: PreTrainedModel) -> int | None:
-    """The most tokens of a prompt and its answer together; `None` if the target's configuration does not say."""
-    return positions_of(target.config.get_text_config(decoder=True).to_dict())
+def context_length_of(target: PreTrainedModel) -> int | None:
+    """The context length of a target, in tokens of prompt and answer; `None` if its configuration does not say."""
+    return stated_context_length(target.config.get_text_config(decoder=True).to_dict())
 
 
-def room_for_answer(target: PreTrainedModel, prompt: int, wanted: int | None) -> int | None:
+def max_answer_tokens(target: PreTrainedModel, prompt_length: int, max_new_tokens: int | None) -> int | None:
     """
-    Maximum number of tokens of an answer.
+    The most tokens that an answer can have: as many as were requested, and as the context length leaves.
 
     Args:
         target (`PreTrainedModel`): The target.
-        prompt (`int`): Tokens of the prompt.
-        wanted (`int`, *optional*): Maximum number of new tokens.
+        prompt_length (`int`): Tokens of the prompt.
+        max_new_tokens (`int`, *optional*): The requested maximum.
+
+    Returns:
+        `int`, or `None` if nothing limits it.
 
     Raises:
-        `ValueError`: there is no room for an answer, or `wanted` is less than 1.
+        `ValueError`: the prompt fills the context, or `max_new_tokens` is less than 1.
     """
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"max_new_tokens={wanted} must be at least 1.")
-    limit = context_of(target)
-    if limit is not None and prompt >= limit:
-        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have at most {limit}.")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
+    limit = context_length_of(target)
     if limit is None:
-        return wanted
-    return min(wanted or limit, limit - prompt)
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise ValueError(
+            f"The prompt has {prompt_length} tokens; prompt and answer together may have at most {limit}."
+        )
+    return min(max_new_tokens or limit, limit - prompt_length)
 
 
-def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
+def cut_reason(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
     """Where an answer was cut off: at its maximum number of tokens, or before; empty if it has ended by itself."""
     if not ids or ids[-1] in eos_ids(generation_config):
         return ""

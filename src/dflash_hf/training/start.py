@@ -20,7 +20,7 @@ from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import part_keys
 from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.pairs.loading import Loading, draft_config_of
+from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.features import FeatureManifest
@@ -57,7 +57,7 @@ def mask_token_of(script: ScriptArguments, target, tokenizer) -> int:
     if script.mask_token_id is not None:
         return script.mask_token_id
     if script.draft:
-        return draft_config_of(script.draft, Loading(draft_revision=script.draft_revision)).mask_token_id
+        return load_draft_config(script.draft, Loading(draft_revision=script.draft_revision)).mask_token_id
     spare_id = spare_token_id(target, tokenizer)
     if spare_id is None:
         remedy = mask_token_remedy(tokenizer)

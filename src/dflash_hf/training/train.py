@@ -28,8 +28,8 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs.configs import check_names, check_token_id
-from dflash_hf.pairs.loading import Loading, draft_config_of, load_target, load_tokenizer
+from dflash_hf.pairs.configs import check_pair_configs, check_token_id
+from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter, merged
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.callbacks import (
@@ -105,7 +105,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
     set_seed(args.seed)
     attention = {"attn_implementation": script.attn_implementation} if script.attn_implementation else {}
     device = "cpu" if script.features else args.device
-    target = load_target(script.target, loading, device, form="{}={}", **attention)
+    target = load_target(script.target, loading, device, argument_format="{}={}", **attention)
 
     # 3. Data, encoded by one process for all, and the drafter.
     encoder = _make_encoder(script, target, tokenizer, reader, tell)
@@ -257,7 +257,7 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     if script.peft_config:
         adapter_config(script.peft_config)
     loading = Loading(revision=script.target_revision, draft_revision=script.draft_revision)
-    config = check_names(script.target, script.draft, loading, form="{}={}")
+    config = check_pair_configs(script.target, script.draft, loading, argument_format="{}={}")
     check_token_id(script.mask_token_id, config, f"mask_token_id={script.mask_token_id}")
     return config
 
@@ -334,7 +334,7 @@ def _make_encoder(script: ScriptArguments, target, tokenizer, reader, tell) -> R
         folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in script.feature_folders
     }
     draft_loading = Loading(draft_revision=script.draft_revision)
-    draft_config = draft_config_of(script.draft, draft_loading) if script.draft else None
+    draft_config = load_draft_config(script.draft, draft_loading) if script.draft else None
     kwargs = template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, tell)
     mask_token_id = mask_token_of(script, target, tokenizer)
     rows = target.get_input_embeddings().weight.shape[0]

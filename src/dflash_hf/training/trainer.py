@@ -14,7 +14,7 @@ from transformers.utils import logging
 from dflash_hf._io.errors import DetailedError
 from dflash_hf._io.weights import is_finite
 from dflash_hf.data.examples import DFlashCollator, has_rows
-from dflash_hf.pairs.loading import loaded
+from dflash_hf.pairs.loading import load_for_training
 from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_forward
 from dflash_hf.targets.logits import check_logits
@@ -89,7 +89,7 @@ class DFlashTrainer(AtomicTrainer):
         # 1. Whatever is wrong is said before upstream's trainer exists.
         if args is None:
             args = DFlashTrainingArguments(output_dir="dflash_draft")
-        model, target = loaded(model, target)
+        model, target = load_for_training(model, target)
         check_arguments(args, train_dataset, kwargs)
         check_fit(model.config, target)
         check_datasets(train_dataset, eval_dataset, args, model.config, target)
