@@ -83,7 +83,7 @@ def real_target():
 
 @pytest.fixture
 def packs_of_any_size(monkeypatch):
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+    monkeypatch.setattr(packing_dflash, "MIN_FP32_WEIGHTS", 0)
 
 
 @pytest.fixture

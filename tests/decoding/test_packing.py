@@ -171,7 +171,7 @@ def test_unsupported_layers_are_not_packed(monkeypatch, caplog):
         packed_weights(*unsupported)
     assert "can be packed" in caplog.text and "units" not in caplog.text
     assert packable(nn.Linear(8, 8))
-    monkeypatch.setattr(packing, "SMALLEST", 65)
+    monkeypatch.setattr(packing, "MIN_FP32_WEIGHTS", 65)
     assert not packable(nn.Linear(8, 8)) and packable(nn.Linear(9, 8))
     monkeypatch.setattr(packing, "_linear", None)  # a PyTorch without oneDNN
     assert not packable(nn.Linear(9, 8))
@@ -330,7 +330,7 @@ def test_packed_copy_is_freed_with_its_layer():
     assert type(layer) is PackedLinear and len(packing._packs) == 1
     del layer
     gc.collect()
-    assert not packing._packs and not len(packing._held)
+    assert not packing._packs and not len(packing._owners)
 
 
 def test_unpacking_frees_memory_at_once():
@@ -340,7 +340,7 @@ def test_unpacking_frees_memory_at_once():
     try:
         with packed_weights(layer):
             (pack,) = packing._packs.values()
-            copies = [pack.made[1]]
+            copies = [pack.packed_copy.tensor]
             del pack
         assert not packing._packs
         assert gc.get_referrers(copies[0]) == [copies]

@@ -45,7 +45,7 @@ REASONS = [  # the reason, and the call
     ("attentions of each token are requested", {"output_attentions": True, "attn": "eager"}),
     ("scores of several rows are requested", {"rows": 3, "output_scores": True}),
     ("logits of several rows are requested", {"rows": 3, "output_logits": True}),
-    ("EveryOther judges several rows at once", {"rows": 3, "logits_processor": lambda call: [EveryOther()]}),
+    ("EveryOther may read several rows at once", {"rows": 3, "logits_processor": lambda call: [EveryOther()]}),
     ("use_cache=False", {"use_cache": False}),
     ("use_cache=False", {"use_cache": False, "rows": 3, "family": "qwen3_5_text"}),
     ("leaves out tokens that are not padding on the left", {"attention_mask": gap}),

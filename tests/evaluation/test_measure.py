@@ -73,7 +73,7 @@ def test_counts_agree_with_each_other(knowing):
 def test_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     methods = (TARGET, TARGET_PACKED, DFLASH)
     report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
-    assert len(products) > NEW and not len(packing_dflash._held)
+    assert len(products) > NEW and not len(packing_dflash._owners)
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
     assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
     dflash = report.methods[DFLASH]

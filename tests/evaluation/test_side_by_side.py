@@ -43,4 +43,4 @@ def test_script_writes_table_figures_and_picture(tmp_path, capsys, packs_of_any_
     runs = [facts["methods"][name]["runs"] for name in ("dflash", "target_packed")]
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
     assert facts["methods"]["dflash"]["speedup_over_packed"] == pytest.approx(expected)
-    assert "FORCED" in (tmp_path / "bench.md").read_text() and not len(packing._held)
+    assert "FORCED" in (tmp_path / "bench.md").read_text() and not len(packing._owners)

@@ -1,4 +1,4 @@
-"""Which arguments of `generate` go to every forward of the target, and which to the prompt's alone."""
+"""Which arguments of `generate` go to every forward of the target, and which to that over the prompt only."""
 
 import inspect
 

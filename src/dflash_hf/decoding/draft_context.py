@@ -20,7 +20,7 @@ from dflash_hf.modeling.modeling_dflash import additive, execution_device
 
 PROMPT_CHUNK = 2048  # prompt tokens, over all rows, that are projected at once: bounds memory
 MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; then they are read without one
-SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
+SINK = 4  # tokens at the start of each row that a drafter attends to besides those in its window
 
 # For each cache that a call returned, and each drafter, what the drafter has read of its tokens. The call that
 # continues the cache takes it out; otherwise it lives as long as both.
@@ -104,7 +104,7 @@ class DraftContext:
 
         Args:
             padding (`list[int]`): Padding columns at the start of each row.
-            prompt_length (`int`): Columns of the prompt and of a prefilled cache, whose features are not seen.
+            prompt_length (`int`): Columns of the prompt and of a prefilled cache, whose features are not available.
             offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
             continued_cache (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the
                 context of that call is continued, as far as the cache still holds its tokens.

@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,22 +24,24 @@ logger = logging.get_logger(__name__)
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-TOKENS = 16  # per forward, for which the layout is optimised
-SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
+DEFAULT_TOKENS = 16  # of a forward, for which the layout is optimised
+MIN_FP32_WEIGHTS = 1 << 17  # of an fp32 layer; below, calling oneDNN takes longer than it saves
 
-# The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
-# Every forward looks it up, even in compiled graphs; without a pack it multiplies by the weight itself.
+# Who owns what. A `packed_weights` keeps the `_Pack`s of its layers alive through `_owners`. A `_Pack` keeps its
+# weight alive, so that the weight's `id`, by which `_packs` finds it, stays unique. When the last owner has restored a
+# layer, its `_Pack` disappears from `_packs`. Every forward looks its weight up there, in compiled graphs too; without
+# a `_Pack` it multiplies by the weight itself.
 _packs: "weakref.WeakValueDictionary[int, _Pack]" = weakref.WeakValueDictionary()
-# References that keep a `_Pack` alive: each layer with the weight, for each call that has packed the layer.
-_held: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.WeakKeyDictionary()
+# Layer -> the key of each `packed_weights` that has packed it -> its `_Pack`.
+_owners: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def _alone():
+def _exclusive():
     """
-    No other thread packs, restores or compiles meanwhile; forwards continue. Dynamo reads the class of a layer once
-    for a graph and again for its guards: it must not change between the two.
+    Meanwhile no other thread packs, restores or compiles; forwards continue. Dynamo reads the class of a layer for a
+    graph and again for its guards: it must not change between the two.
     """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")  # nothing compiles before it is imported
     with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _lock:
@@ -51,76 +54,92 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
         return False
     if weight.dim() != 2 or weight.numel() == 0:  # placeholders of ZeRO-3 and others for a weight stored elsewhere
         return False
-    if weight.is_inference() or (weight.dtype == torch.float32 and weight.numel() < SMALLEST):
+    if weight.is_inference() or (weight.dtype == torch.float32 and weight.numel() < MIN_FP32_WEIGHTS):
         return False
     return not is_emulated(weight.dtype)
 
 
-_steps = 0  # steps of all optimizers in this process
+_optimizer_steps = 0  # of all optimizers in this process
 
 
-def _count_step(optimizer, args, kwargs) -> None:
-    global _steps
+def _count_optimizer_step(optimizer, args, kwargs) -> None:
+    global _optimizer_steps
     if not torch.compiler.is_compiling():  # PyTorch counts the writes of a compiled step
-        _steps += 1
+        _optimizer_steps += 1
 
 
 @functools.cache
-def _count_steps() -> None:
-    """From now on: a fused step writes to weights without being counted, and so does copying its result to them."""
-    register_optimizer_step_post_hook(_count_step)
+def _count_optimizer_steps() -> None:
+    """From now on: PyTorch counts neither the writes of a fused step nor those that copy its result to weights."""
+    register_optimizer_step_post_hook(_count_optimizer_step)
 
 
-def _mark(weight: torch.Tensor) -> tuple:
-    """A mark that differs after a weight was changed in place or by an optimizer, moved, cast, or given other data."""
-    version = None if weight.is_inference() else weight._version
-    steps = _steps if weight.requires_grad else None
-    return version, steps, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+def _version(weight: torch.Tensor) -> tuple:
+    """Differs after a weight was changed in place or by an optimizer, moved, cast, or given other data."""
+    writes = None if weight.is_inference() else weight._version
+    steps = _optimizer_steps if weight.requires_grad else None
+    return writes, steps, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+
+
+class _PackedCopy(NamedTuple):
+    """A copy of a weight that is laid out for the processor."""
+
+    version: tuple  # of the weight when it was copied
+    tensor: torch.Tensor | None  # `None`: the weight can no longer be packed
+    storage: torch.UntypedStorage  # of the weight; kept alive so that nothing else is allocated at its address
 
 
 class _Pack:
-    """A weight, and its copy laid out for the processor."""
+    """A weight and its packed copy, which may be renewed by any thread: the copy is replaced as a whole."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: nn.Parameter, tokens: int):
         self.weight = weight
+        self.renew(tokens)
 
-    def renew(self) -> None:
-        """Pack the current weight."""
-        # The mark is read first: a change while the weight is read is detected by the next forward. The storage is
-        # kept alive, so that nothing else can be allocated at its address.
-        mark, storage = _mark(self.weight), self.weight.untyped_storage()
-        copy = _reorder(self.weight.detach(), self.tokens) if _can_be_packed(self.weight) else None
-        self.made = mark, copy, storage
+    def renew(self, tokens: int) -> None:
+        """Pack the current weight, for forwards over so many tokens."""
+        self.tokens = tokens
+        version = _version(self.weight)  # first: a change while the weight is copied is detected by the next forward
+        storage = self.weight.untyped_storage()
+        tensor = _reorder(self.weight.detach(), tokens) if _can_be_packed(self.weight) else None
+        self.packed_copy = _PackedCopy(version, tensor, storage)
 
-    def copy(self) -> torch.Tensor | None:
+    def current(self) -> torch.Tensor | None:
         """The packed copy of the current weight; `None` if it can no longer be packed."""
-        if self.made[0] != _mark(self.weight):
-            self.renew()
-        return self.made[1]
+        if self.packed_copy.version != _version(self.weight):
+            self.renew(self.tokens)
+        return self.packed_copy.tensor
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     pack = _packs.get(id(weight))
     # In fp32 the layout makes a single token up to 1.7x as slow (AMD EPYC: equally fast, or 1.15x as slow with AVX2).
-    single = x.dtype == torch.float32 and x.numel() == x.shape[-1]
-    copy = None if pack is None or single or x.dtype != weight.dtype else pack.copy()
-    if copy is None:
+    is_single_fp32 = x.dtype == torch.float32 and x.numel() == x.shape[-1]
+    packed = None
+    if pack is not None and not is_single_fp32 and x.dtype == weight.dtype:
+        packed = pack.current()
+    if packed is None:
         return nn.functional.linear(x, weight, bias)
-    return _linear(x, copy, bias, "none", [], "")
+    return _linear(x, packed, bias, "none", [], "")
 
 
 def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-# `_multiply` as an operator, for graphs: no compiler can read the layout, and packs may change after compilation. Each
-# copy of this file that is loaded has its own.
+def _unused_operator_name() -> str:
+    """An operator can be defined once in a process, but this file may be loaded several times."""
+    names = (f"packed_linear_{number}" for number in itertools.count())
+    return next(name for name in names if not hasattr(torch.ops.dflash_hf, name))
+
+
+# `_multiply` as an operator, for graphs: no compiler can read the layout, and packs may change after compilation.
+_operator_name = _unused_operator_name()
 _library = torch.library.Library("dflash_hf", "FRAGMENT")
-_name = next(name for i in itertools.count() if not hasattr(torch.ops.dflash_hf, name := f"packed_linear_{i}"))
-_library.define(f"{_name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl(_name, _multiply, "CompositeExplicitAutograd")  # and if the layer is moved to a GPU
-_library.impl(_name, _shape_of_product, "Meta")
-_operator = getattr(torch.ops.dflash_hf, _name)
+_library.define(f"{_operator_name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl(_operator_name, _multiply, "CompositeExplicitAutograd")  # on a GPU too, if the layer is moved there
+_library.impl(_operator_name, _shape_of_product, "Meta")
+_operator = getattr(torch.ops.dflash_hf, _operator_name)
 
 
 class PackedLinear(nn.Linear):
@@ -130,10 +149,11 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled("cpu") or (  # which multiplies in its own dtype
-            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
-        ):
+        weight = self.weight
+        bias = self.bias
+        tensors = (input, weight, bias)
+        needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if needs_gradient or torch.is_autocast_enabled("cpu"):  # autocast multiplies in its own dtype
             return nn.functional.linear(input, weight, bias)
         if torch.compiler.is_compiling():
             return _operator(input, weight, bias)
@@ -142,14 +162,14 @@ class PackedLinear(nn.Linear):
     def __reduce_ex__(self, protocol):
         plain = object.__new__(nn.Linear)
         vars(plain).update(vars(self))
-        return plain.__reduce_ex__(1)  # names the class to create; later protocols use that of `self`
+        return plain.__reduce_ex__(1)  # protocol 1 stores the class of `plain`; later ones that of `self`
 
 
 def packable(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer whose weight can be packed."""
     if type(module) not in (nn.Linear, PackedLinear) or "forward" in vars(module) or _linear is None:
         return False
-    weight = module._parameters.get("weight")  # whoever computes it has put an attribute in its place, or nothing yet
+    weight = module._parameters.get("weight")  # no parameter if the weight is computed, as by parametrizations
     return torch.backends.mkldnn.is_available() and type(weight) is nn.Parameter and _can_be_packed(weight)
 
 
@@ -159,11 +179,13 @@ def fit_memory(layers: list[nn.Linear]) -> bool:
 
 
 def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
-    """The pack of a weight, made anew: it may have been changed in a way that PyTorch does not count."""
-    pack = _packs.get(id(weight)) or _Pack(weight)
-    pack.tokens = tokens
-    pack.renew()
-    _packs[id(weight)] = pack
+    """The pack of a weight, renewed: the weight may have been changed in a way that PyTorch does not count."""
+    pack = _packs.get(id(weight))
+    if pack is None:
+        pack = _Pack(weight, tokens)
+        _packs[id(weight)] = pack
+    else:
+        pack.renew(tokens)
     return pack
 
 
@@ -191,7 +213,8 @@ class packed_weights:
 
     Changes that PyTorch does not count are *not* detected: values written through `weight.data`, as in `weight.data +=
     delta` (the way PEFT merges an adapter), through `weight.numpy()`, by a fused optimizer's step inside
-    `torch.compile`, or by other processes into shared memory. After such a change, call again: each call packs anew.
+    `torch.compile`, or by other processes into shared memory. After such a change, pack again: each call packs the
+    current weights.
 
     Args:
         models (`nn.Module`): Models whose layers to pack, such as a target and its drafter, or only a target.
@@ -205,7 +228,7 @@ class packed_weights:
         `ValueError`: no models, something that is not a model, or a number of tokens below 1.
     """
 
-    def __init__(self, *models: nn.Module, tokens: int = TOKENS):
+    def __init__(self, *models: nn.Module, tokens: int = DEFAULT_TOKENS):
         if not models or not all(isinstance(model, nn.Module) for model in models):
             raise ValueError(
                 f"packed_weights packs the layers of models, but got {[type(model).__name__ for model in models]}: "
@@ -213,7 +236,7 @@ class packed_weights:
             )
         if tokens < 1:
             raise ValueError(f"tokens={tokens} must be the number of tokens of a typical forward, at least 1.")
-        _count_steps()
+        _count_optimizer_steps()
         self._key = object()
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self.layers = [module for module in modules if packable(module)]
@@ -223,11 +246,11 @@ class packed_weights:
             names = ", ".join(type(model).__name__ for model in models)
             logger.warning_once(f"No linear layer of {names} can be packed.")
         try:
-            with _alone():
+            with _exclusive():
                 weights = {id(layer.weight): layer.weight for layer in self.layers}  # layers may share one
-                packs = {identity: _pack_of(weight, tokens) for identity, weight in weights.items()}
+                packs = {weight_id: _pack_of(weight, tokens) for weight_id, weight in weights.items()}
                 for layer in self.layers:
-                    _held.setdefault(layer, {})[self._key] = packs[id(layer.weight)]
+                    _owners.setdefault(layer, {})[self._key] = packs[id(layer.weight)]
                 for layer in self.layers:  # in one step: a concurrent compilation must not see a mixture
                     layer.__class__ = PackedLinear
         except BaseException:
@@ -236,12 +259,12 @@ class packed_weights:
 
     def restore(self) -> None:
         """Restore the layers that no other call has packed. May be called again."""
-        with _alone():
+        with _exclusive():
             for layer in self.layers:
-                held = _held.get(layer, {})
-                held.pop(self._key, None)
-                if not held:
-                    _held.pop(layer, None)
+                packs = _owners.get(layer, {})
+                packs.pop(self._key, None)
+                if not packs:
+                    _owners.pop(layer, None)
                     if type(layer) is PackedLinear:  # not if its class was changed meanwhile
                         layer.__class__ = nn.Linear
         self.layers = []

@@ -62,8 +62,8 @@ class SamplingNoise:
         if multinomial_is_predictable(device):
             return cls(default_generator(device), rows, temperature or 1.0)
         logger.warning_once(
-            f"The draws of torch.multinomial on {device} cannot be foreseen: samples follow the target's distribution,"
-            " but a seed gives another text than without the drafter."
+            f"The draws of torch.multinomial on {device} cannot be predicted: samples follow the target's "
+            "distribution, but a seed gives another output than without the drafter."
         )
         generator = torch.Generator("cpu" if device.type == "mps" else device)
         return cls(generator.manual_seed(int(torch.randint(2**62, ()))), rows, temperature or 1.0)
@@ -163,7 +163,7 @@ def _raise_as_multinomial(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Torch's own generator of a device."""
+    """Torch's default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     index = torch.get_device_module(device).current_device() if device.index is None else device.index

@@ -87,7 +87,7 @@ class TokenSelector:
         for rule in (*self.processors[0], *self.criteria):
             # Called with one row that is ahead of the others, these return what they would return within the batch.
             if type(rule) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
-                return f"{type(rule).__name__} judges several rows at once"
+                return f"{type(rule).__name__} may read several rows at once"
         return None
 
     def choose(self, logits: torch.Tensor, depths: torch.LongTensor, sample_indices: list[int]) -> torch.LongTensor:

@@ -114,17 +114,17 @@ class SlotLayer(CacheLayerMixin):
         """Move `columns` left-padded columns of a layer here: its keys, then its values; the layer is left empty."""
         self.dtype = layer.keys.dtype
         self.device = layer.keys.device
-        first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
+        first_column = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
         for name in ("keys", "values"):
             states = getattr(layer, name)
             buffer = self._buffer(states)
             for row, pad in enumerate(padding):
-                skip = max(pad - first, 0)
-                start = first + skip - pad
+                skipped = max(pad - first_column, 0)  # columns of padding that the layer holds
+                first_token = first_column + skipped - pad
                 if self.ring is None:
-                    buffer[row, :, start : columns - pad] = states[row, :, skip:]
+                    buffer[row, :, first_token : columns - pad] = states[row, :, skipped:]
                 else:
-                    tokens = torch.arange(start, columns - pad, device=states.device)[-self.ring.size :]
+                    tokens = torch.arange(first_token, columns - pad, device=states.device)[-self.ring.size :]
                     buffer[row][:, self.ring.slots(tokens)] = states[row, :, states.shape[2] - len(tokens) :]
             setattr(self, name, buffer)
             setattr(layer, name, states[:, :, :0].clone())
@@ -132,23 +132,23 @@ class SlotLayer(CacheLayerMixin):
 
     def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Write the slots back into a layer as `columns` left-padded columns. Each buffer is freed once copied."""
-        first = 0
+        first_column = 0
         names = [name for name in ("keys", "values") if getattr(self, name) is not None]
         if names and isinstance(layer, DynamicSlidingWindowLayer):
-            first = max(columns - layer.sliding_window + 1, 0)
+            first_column = max(columns - layer.sliding_window + 1, 0)
             layer.cumulative_length = columns
         for name in names:
             buffer = getattr(self, name)
             rows = []
             for row, pad in enumerate(padding):
-                start = max(first - pad, 0)
+                first_token = max(first_column - pad, 0)
                 if self.ring is None:
-                    states = buffer[row, :, start : columns - pad]
+                    states = buffer[row, :, first_token : columns - pad]
                 else:
-                    tokens = torch.arange(start, columns - pad, device=buffer.device)
+                    tokens = torch.arange(first_token, columns - pad, device=buffer.device)
                     states = buffer[row][:, self.ring.slots(tokens)]
-                missing = columns - first - states.shape[1]
-                if missing > 0:
+                missing = columns - first_column - states.shape[1]
+                if missing > 0:  # zeros in place of padding
                     states = torch.nn.functional.pad(states, (0, 0, missing, 0))
                 rows.append(states)
             setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
@@ -203,7 +203,7 @@ class SlotLayer(CacheLayerMixin):
 class FakeLengths(NamedTuple):
     """Lengths that a cache reports in a probe, to find targets that derive positions or windows from them."""
 
-    min_view: int  # slots that attention gets, at least
+    min_view: int  # minimum number of slots that attention gets
     seq_length: int  # returned by `get_seq_length`
 
 
@@ -259,14 +259,18 @@ class SlotCache(Cache):
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
-        for layer in self.slot_layers:
-            if layer.is_initialized:
-                layer.resize()
+        for layer in self.filled_layers:
+            layer.resize()
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
         """The layers with slots; recurrent layers of a hybrid do not grow."""
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    @property
+    def filled_layers(self) -> list[SlotLayer]:
+        """The layers that hold keys; others share those of a layer before them, or were not reached yet."""
+        return [layer for layer in self.slot_layers if layer.is_initialized]
 
     def ring_of(self, window: int | None) -> Ring | None:
         """The ring of the layers with a window; `None`: they keep all tokens."""
@@ -313,10 +317,39 @@ class SlotCache(Cache):
         for ring in {layer.ring for layer in self.slot_layers}:
             reading = SlotIndex(source if ring is None else ring.slots(source))
             writing = SlotIndex(destination if ring is None else ring.slots(destination))
-            for layer in self.slot_layers:
-                if layer.is_initialized and layer.ring == ring:
+            for layer in self.filled_layers:
+                if layer.ring == ring:
                     for buffer in (layer.keys, layer.values):
                         writing.write(buffer, reading.read(buffer))
+
+    # ------------------------------------------------------------- rows that are filled and replaced independently
+
+    def copy_prefix(self, source_row: int, row: int, length: int) -> None:
+        """Copy the first `length` tokens of a row to another. Without rings, which may no longer hold them."""
+        for layer in self.filled_layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[row, :, :length] = buffer[source_row, :, :length]
+
+    def view_row(self, batch: "SlotCache", row: int) -> None:
+        """Make this cache, which has one row, a view of a row of another: forwards write into the other's slots."""
+        self.capacity = batch.capacity
+        for layer, batch_layer in zip(self.layers, batch.layers, strict=True):
+            if isinstance(batch_layer, SlotLayer) and batch_layer.is_initialized:
+                layer.keys = batch_layer.keys[row : row + 1]
+                layer.values = batch_layer.values[row : row + 1]
+                layer.is_initialized = True
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows; the kept ones are numbered in this order."""
+        self.rows = len(rows)
+        for layer in self.filled_layers:
+            layer.keys = layer.keys[rows]
+            layer.values = layer.values[rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.filled_layers)
 
     @staticmethod
     def can_adopt(cache: Cache) -> bool:

@@ -1,6 +1,6 @@
 """
 Draft trees (DDTree, arXiv 2604.12989): the likeliest of all paths through the likely tokens of each slot are verified
-in one forward. The target's choice after each node decides which path is accepted, so the output is the target's own.
+in one forward. The target's choice after each node decides which path is accepted, so the output is the target's.
 
 [`draft_tree`] drafts one: [`grow_tree`] extends paths slot by slot, and one of three classes scores what may follow a
 path, depending on what the drafter's head reads: [`IndependentSlots`], [`FirstOrderSlots`], [`StatefulSlots`].

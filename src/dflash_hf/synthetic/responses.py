@@ -275,14 +275,8 @@ class _Slots:
         source = max(texts, key=usefulness, default=place)
         shared = _common_length(texts.get(source, ()), ids)
         self.session.cache.reserve(len(ids))
-        self.reader.cache.capacity = self.session.cache.capacity
-        for view, layer in zip(self.reader.cache.layers, self.session.cache.layers, strict=True):
-            if isinstance(layer, SlotLayer) and layer.is_initialized:  # others share the keys of a layer before
-                for buffer in (layer.keys, layer.values):
-                    buffer[place, :, :shared] = buffer[source, :, :shared]
-                view.keys = layer.keys[place : place + 1]  # the reader writes into the batch's own slots
-                view.values = layer.values[place : place + 1]
-                view.is_initialized = True
+        self.session.cache.copy_prefix(source, place, shared)
+        self.reader.cache.view_row(self.session.cache, place)
         if shared == len(ids) and tuple(ids) in self.after:
             return self.after[tuple(ids)]
         for start in range(min(shared, len(ids) - 1), len(ids), _PIECE):
@@ -305,22 +299,13 @@ class _Slots:
     def memory(self) -> int:
         """Bytes of the slots, which grow with the text, and of the scores."""
         vocab_size = self.target.get_output_embeddings().weight.shape[0]
-        slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers())
-        return slots + self.rows * vocab_size * 16
+        return self.session.cache.nbytes + self.rows * vocab_size * 16
 
     def keep(self, places: list[int]) -> None:
         """Drop all other places."""
         self.rows = len(places)
-        self.session.cache.rows = len(places)
+        self.session.cache.keep_rows(places)
         self.session.offset = self.session.offset[places]
-        for layer in self._layers():
-            layer.keys = layer.keys[places]
-            layer.values = layer.values[places]
-
-    def _layers(self) -> list[SlotLayer]:
-        """The layers that hold keys; others share those of a layer before them."""
-        layers = self.session.cache.layers
-        return [layer for layer in layers if isinstance(layer, SlotLayer) and layer.is_initialized]
 
 
 def _common_length(text: Sequence[int], other: Sequence[int]) -> int:
