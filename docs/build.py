@@ -35,7 +35,7 @@ TEXTS = (
 GUIDES = {
     "Start": ("training", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
     "Understand": ("glossary", "reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
-    "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_rule"),
+    "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_limit"),
 }
 # The public names of `dflash_hf`, by what they are for.
 REFERENCE = {
@@ -79,21 +79,21 @@ def main() -> int:
 
 def copy(path: Path) -> None:
     """A page with the pictures and files that it links to."""
-    goal = PAGES / path.relative_to(ROOT)
-    goal.parent.mkdir(parents=True, exist_ok=True)
+    destination = PAGES / path.relative_to(ROOT)
+    destination.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         linked = (path.parent / link).resolve()
         if linked.is_file() and linked.suffix not in (".md", ".ipynb"):
-            other = PAGES / linked.relative_to(ROOT)
-            other.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(linked, other)
+            copied = PAGES / linked.relative_to(ROOT)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, copied)
     if text.startswith("---\n"):  # the front matter of a model card
         text = text.split("---\n", 2)[2]
-    if path == ROOT / "README.md":  # alone in its section
+    if path == ROOT / "README.md":  # the only page of its section
         text = "---\nhide: [navigation]\n---\n" + text
     text = re.sub(r"(?ms)^(`{3,})(\w*)\n(.*?)^\1$", printed_table, text)
-    goal.write_text(text.replace("how_dflash_works.ipynb", "how_dflash_works.md"), encoding="utf-8")
+    destination.write_text(text.replace("how_dflash_works.ipynb", "how_dflash_works.md"), encoding="utf-8")
 
 
 def printed_table(block: re.Match) -> str:
@@ -107,7 +107,8 @@ def notebook(path: Path) -> None:
     """A notebook as a page: its text, code, printed output and pictures."""
     folder = PAGES / path.relative_to(ROOT).parent
     folder.mkdir(parents=True, exist_ok=True)
-    blocks, pictures = [], 0
+    blocks = []
+    pictures = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         blocks.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
@@ -150,7 +151,7 @@ def plain(source: str) -> str:
     source = re.sub(r"(?m)^( +)`([\w\[\], .|]+)`: ", r"\1\2: ", source)  # what is returned or raised
     return re.sub(
         r"(?m)^( +[\w, `()|\[\]*]+ \()(`.*?)(\): )",
-        lambda found: found[1].replace("`", "") + re.sub("[`*]", "", found[2]) + found[3],
+        lambda match: match[1].replace("`", "") + re.sub("[`*]", "", match[2]) + match[3],
         source,
     )
 
