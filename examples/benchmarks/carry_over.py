@@ -33,7 +33,8 @@ from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.targets.features import FeatureTap
 from dflash_hf.targets.frozen import freeze
-from dflash_hf.training.blocks import block_mask, example_seeds, sample_anchors
+from dflash_hf.training.anchors import example_seeds, sample_anchors
+from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 

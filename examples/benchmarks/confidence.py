@@ -16,19 +16,18 @@ from dflash_hf.pairs.loading import load_for_training
 from dflash_hf.smollm2 import smollm2_folder
 from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.training.features import StoredFeatures, check_stored, stored_output
-from dflash_hf.training.heads import forced_queries
-from dflash_hf.training.objective import Objective
+from dflash_hf.training.objective import Objective, forced_queries
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 class Observer(Objective):
     """Keeps for every slot reached: the drafter's probability, the confidence, whether the token is accepted."""
 
-    def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
+    def head_losses(self, hidden, labels, counted, previous_ids, teacher, progress=0.0):
         draft = self.draft
         head = draft.config.token_head_class(draft, partial(draft.embed, self.target))
         draftable = counted & (labels >= 0)
-        queries = forced_queries(head, before, hidden, draftable)
+        queries = forced_queries(head, previous_ids, hidden, draftable)
         ids, logits = head.candidates(self.draft_head(hidden[draftable]))
         log_probs = head.scores(queries, ids, logits).log_softmax(-1)  # [M, V]
         target_probs = teacher.head(teacher.states[teacher.rows[draftable]])[..., : log_probs.shape[-1]]
@@ -38,7 +37,7 @@ class Observer(Objective):
         logit = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
         observed = torch.stack([logit, queries[:, head.rank].float(), chosen == target_probs.argmax(-1)], dim=1)
         self.seen = observed[reached]
-        return super().head_losses(hidden, labels, counted, before, teacher, progress)
+        return super().head_losses(hidden, labels, counted, previous_ids, teacher, progress)
 
 
 def foreseen(signals: torch.Tensor, accepted: torch.Tensor) -> float:

@@ -35,7 +35,9 @@ from dflash_hf.smollm2 import drafter_folder, load_pair
 from dflash_hf.targets.frozen import TargetOutput, target_features
 from dflash_hf.training import losses, train
 from dflash_hf.training import trainer as training
-from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
+from dflash_hf.training.anchors import example_seeds, sample_anchors
+from dflash_hf.training.block_mask import block_mask
+from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.features import drop_layers, open_features
 from dflash_hf.training.objective import Objective
@@ -74,7 +76,7 @@ class Cat(Objective):
 
     kind = "kl"
 
-    def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
+    def head_losses(self, hidden, labels, counted, previous_ids, teacher, progress=0.0):
         draftable = counted & (labels >= 0)
         gold = labels[draftable]
         nll = []
@@ -87,7 +89,7 @@ class Cat(Objective):
             return logits
 
         teacher = replace(teacher, head=head, kind=self.kind)
-        losses = super().head_losses(hidden, labels, counted, before, teacher, progress)
+        losses = super().head_losses(hidden, labels, counted, previous_ids, teacher, progress)
         return replace(losses, nll=torch.zeros_like(losses.nll).masked_scatter(draftable, torch.cat(nll)))
 
 

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.training.blocks import block_mask
+from dflash_hf.training.block_mask import block_mask
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,7 +28,9 @@ from transformers import Qwen3Config
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
+from dflash_hf.training.anchors import sample_anchors
+from dflash_hf.training.block_mask import block_mask
+from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.losses import block_loss, loss_normalizer, slot_weights, token_losses
 
 

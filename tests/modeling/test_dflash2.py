@@ -9,7 +9,7 @@ from support.reference import convolve
 from support.rows import ragged_prompts
 
 from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
-from dflash_hf.training.blocks import block_mask
+from dflash_hf.training.block_mask import block_mask
 
 
 # ------------------------------------------------------------------------------------------------------- convolution

@@ -18,7 +18,7 @@ from dflash_hf.layouts.heads import schema_of
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, TokenHead
 from dflash_hf.training.head_presets import head_presets
-from dflash_hf.training.heads import forced_queries
+from dflash_hf.training.objective import forced_queries
 from dflash_hf.training.start import with_parts
 
 

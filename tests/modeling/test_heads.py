@@ -36,7 +36,7 @@ from dflash_hf.hub.check import check
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.heads_dflash import DominoHead, TokenHead
-from dflash_hf.training.heads import forced_queries
+from dflash_hf.training.objective import forced_queries
 from dflash_hf.training.start import with_parts
 
 

@@ -8,7 +8,8 @@ from accelerate import DistributedType, PartialState
 from torch.distributed.fsdp import fully_shard
 
 from dflash_hf.training.adapters import add_adapter
-from dflash_hf.training.train import leave_group, save
+from dflash_hf.training.saving import save
+from dflash_hf.training.train import leave_group
 from support.pairs import make_draft, make_target
 from support.rows import uneven_rows
 from support.runs import BLOCK, PLAIN_SGD, history, make_trainer

@@ -5,7 +5,9 @@ import torch
 from support.pairs import make_draft, make_target
 
 from dflash_hf.modeling.modeling_dflash import additive, raw_embedding
-from dflash_hf.training.blocks import block_groups, block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
+from dflash_hf.training.anchors import example_seeds, sample_anchors
+from dflash_hf.training.block_mask import block_groups, block_mask, flex_mask
+from dflash_hf.training.blocks import build_blocks
 
 
 LENGTH = 20

@@ -108,7 +108,7 @@ def states_of(draft):
 
 def with_labels(blocks, labels):
     """Blocks that learn these tokens, `[1, S]`, in place of the text's."""
-    positions = (blocks.before + 1).clamp(max=labels.shape[1] - 1)
+    positions = (blocks.previous_index + 1).clamp(max=labels.shape[1] - 1)
     return replace(blocks, labels=labels[0, positions])
 
 

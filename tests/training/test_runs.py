@@ -288,7 +288,7 @@ def test_wrong_run_ends_before_its_target_is_loaded(text, message, data, folder,
 def test_wrong_run_stores_no_features(settings, message, folder, data, tmp_path, capsys, monkeypatch):
     """They took a third of the time, and then the trainer refused its arguments."""
     if "batch" not in message:
-        monkeypatch.setattr("dflash_hf.training.train.store_rows", lambda *_: pytest.fail("stored"))
+        monkeypatch.setattr("dflash_hf.training.row_features.store_rows", lambda *_: pytest.fail("stored"))
     code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", "store_rows=-1", *settings)
     assert code == 1 and message in error
     assert not list(tmp_path.glob("drafter/*.safetensors"))

@@ -14,8 +14,8 @@ from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.targets.frozen import check_fit, target_features
 from dflash_hf.training import objective
-from dflash_hf.training.attention import groups_as_masks
-from dflash_hf.training.blocks import BlockGroups, block_groups, block_mask
+from dflash_hf.training.block_attention import groups_as_masks
+from dflash_hf.training.block_mask import BlockGroups, block_groups, block_mask
 
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}

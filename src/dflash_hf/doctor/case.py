@@ -14,7 +14,7 @@ from dflash_hf._io.files import read_json
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.synthetic.responses import generate_responses
-from dflash_hf.training.blocks import sample_anchors
+from dflash_hf.training.anchors import sample_anchors
 
 
 @dataclass(eq=False)

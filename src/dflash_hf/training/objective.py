@@ -1,4 +1,10 @@
-"""The objective of training: from a batch of sequences to the weighted loss of a drafter's blocks."""
+"""
+The objective of training: from a batch of sequences to the weighted loss of a drafter's blocks.
+
+`Objective.__call__` is one training step in five numbered parts. Its pieces lie in files of their own: which positions
+blocks begin at (`anchors.py`), their inputs and labels (`blocks.py`), which keys they see (`block_mask.py`), and the
+losses of their tokens (`losses.py`).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,21 +12,14 @@ from typing import Any
 
 import torch
 
+from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.targets.frozen import TargetOutput
 from dflash_hf.targets.logits import target_logits
-from dflash_hf.training.attention import takes_groups
-from dflash_hf.training.blocks import (
-    Blocks,
-    block_groups,
-    block_mask,
-    build_blocks,
-    by_token,
-    example_seeds,
-    flex_mask,
-    sample_anchors,
-)
-from dflash_hf.training.heads import forced_queries
+from dflash_hf.training.anchors import example_seeds, sample_anchors
+from dflash_hf.training.block_attention import takes_groups
+from dflash_hf.training.block_mask import block_groups, block_mask, flex_mask
+from dflash_hf.training.blocks import Blocks, build_blocks, by_token
 from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
@@ -56,11 +55,11 @@ class Objective:
         self.read = read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
-        self.slot_weights = None  # others depend on what is drafted
+        self.slot_weights = None  # with other weightings, weights depend on what is drafted
         if args.weighting == "decay":
-            tokens = draft.config.block_size + draft.config.sample_from_anchor
+            num_tokens = draft.config.block_size + draft.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(draft.config.max_block_tokens)
-            self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
+            self.slot_weights = slot_weights(num_tokens, gamma).to(args.device)  # [T]
         half_dtype = None
         if args.bf16:
             half_dtype = torch.bfloat16
@@ -79,8 +78,8 @@ class Objective:
     def draw_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.seed, step)
-        slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
-        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], slots, seeds=seeds)
+        num_anchors = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
+        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], num_anchors, seeds=seeds)
 
     def normalizer(self, batch: Batch) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
@@ -123,16 +122,17 @@ class Objective:
 
         # 4. Token losses through the target's head, chunk by chunk.
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(blocks.labels.device)[blocks.labels]
-        before = batch["input_ids"].flatten()[blocks.before]  # [N, A, T]
+        previous_ids = batch["input_ids"].flatten()[blocks.previous_index]  # [N, A, T]
         teacher = None
         if args.has_teacher:
-            teacher = Teacher(output.last_hidden_state.flatten(0, 1), blocks.before, self.teacher_head, args.loss_kind)
-        losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
+            states = output.last_hidden_state.flatten(0, 1)  # [N*S, H_t]
+            teacher = Teacher(states, blocks.previous_index, self.teacher_head, args.loss_kind)
+        losses = self.head_losses(hidden, labels, blocks.counted, previous_ids, teacher, progress)
 
-        # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
+        # 5. Their weighted sum over each sequence.
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.weighting)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        drafted = (..., slice(config.max_block_tokens))
+        drafted = (..., slice(config.max_block_tokens))  # without a last token that is only trained
         statistics = block_statistics(
             losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
         )
@@ -159,39 +159,71 @@ class Objective:
 
         def mask(window: int | None, is_causal: bool):
             """The mask of one layer type."""
-            shape = (self.config.block_size, window, is_causal)
+            rule = (batch["anchors"], batch["attention_mask"], self.config.block_size, window, is_causal)
             if self.uses_flex:
-                return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
+                return flex_mask(*rule)
             if takes_groups(self.config) and not self.config.attention_sink_bias:
-                return block_groups(batch["anchors"], batch["attention_mask"], *shape)
-            return additive(block_mask(batch["anchors"], batch["attention_mask"], *shape), self.draft.dtype)
+                return block_groups(*rule)
+            return additive(block_mask(*rule), self.draft.dtype)
 
         return self.config.by_layer_type(mask)
 
-    def head_losses(self, hidden, labels, counted, before, teacher, progress: float = 0.0) -> TokenLosses:
+    def head_losses(self, hidden, labels, counted, previous_ids, teacher, progress: float = 0.0) -> TokenLosses:
         """
         The losses of the drafter's head on the blocks, `[N, A, T]`, from hidden states `[N, A, T, H]`.
 
         Args:
             hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
-            before (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
+            previous_ids (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
             progress (`float`): Share of the run that is done.
         """
         draft = self.draft
         head = self.config.token_head_class(draft, partial(draft.embed, self.target))
-        common = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
+        inputs = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
         if not self.config.has_token_head:
-            return token_losses(*common)
-        before = draft.in_vocabulary(before)
-        chooses = head.top_k is not None  # such a head does not change the slots among whose candidates it chooses
-        queries = forced_queries(head, before, hidden.detach() if chooses else hidden, counted & (labels >= 0))
+            return token_losses(*inputs)
+        previous_ids = draft.in_vocabulary(previous_ids)
+        # A head with candidates gives no gradient to the slots among whose candidates it chooses.
+        has_candidates = head.top_k is not None
+        head_input = hidden.detach() if has_candidates else hidden
+        queries = forced_queries(head, previous_ids, head_input, counted & (labels >= 0))
 
         def score(query, logits):
             """The head's candidates and their scores, as [`~dflash_hf.training.losses.token_losses`] takes them."""
-            ids, logits = head.candidates((logits.detach() if chooses else logits).to(query.device))
-            return ids if chooses else None, head.scores(query, draft.target_ids(ids), logits)
+            if has_candidates:
+                logits = logits.detach()
+            ids, logits = head.candidates(logits.to(query.device))
+            scores = head.scores(query, draft.target_ids(ids), logits)
+            return ids if has_candidates else None, scores
 
-        return token_losses(*common, queries, score, partial(head.loss, progress=progress))
+        return token_losses(*inputs, queries, score, partial(head.loss, progress=progress))
+
+
+def forced_queries(
+    head: TokenHead, previous_ids: torch.LongTensor, hidden: torch.Tensor, draftable: torch.BoolTensor
+) -> torch.Tensor:
+    """
+    The queries of a head for whole blocks, teacher-forced: the token before each slot is that of the text.
+
+    Args:
+        head (`TokenHead`): The drafter's head.
+        previous_ids (`torch.LongTensor`): `[..., B]`, the token before each slot; slot 0 is the anchor's own.
+        hidden (`torch.Tensor`): `[..., B, H]`.
+        draftable (`torch.BoolTensor`): `[..., B]`, the slots to learn from, never slot 0.
+
+    Returns:
+        `torch.Tensor` `[M, q]`, the queries of these slots.
+    """
+    if head.order <= 1:  # without a state, all slots at once
+        return head.step(None, previous_ids[draftable], hidden[draftable])[0]
+    previous_ids = previous_ids.flatten(0, -2)  # [R, B]
+    hidden = hidden.flatten(0, -3)  # [R, B, H]
+    state = head.start(previous_ids[:, 1])
+    queries = []
+    for slot in range(1, previous_ids.shape[1]):
+        query, state = head.step(state, previous_ids[:, slot], hidden[:, slot])
+        queries.append(query)
+    return torch.stack(queries, dim=1).unflatten(0, draftable.shape[:-1])[draftable[..., 1:]]
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_forward
 from dflash_hf.targets.logits import check_logits
 from dflash_hf.training.adapters import is_adapted
-from dflash_hf.training.attention import groups_as_masks
+from dflash_hf.training.block_attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output

@@ -3,7 +3,8 @@ Dense attention over blocks, group by group.
 
 A mask over all pairs of `A*B` queries and `S + A*B` keys is mostly empty: no block sees another. Blocks lie in the
 order of their anchors, so a group of neighbours sees no context beyond its last anchor, and no blocks but its own.
-Each group attends to those keys alone, which are put together only while it does, also in the backward pass.
+Each group attends to those keys alone. They are concatenated for one group at a time, in the backward pass again, so
+that memory holds the keys of a single group.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.training.blocks import BlockGroups
+from dflash_hf.training.block_mask import BlockGroups
 
 
 _PREFIX = "dflash_groups_"  # before the name of the implementation that computes each group
@@ -25,17 +26,17 @@ _PREFIX = "dflash_groups_"  # before the name of the implementation that compute
 @contextmanager
 def groups_as_masks(config) -> Iterator[None]:
     """
-    Inside, the layers of a drafter take [`~dflash_hf.training.blocks.BlockGroups`] in place of a mask; outside, masks
-    are dense.
+    A context in which the layers of a drafter take [`~dflash_hf.training.block_mask.BlockGroups`] in place of a mask.
 
-    A layer reads which attention it has from the drafter's configuration, so that names another one inside. It holds
-    for a whole run or evaluation, not for a forward: layers that are recomputed attend in the backward pass, too.
+    A layer reads the name of its attention implementation from the drafter's configuration, where another name stands
+    inside of the context. It spans a whole run or evaluation, not one forward: layers that are recomputed attend in
+    the backward pass, too.
 
     Args:
-        config (`DFlashDraftConfig`): The drafter's own; as before at the end, also after an error.
+        config (`DFlashDraftConfig`): The drafter's own; restored at the end, also after an error.
     """
     name = config._attn_implementation
-    if takes_groups(config):  # an evaluation in a run
+    if takes_groups(config):  # an evaluation during a run
         yield
         return
     ALL_ATTENTION_FUNCTIONS.register(f"{_PREFIX}{name}", partial(_attend_to_groups, name))
@@ -53,16 +54,17 @@ def takes_groups(config) -> bool:
 
 def _attend_to_groups(implementation: str, module, query, key, value, attention_mask, **kwargs):
     """
-    An attention function of transformers: as `implementation`, and for [`~dflash_hf.training.blocks.BlockGroups`]
-    group by group.
+    An attention function in transformers' signature: that of `implementation` for a mask, and called once for each
+    group of a [`~dflash_hf.training.block_mask.BlockGroups`].
     """
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     if not isinstance(attention_mask, BlockGroups):
         return attend(module, query, key, value, attention_mask, **kwargs)
 
-    def attend_group(query, seen, own, visible):
-        """The output `[N, G, heads, head_dim]` for the queries of a group; keys and values of its context and own."""
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(seen, own, strict=True))
+    def attend_group(query, context_key, context_value, own_key, own_value, visible):
+        """The output `[N, G, heads, head_dim]` of a group's queries, from the keys of its context and its own."""
+        keys = torch.cat([context_key, own_key], dim=2)
+        values = torch.cat([context_value, own_value], dim=2)
         return attend(module, query, keys, values, additive(visible, query.dtype), **kwargs)[0]
 
     length = attention_mask.length
@@ -71,9 +73,15 @@ def _attend_to_groups(implementation: str, module, query, key, value, attention_
     start = 0
     for context, visible in attention_mask.groups:
         end = start + visible.shape[2]
-        seen = [states[:, :, :context] for states in (key, value)]
-        own = [states[:, :, length + start : length + end] for states in (key, value)]
-        arguments = (query[:, :, start:end], seen, own, visible)
+        own = slice(length + start, length + end)
+        arguments = (
+            query[:, :, start:end],
+            key[:, :, :context],
+            value[:, :, :context],
+            key[:, :, own],
+            value[:, :, own],
+            visible,
+        )
         if recompute:
             outputs.append(checkpoint(attend_group, *arguments, use_reentrant=False))
         else:
