@@ -29,7 +29,7 @@ from dflash_hf import DFlashDecodingConfig, DFlashDraftConfig, DFlashTrainingArg
 from dflash_hf._io.argument_types import METAVARS
 from dflash_hf.cli import COMMANDS, build_parser
 from dflash_hf.commands.train import translate
-from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.check import check
 from dflash_hf.training.arguments import ScriptArguments

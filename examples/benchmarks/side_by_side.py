@@ -34,7 +34,7 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.evaluation.measure import EvalReport, drafters_of_methods, evaluate, now
+from dflash_hf.evaluation.measure import drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
     AUTO,
     COMPILED,
@@ -48,6 +48,7 @@ from dflash_hf.evaluation.methods import (
 )
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.pairs.loading import Loading, available_device, load_draft, load_target

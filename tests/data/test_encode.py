@@ -38,14 +38,14 @@ def text(encode, example):
     return encode.tokenizer.decode(example["input_ids"])
 
 
-def test_every_turn_is_learned_with_its_end():
+def test_every_turn_is_supervised_with_its_end():
     encode = encoder(CHATML)
     (example,) = encode({"messages": TWO_TURNS})
     assert supervised(encode, example) == ["Hello.<|im_end|>", "So.<|im_end|>"]
     assert text(encode, example).startswith(
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
     )
-    # Nothing is learned of what comes after the last turn.
+    # What comes after the last turn is not supervised.
     (longer,) = encode({"messages": [*TWO_TURNS, {"role": "user", "content": "Bye"}]})
     assert longer == example
     # Marks of the template change nothing.
@@ -53,7 +53,7 @@ def test_every_turn_is_learned_with_its_end():
     assert encoder(marked)({"messages": TWO_TURNS}) == [example]
 
 
-def test_inserted_empty_thought_is_not_learned():
+def test_inserted_empty_thought_is_not_supervised():
     """Otherwise a drafter learns to write what the target never writes (NVIDIA-NeMo/Automodel#3738)."""
     row = {"messages": [USER, ANSWER]}
     for thinking in (True, False):
@@ -63,7 +63,7 @@ def test_inserted_empty_thought_is_not_learned():
         assert supervised(encode, example) == ["Hello.<|im_end|>"]
 
 
-def test_thoughts_of_the_target_are_learned():
+def test_thoughts_of_the_target_are_supervised():
     encode = encoder(THINKING)
     reasoned = {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."}
     (example,) = encode({"messages": [USER, reasoned]})
@@ -99,7 +99,7 @@ def test_template_gets_its_arguments_and_tools():
     assert text(encode, example).startswith("plain|1|<|im_start|>")
 
 
-def test_completion_alone_is_learned():
+def test_completion_alone_is_supervised():
     encode = encoder(CHATML)
     (example,) = encode({"prompt": "1 + 1 =", "completion": " 2"})
     assert (text(encode, example), supervised(encode, example)) == ("1 + 1 = 2", [" 2"])
@@ -134,9 +134,6 @@ def test_mask_and_labels_mark_the_same_ids():
     ("row", "message"),
     [
         ({"input_ids": [5, 6, 7], "loss_mask": [1, 1]}, "3 input_ids but 2 loss_mask"),
-        ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}, "the loss_mask supervise none of 3 tokens"),
-        ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "labels supervise none"),
-        ({"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, "all ones"),
         ({"input_ids": [5, 6, 7], "labels": [-100, 7, 7]}, r"labels\[1\]=7 is not input_ids\[1\]=6"),
         (
             {"input_ids": [5, 6, 99], "loss_mask": [0, 1, 1]},
@@ -148,7 +145,7 @@ def test_mask_and_labels_mark_the_same_ids():
         ({"input_ids": 5, "loss_mask": 1}, "`input_ids` is 5; give"),
         ({"input_ids": [5, 6], "loss_mask": [[0], [1]]}, r"`loss_mask` is \[\[0\], \[1\]\]"),
         ({"input_ids": [5, 6], "labels": [[-100], [6]]}, r"`labels` is \[\[-100\], \[6\]\]"),
-        ({"messages": [USER, ANSWER], "answered": [0]}, r"`answered` is \[0\]; give places .* are at \[1\]"),
+        ({"messages": [USER, ANSWER], "answered": [0]}, r"`answered` is \[0\]; give indices .* are \[1\]"),
         ({"messages": [USER, ANSWER], "given": "1"}, "`given` is '1'; give the number of messages"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": [1]}, r"`chat_template_kwargs` is \[1\]; give a map"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": 1}}, "may not set tools"),
@@ -177,6 +174,9 @@ def test_messages_need_a_template():
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {}, "no response of two tokens"),
         ({"messages": [USER, {"role": "robot", "content": "x"}, ANSWER]}, {"strict": True}, "refuses it .Who."),
         ({"messages": [{**USER, "size": 3}, ANSWER]}, {"strict": True}, "render it"),
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}, {}, "its loss_mask supervise no token; mark the response"),
+        ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, {}, "its labels supervise no token"),
+        ({"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, {}, "its loss mask is all ones, the prompt included"),
         ({"input_ids": [], "loss_mask": []}, {}, "`input_ids` are empty"),
         ({"input_ids": None, "loss_mask": None}, {}, "all of its columns are null"),
         ({"input_ids": [5, 6, 7], "labels": None}, {}, "its `input_ids` need a `loss_mask`"),
@@ -204,7 +204,7 @@ def test_rows_left_out_have_a_reason(row, settings, reason):
         encoder(template, **settings)(row)
 
 
-def test_end_of_unfinished_turn_is_not_learned():
+def test_end_of_unfinished_turn_is_not_supervised():
     encode = encoder(CHATML)
     for reason, end in {"length": "So.", "stop": "So.<|im_end|>"}.items():
         (example,) = encode({"messages": TWO_TURNS, "finish_reason": reason})
@@ -217,7 +217,7 @@ def test_long_example_is_cut_at_its_end():
     assert cut == {name: values[:30] for name, values in uncut.items()}
 
 
-def test_response_ids_are_learned_unchanged():
+def test_response_ids_are_supervised_unchanged():
     """Decoded and encoded again, an answer may become other tokens than those that were written."""
     tokenizer = make_tokenizer(CHATML)
     messages = [{"role": "user", "content": "Say 1"}]
@@ -254,7 +254,7 @@ USERS_PARTS = CHATML.replace(
     ids=["printed", "trimmed", "json", "users", "parts", "only parts"],
 )
 def test_text_parts_are_joined_to_text(template, joined, role):
-    """Their Python source was learned wherever a template prints `content`."""
+    """Their Python source was supervised wherever a template prints `content`."""
     encode = encoder(template)
     messages = [USER, ANSWER, {"role": role, "content": TEXTS}, USER, ANSWER]
     expected = [
@@ -279,7 +279,7 @@ def test_text_parts_are_joined_to_text(template, joined, role):
         '{"from": "gpt", "value": null, "tool_calls": [{"name": "f", "arguments": ARGUMENTS, "function": null}]}',
     ],
 )
-def test_tool_calls_are_learned(answer, arguments):
+def test_tool_calls_are_supervised(answer, arguments):
     answer = json.loads(answer.replace("ARGUMENTS", arguments))
     encode = encoder(TOOLS)
     calls_as_text = (
@@ -308,7 +308,7 @@ def framed_tokenizer(template, begin=True, end=True):
 @pytest.mark.parametrize(("begin", "end"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("bos_in_text", ["", SPECIAL[START]], ids=["plain", "written"])
 def test_text_gets_one_bos_and_no_eos(begin, end, bos_in_text):
-    """With a tokenizer that appends EOS no row was learned from; a second BOS passed in silence."""
+    """With a tokenizer that appends EOS all rows were left out; a second BOS passed in silence."""
     tokenizer = framed_tokenizer(CHATML, begin, end)
     encode = RowEncoder(tokenizer)
     unframed = make_tokenizer()

@@ -140,9 +140,27 @@ def test_dataset_without_usable_rows_is_refused(tmp_path):
     rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
-    ones = [*({"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},) * 2, {"input_ids": [3, 4], "loss_mask": [1, 1]}]
-    with pytest.raises(ValueError, match="Row 2 of the data: The loss mask is all ones"):
-        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones)), RowEncoder())
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        ([1, 1, 1], "its loss mask is all ones"),
+        ([0, 0, 0], "its loss_mask supervise no token"),
+        ([0, 0, 1], "two tokens"),
+    ],
+)
+def test_row_with_a_useless_mask_is_left_out(mask, reason, tmp_path):
+    """A single one ended the encoding of the whole dataset."""
+    good = {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
+    useless = {"input_ids": [3, 4, 5], "loss_mask": mask}
+    rows = load_rows(write(tmp_path / "rows.jsonl", [good, useless, good]))
+    dataset, report = prepare_dataset(rows, RowEncoder())
+    assert len(dataset) == report.examples == 2
+    assert [count for text, count in report.dropped.items() if reason in text] == [1]
+    only_useless = load_rows(write(tmp_path / "useless.jsonl", [useless] * 2))
+    with pytest.raises(ValueError, match=f"None of 2 rows can be trained on: 2 because .*{reason}"):
+        prepare_dataset(only_useless, RowEncoder())
 
 
 def test_supervised_text_is_marked():

@@ -92,14 +92,14 @@ def test_prompt_does_not_read_columns_of_answers(name, columns):
     assert conversation == conversation_of({name: [USER, ANSWER]}, answers=False)
 
 
-def test_conversation_has_what_is_learned():
+def test_conversation_marks_what_is_supervised():
     messages = [USER, ANSWER, USER, ANSWER]
     conversation = conversation_of({"messages": messages, "finish_reason": "length"})
-    assert conversation == Conversation(messages, learned=[1, 3], finish_reasons=[None, "length"])
-    assert conversation_of({"messages": messages, "given": 2}).learned == [3]
-    assert conversation_of({"messages": messages, "answered": [1]}).learned == [1]
+    assert conversation == Conversation(messages, supervised=[1, 3], finish_reasons=[None, "length"])
+    assert conversation_of({"messages": messages, "given": 2}).supervised == [3]
+    assert conversation_of({"messages": messages, "answered": [1]}).supervised == [1]
     completed = conversation_of({"prompt": messages[:3], "completion": "Hello.", "given": 0})
-    assert completed == Conversation(messages, learned=[3], finish_reasons=[None])
+    assert completed == Conversation(messages, supervised=[3], finish_reasons=[None])
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations", "prompt"])

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
-from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.smollm2 import Pair, data_folder, drafter_folder
 
 
@@ -62,8 +62,15 @@ def test_sample_is_of_average_acceptance(pair):
 
 
 def test_answers_of_one_token_have_no_tau(pair):
-    """Without verifications; the average was over none."""
-    assert demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lambda line: None).lossless
+    """The prompt's forward gives the only token, and nothing is verified; the average was over none."""
+    lines = []
+    report = demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lines.append)
+    assert [len(answer) for answer in report.responses] == [1, 1]
+    assert report.verifications == [] and report.tau == 0 and report.tau_per_response == 0
+    assert all(method.tau is None for method in report.methods.values())
+    text = "\n".join(lines)
+    assert "tau 0.00 over 0 verifications" in text and "(1 tokens in 0 verifications" in text
+    assert "nan" not in text.lower()
 
 
 @pytest.mark.parametrize("diverging", [(0, 1), (0, 1, 2)])

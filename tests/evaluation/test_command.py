@@ -143,6 +143,6 @@ def test_template_arguments_default_to_training(pair, tmp_path, monkeypatch):
 def test_wrong_output_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
-    monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, [])))
+    monkeypatch.setattr("dflash_hf.evaluation.measure.find_divergences", lambda *_: ([wrong], Rounding(0.1, 9, [])))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
     assert "WRONG: whole blocks, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out

@@ -9,9 +9,10 @@ from support.pairs import make_draft, make_target
 
 from dflash_hf.decoding.acceptance import Block
 from dflash_hf.evaluation import divergence
-from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, gap_at, judge, measure_rounding
-from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, find_divergences, gap_at, measure_rounding
+from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import summary_lines
 
 
@@ -66,7 +67,7 @@ def test_bf16_differs_from_target_only_at_near_ties(bf16):
 def test_one_token_too_many_is_wrong(dtype, monkeypatch):
     """Verification that accepts a draft unseen, now and then."""
     target, draft = pair(dtype)
-    original = Block.agree
+    original = Block.longest_match
     rounds = []
 
     def careless(self, chosen):
@@ -74,7 +75,7 @@ def test_one_token_too_many_is_wrong(dtype, monkeypatch):
         rounds.append(1)
         return counts if len(rounds) % 9 else (counts + 1).clamp(max=chosen.shape[1]), path
 
-    monkeypatch.setattr(Block, "agree", careless)
+    monkeypatch.setattr(Block, "longest_match", careless)
     report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
     assert report.verdict() == WRONG and report.is_wrong
     assert WRONG in "\n".join(summary_lines(report))
@@ -89,7 +90,7 @@ def test_token_beyond_rounding_is_wrong(bf16, rank):
     for prompt, answer, changed in zip(PROMPTS, own, changed_answers):
         ids = torch.tensor([[*prompt, *answer[:10]]])
         changed[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
-    divergences, rounding = judge(target, PROMPTS[:6], own, {"x": changed_answers}, 4)
+    divergences, rounding = find_divergences(target, PROMPTS[:6], own, {"x": changed_answers}, 4)
     assert [parting.position for parting in divergences] == [10] * 6
     for parting in divergences:
         text = [*PROMPTS[parting.prompt], *own[parting.prompt][:10]]
@@ -101,7 +102,7 @@ def test_token_beyond_rounding_is_wrong(bf16, rank):
 def test_text_that_ends_elsewhere_is_wrong(bf16):
     target, _ = bf16
     own = plain(target, PROMPTS[:2], 12)
-    (parting,), _ = judge(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
+    (parting,), _ = find_divergences(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
     assert (parting.prompt, parting.position, parting.other) == (0, 7, -1)
     assert parting.gap is None and parting.verdict == WRONG
 

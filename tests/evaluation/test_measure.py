@@ -10,8 +10,9 @@ from transformers.utils import logging
 
 from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.evaluation import measure
-from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, variant
+from dflash_hf.evaluation.measure import evaluate, variant
 from dflash_hf.evaluation.methods import AUTO, DFLASH, METHODS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.card import CardFacts, metadata
 from dflash_hf.targets.digests import digest_of_parameters

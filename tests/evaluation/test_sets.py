@@ -15,9 +15,9 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import compare, mean_difference
-from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.evaluation.prompts import prompts_of
+from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, eval_rows, generated_rows
 
 

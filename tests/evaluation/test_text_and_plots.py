@@ -9,10 +9,10 @@ from support.tiny_chat import make_tokenizer
 
 from dflash_hf._io.terminal import marks_around
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
-from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import AUTO, DFLASH, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.plots import draw_report, plot_report
-from dflash_hf.evaluation.report import save_report
+from dflash_hf.evaluation.report import EvalReport, MethodReport
+from dflash_hf.evaluation.report_files import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, origins, summary_lines, token_texts
 
 
@@ -139,6 +139,6 @@ def test_report_without_picture_removes_the_old_one(report, tmp_path, monkeypatc
     def missing(*_):
         raise ImportError("no matplotlib")
 
-    monkeypatch.setattr("dflash_hf.evaluation.report.plot_report", missing)
+    monkeypatch.setattr("dflash_hf.evaluation.report_files.plot_report", missing)
     (tmp_path / "eval_report.png").touch()
     assert save_report(report, tmp_path) == [tmp_path / "eval_report.json"] == list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from support.pairs import make_draft, make_target
 
 from dflash_hf import __version__
 from dflash_hf.cli import main
-from dflash_hf.evaluation.measure import EvalReport, MethodReport
+from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_only import publish_code

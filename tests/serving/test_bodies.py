@@ -259,7 +259,3 @@ def test_length_limit_applies_to_each_prompt(served):
     """Together they are longer than the model's context."""
     status, text = answer_to(served[0], {**TEXT, "prompt": ["1" * 100] * 8, "max_tokens": 1})
     assert status == 200 and len(json.loads(text)["choices"]) == 8
-
-
-def test_table_has_many_bodies():
-    assert len(GOOD) + len(BAD) >= 120

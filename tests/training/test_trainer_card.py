@@ -10,7 +10,7 @@ from support.rows import counting_rows
 from support.runs import make_trainer
 
 from dflash_hf.evaluation.measure import evaluate
-from dflash_hf.evaluation.report import save_report
+from dflash_hf.evaluation.report_files import save_report
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
 

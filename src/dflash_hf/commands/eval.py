@@ -58,7 +58,7 @@ def run(arguments, echo) -> Outcome:
     if missing:
         raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
     _check_output(arguments.output, Path(arguments.draft))
-    from dflash_hf.evaluation.report import save_report
+    from dflash_hf.evaluation.report_files import save_report
     from dflash_hf.evaluation.text import headline, summary_lines
 
     report = _measure(arguments)

@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.data.template import digests_of_tokenizer
     from dflash_hf.pairs.loading import pack
-    from dflash_hf.synthetic.magpie import PromptSettings, judged_samples, request_of, user_turn
+    from dflash_hf.synthetic.magpie import PromptSettings, request_of, sample_requests, user_turn
     from dflash_hf.synthetic.response_file import ResponseFile
     from dflash_hf.synthetic.responses import rows_that_fit
     from dflash_hf.targets.digests import digest_of_target
@@ -67,7 +67,7 @@ def run(arguments, echo) -> Outcome:
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:
-            for row, reason in judged_samples(target, tokenizer, arguments.count, settings, rows, before):
+            for row, reason in sample_requests(target, tokenizer, arguments.count, settings, rows, before):
                 if row:
                     output.write_row(row)
                     new += 1

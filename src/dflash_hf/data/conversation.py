@@ -29,11 +29,11 @@ _CALL_ARGUMENTS = {
 @dataclass(frozen=True)
 class TokenizedText:
     """
-    A text that comes as ids.
+    A row that comes as token ids.
 
     Args:
         ids (`np.ndarray`): `[T]`.
-        mask (`np.ndarray`, *optional*): `[T]`, true on the tokens that are learned; `None` if nothing says which.
+        mask (`np.ndarray`, *optional*): `[T]`, true on the supervised tokens; `None` if the row does not say which.
         document_ids (`np.ndarray`, *optional*): `[T]`, another number for each example of the row.
         images (`Sequence[str]`): Paths or `data:` URIs of the images among the ids.
     """
@@ -45,7 +45,7 @@ class TokenizedText:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The ids before the first one that is learned; all of them without a mask."""
+        """The ids before the first supervised one; all of them without a mask."""
         if self.mask is None or not self.mask.any():
             return self.ids.tolist()
         return self.ids[: int(self.mask.argmax())].tolist()
@@ -60,12 +60,12 @@ class Conversation:
         messages (`Sequence[dict]`): As [`~dflash_hf.data.messages.messages_of`] gives them, with the answers. Beside
             ids, those that have the images.
         text (`str`, *optional*): The prompt as text, for targets without a chat template.
-        completion (`str`, *optional*): Text that continues `text`, and is learned.
-        tokens (`TokenizedText`, *optional*): The ids of the whole row, which are learned as they are.
-        learned (`Sequence[int]`): Places of the messages that are learned from.
+        completion (`str`, *optional*): Text that continues `text`; supervised.
+        tokens (`TokenizedText`, *optional*): The ids of the whole row, which are used unchanged.
+        supervised (`Sequence[int]`): Indices of the supervised messages.
         finish_reasons (`Sequence[str | None]`): Why each of these ended, such as `length`.
         answer_ids (`np.ndarray`, *optional*): `[T]`, the exact ids of the target's answer to `messages`, which alone
-            are learned.
+            are supervised.
         is_plain_text (`bool`): `text` is continued as it is, even if there is a chat template.
         tools (`list`, *optional*): Tools, for the chat template and for servers.
         template_kwargs (`dict`): The row's own arguments of the chat template.
@@ -75,7 +75,7 @@ class Conversation:
     text: str | None = None
     completion: str | None = None
     tokens: TokenizedText | None = None
-    learned: Sequence[int] = ()
+    supervised: Sequence[int] = ()
     finish_reasons: Sequence[str | None] = ()
     answer_ids: np.ndarray | None = None
     is_plain_text: bool = False

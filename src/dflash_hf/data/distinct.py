@@ -5,7 +5,7 @@ from array import array
 from hashlib import blake2b
 
 
-_LEAST_SIMILARITY = 7  # of near-duplicates, in tenths
+_MIN_SIMILARITY = 7  # of near-duplicates, in tenths
 _CHARS = range(16, 1001)  # of a request
 
 
@@ -24,7 +24,7 @@ class DistinctTexts:
         """Add a text unless a similar one is there; returns whether it was added."""
         grams = _hashed_grams(text)
         # Two sets that share enough share at least one of these: the rest alone would be too few.
-        enough = -(-_LEAST_SIMILARITY * len(grams) // 10)
+        enough = -(-_MIN_SIMILARITY * len(grams) // 10)
         rarest = sorted(grams, key=lambda gram: (len(self._texts_with(gram)), gram))[: len(grams) - enough + 1]
         candidates: set[int] = set()
         for gram in rarest:
@@ -32,7 +32,7 @@ class DistinctTexts:
         for number in candidates:
             other = self._grams[number]
             common = len(grams.intersection(other))
-            if 10 * common >= _LEAST_SIMILARITY * (len(grams) + len(other) - common):
+            if 10 * common >= _MIN_SIMILARITY * (len(grams) + len(other) - common):
                 return False
         number = len(self._grams)
         for gram in grams:

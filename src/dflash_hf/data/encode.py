@@ -30,7 +30,7 @@ class Example(NamedTuple):
 
 
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
-_LONGEST_EMPTY_THOUGHT = 64  # tokens
+_MAX_EMPTY_THOUGHT_TOKENS = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class RowEncoder(ChatTemplate):
 
     def encode(self, conversation: Conversation) -> list[Example]:
         """
-        The examples of a conversation, `[T]` each: one, or one for each assistant turn, see above. Only its `learned`
-        messages, its `completion` or its `answer_ids` are learned. `document_ids` divide ids into examples.
+        The examples of a conversation, `[T]` each: one, or one for each assistant turn, see above. Its `supervised`
+        messages, its `completion` or its `answer_ids` alone are supervised. `document_ids` divide ids into examples.
 
         Raises:
-            `UnusableRow`: there is nothing to learn, or something that cannot be.
+            `UnusableRow`: no token is supervised, or one that cannot be.
             `ValueError`: the dataset or the template is invalid.
         """
         examples = []
         unusable = None
-        for ids, mask, images in self._unchecked(conversation):  # of several turns, those that can be learned
+        for ids, mask, images in self._unchecked(conversation):  # of several turns, those that can be used
             try:
                 examples.append(self._checked(np.asarray(ids), np.asarray(mask), images))
             except UnusableRow as error:
@@ -92,7 +92,7 @@ class RowEncoder(ChatTemplate):
         return examples
 
     def _unchecked(self, conversation: Conversation) -> list[Example]:
-        """The examples of a conversation, whatever they teach."""
+        """The examples of a conversation, before [`_checked`]."""
         if conversation.tokens is not None:
             return self._of_ids(conversation.tokens)
         if conversation.completion is not None:
@@ -117,7 +117,7 @@ class RowEncoder(ChatTemplate):
         return examples
 
     def _of_text(self, text: str, completion: str) -> Example:
-        """A text, of which its `completion` is learned."""
+        """A text, of which its `completion` is supervised."""
         prompt = self.text_ids(text)
         if not prompt:
             raise UnusableRow("its `prompt` is empty")
@@ -136,28 +136,28 @@ class RowEncoder(ChatTemplate):
         return Example(np.append(prompt, conversation.answer_ids), mask, images_in(messages))
 
     def _of_turns(self, conversation: Conversation) -> list[Example]:
-        """Messages of which some are learned: what each of these adds to its prompt."""
-        learned = conversation.learned
-        if not learned:
+        """Messages: of each supervised one, what it adds to its prompt."""
+        supervised = conversation.supervised
+        if not supervised:
             raise UnusableRow("it has no assistant message")
-        if learned[0] == 0:
+        if supervised[0] == 0:
             raise UnusableRow("it begins with an assistant message")
-        messages = self.as_read(conversation.messages[: learned[-1] + 1], conversation.tools)
+        messages = self.as_read(conversation.messages[: supervised[-1] + 1], conversation.tools)
         encoded = self._ids_around_turns(messages, conversation)
         examples = []
-        for place, (prompt, ids), reason in zip(learned, encoded, conversation.finish_reasons, strict=True):
+        for index, (prompt, ids), reason in zip(supervised, encoded, conversation.finish_reasons, strict=True):
             if ids[: len(prompt)] != prompt:
                 raise UnusableRow(
                     "the ids up to the generation prompt do not begin those with the assistant's turn; have `dflash "
                     "regenerate` answer in its own process, which writes the exact ids"
                 )
-            start_of_turn = ids[len(prompt) : len(prompt) + _LONGEST_EMPTY_THOUGHT]
-            begin = len(prompt) + self._empty_thought(start_of_turn, messages[place])
+            start_of_turn = ids[len(prompt) : len(prompt) + _MAX_EMPTY_THOUGHT_TOKENS]
+            begin = len(prompt) + self._empty_thought(start_of_turn, messages[index])
             end = self._end_of_turn(ids, begin)
             if reason == "length" and ids[end - 1] in self.tokenizer.added_tokens_decoder:
                 end -= 1  # the answer is unfinished: its end is the template's
             mask = [0] * begin + [1] * (end - begin)
-            examples.append(Example(ids[:end], mask, images_in(messages[: place + 1])))
+            examples.append(Example(ids[:end], mask, images_in(messages[: index + 1])))
         _, whole = encoded[-1]
         if not all(whole[: len(example.ids)] == example.ids for example in examples):
             return examples
@@ -169,17 +169,17 @@ class RowEncoder(ChatTemplate):
     def _ids_around_turns(
         self, messages: Sequence[Mapping], conversation: Conversation
     ) -> list[tuple[list[int], list[int]]]:
-        """For each turn that is learned, the ids of its prompt, and the ids up to its end."""
+        """For each supervised turn, the ids of its prompt, and the ids up to its end."""
         tools = conversation.tools
         kwargs = conversation.template_kwargs
         images = images_in(messages)
         texts = []
         counts = []  # of images in each text
-        for place in conversation.learned:
-            turns = messages[:place]
+        for index in conversation.supervised:
+            turns = messages[:index]
             texts.append(self.render(turns, tools, add_generation_prompt=True, tokenize=False, **kwargs))
             counts.append(len(images_in(turns)))
-            turns = messages[: place + 1]
+            turns = messages[: index + 1]
             texts.append(self.render(turns, tools, tokenize=False, **kwargs))
             counts.append(len(images_in(turns)))
         if any(counts):
@@ -189,11 +189,11 @@ class RowEncoder(ChatTemplate):
         return list(zip(ids[::2], ids[1::2], strict=True))
 
     def _checked(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
-        """Cut to length; reject examples that would teach nothing, or something wrong."""
+        """An example, cut to length; one that would teach nothing, or something wrong, is rejected."""
         if len(ids) and mask.all():
-            raise ValueError(
-                f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
-                "(or labels of -100); for text without a prompt, the first token alone."
+            raise UnusableRow(
+                "its loss mask is all ones, the prompt included; mask the prompt with 0 (or labels of -100), and of "
+                "text without a prompt the first token"
             )
         smallest = ids.min(initial=0)
         if smallest < 0:

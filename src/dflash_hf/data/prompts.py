@@ -41,7 +41,7 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     Args:
         encoder (`RowEncoder`): Tokenizer and chat template.
         row (`Mapping`): Of any layout, see [`~dflash_hf.data.row_layouts.conversation_of`]. Its last answer is
-            dropped; ids are cut before the first one that is learned.
+            dropped; ids are cut before the first supervised one.
         raw (`bool`): Treat text as the beginning of the target's own text, not as a user message.
 
     Raises:
@@ -49,7 +49,7 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     """
     conversation = conversation_of(row, answers=False)
     if conversation.tokens is not None and conversation.messages:
-        # Their images may be of later turns, and are no part of the prompt's ids then: these are made anew.
+        # Their images may be of later turns, and are no part of the prompt's ids then: these are encoded again.
         conversation = conversation_of(row, answers=False, ids=False)
     if conversation.tokens is not None:
         ids = conversation.tokens.prompt_ids
@@ -74,7 +74,7 @@ def template_kwargs(
     say: Callable[[str], None] = lambda line: None,
 ) -> dict:
     """
-    The arguments of the chat template: as given; otherwise as the data was made; otherwise as the drafter was trained.
+    The arguments of the chat template: the user's, else those of the data, else those of the drafter's training.
 
     Args:
         chosen (`dict`, *optional*): The user's choice.

@@ -1,12 +1,12 @@
 """
 The layouts of rows: how each is recognised, and how it becomes a [`~dflash_hf.data.conversation.Conversation`].
 
-This is the only place that knows the columns of rows. `ROW_LAYOUTS` is the table; [`conversation_of`] walks it.
+No other file knows the columns of rows. `ROW_LAYOUTS` is the table, which [`conversation_of`] applies to a row:
 
 1. The first layout whose columns are all there, and not null, is that of the row.
 2. Its `read` gives what the row says: messages, a text or ids.
-3. Its `mark_answers` gives what is learned of it. Where the row's own answers are not wanted, since the target answers
-   anew, it is not called, so that other columns may hold anything.
+3. Its `mark_answers` says what of it is supervised. It is not called where the target answers the row again, so that
+   the columns of answers may then hold anything.
 4. Columns that every layout may have are added: tools, and arguments of the chat template.
 """
 
@@ -137,30 +137,30 @@ def _read_request(row: Mapping, name: str) -> Conversation:
     return Conversation(messages, text)
 
 
-# ------------------------------------------------------------------------------------------- what is learned of a row
+# --------------------------------------------------------------------------------------- what is supervised of a row
 
 
 def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
     """
-    Mark all assistant turns, except among the first `given` messages, or those at the places in `answered`; or, in
-    their place, the exact ids of the answer in `response_ids`.
+    Supervise all assistant turns, except among the first `given` messages; or those with the indices in `answered`;
+    or, instead of turns, the exact ids of the answer in `response_ids`.
     """
     if row.get("response_ids") is not None:
         return replace(conversation, answer_ids=integers_in(row, "response_ids"))
-    places = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     answered = row.get("answered")
     if answered is not None:
-        if not isinstance(answered, list) or not all(place in places for place in answered):
-            raise ValueError(f"`answered` is {answered!r}; give places of assistant messages, which are at {places}.")
-        return _with_learned(row, conversation, sorted(answered))
+        if not isinstance(answered, list) or not all(index in turns for index in answered):
+            raise ValueError(f"`answered` is {answered!r}; give indices of assistant messages, which are {turns}.")
+        return _with_supervised(row, conversation, sorted(answered))
     first = row.get("given") or 0
     if not isinstance(first, int | float) or first % 1 != 0:
-        raise ValueError(f"`given` is {first!r}; give the number of messages that are not learned from.")
-    return _with_learned(row, conversation, [place for place in places if place >= first])
+        raise ValueError(f"`given` is {first!r}; give the number of messages that are not supervised.")
+    return _with_supervised(row, conversation, [index for index in turns if index >= first])
 
 
 def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
-    """Mark the `completion` alone: answers that are part of the prompt are only read."""
+    """Supervise the `completion` alone, not the answers that are part of the prompt."""
     completion = row["completion"]
     if conversation.text is not None:
         if not isinstance(completion, str):
@@ -170,18 +170,18 @@ def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
     if not isinstance(completion, str):
         turns = messages_of(completion, "completion", _images_beside(row), every_image_has_a_place=False)
     messages = [*conversation.messages, *turns]
-    places = range(len(conversation.messages), len(messages))
-    learned = [place for place in places if messages[place]["role"] == "assistant"]
-    return _with_learned(row, replace(conversation, messages=messages), learned)
+    new_indices = range(len(conversation.messages), len(messages))
+    supervised = [index for index in new_indices if messages[index]["role"] == "assistant"]
+    return _with_supervised(row, replace(conversation, messages=messages), supervised)
 
 
-def _with_learned(row: Mapping, conversation: Conversation, learned: list[int]) -> Conversation:
-    """A conversation whose messages at some places are learned, and why each of them ended."""
+def _with_supervised(row: Mapping, conversation: Conversation, supervised: list[int]) -> Conversation:
+    """A conversation with the indices of its supervised messages, and the reason why each of them ended."""
     reasons = row.get("finish_reason")
     if not isinstance(reasons, list):  # of the last answer
-        reasons = [None] * (len(learned) - 1) + [reasons]
-    reasons = [*reasons, *[None] * len(learned)]
-    return replace(conversation, learned=learned, finish_reasons=reasons[: len(learned)])
+        reasons = [None] * (len(supervised) - 1) + [reasons]
+    reasons = [*reasons, *[None] * len(supervised)]
+    return replace(conversation, supervised=supervised, finish_reasons=reasons[: len(supervised)])
 
 
 def _mark_nothing(row: Mapping, conversation: Conversation) -> Conversation:
@@ -191,7 +191,7 @@ def _mark_nothing(row: Mapping, conversation: Conversation) -> Conversation:
 
 
 def _check_ids(row: Mapping, conversation: Conversation) -> Conversation:
-    """Check that the ids of a row fit its `loss_mask` or `labels`, which mark what is learned."""
+    """Check that the ids of a row fit its `loss_mask` or `labels`, which mark the supervised ones."""
     ids = conversation.tokens.ids
     mask = conversation.tokens.mask
     name = _first_column(row, "loss_mask", "labels")
@@ -202,7 +202,7 @@ def _check_ids(row: Mapping, conversation: Conversation) -> Conversation:
     if len(mask) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(mask)} {name}; give one for each token.")
     if not mask.any():
-        raise ValueError(f"The {name} supervise none of {len(ids)} tokens (a mask of zeros); mark the response.")
+        raise UnusableRow(f"its {name} supervise no token; mark the response")
     documents = conversation.tokens.document_ids
     if documents is not None and len(documents) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(documents)} document_ids; give one for each token.")
@@ -220,7 +220,7 @@ class RowLayout:
     Args:
         columns (`tuple[str, ...]`): A row with all of these, none of them null, has this layout.
         read (`Callable`): Gives what a row says as a [`~dflash_hf.data.conversation.Conversation`].
-        mark_answers (`Callable`): Gives the conversation of [`read`] with what is learned of it.
+        mark_answers (`Callable`): Gives the conversation of [`read`] with what is supervised of it.
         hint (`str`): The columns as messages of errors list them; empty to leave them out there.
     """
 
@@ -258,7 +258,7 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
 
     Args:
         row (`Mapping`): A row of a dataset; columns that are null count as absent.
-        answers (`bool`): Read what is learned of it, too. Without, the columns of its answers may hold anything.
+        answers (`bool`): Also read what is supervised. Without, the columns of its answers may hold anything.
         ids (`bool`): Read ids, if there are any, in the place of texts.
 
     Raises:
@@ -272,7 +272,7 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
     if answers:
         conversation = layout.mark_answers(row, conversation)
     if conversation.tokens is not None or conversation.completion is not None:
-        return conversation  # it is learned without a chat template
+        return conversation  # no chat template is needed
     tools = tools_of(row)
     template_kwargs = template_kwargs_of(row)
     if not tools and not template_kwargs:
@@ -289,7 +289,7 @@ def _layout_of(row: Mapping, ids: bool) -> RowLayout | None:
 
 
 def _hint_of_answers() -> str:
-    """The columns of rows that are learned from, for a message: ids last, since few people have them."""
+    """The columns of rows with answers, for a message: ids last, since few people have them."""
     layouts = [layout for layout in ROW_LAYOUTS if layout is not _IDS]
     hints = [layout.hint for layout in layouts if layout.hint]
     return f"{', '.join(hints)}, or {_IDS.hint}"

@@ -20,9 +20,10 @@ from dflash_hf._io.progress import bar
 from dflash_hf._io.terminal import marks_around
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import AUTO, DFLASH, TARGET, TARGET_PACKED
-from dflash_hf.evaluation.report import save_report
+from dflash_hf.evaluation.report import EvalReport
+from dflash_hf.evaluation.report_files import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
 from dflash_hf.smollm2 import Pair, data_folder
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import LABELS
 
 

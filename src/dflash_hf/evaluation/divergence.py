@@ -29,8 +29,8 @@ from dflash_hf.targets.generation import generate_one
 EQUAL = "equal"
 NEAR_TIE = "differs at a near-tie"
 WRONG = "WRONG"
-POSITIONS = 512  # where rounding is measured
-_SHARE = 0.1  # choosing another token more often than this is not rounding: the target cannot be run in that way
+POSITIONS = 512  # tokens at which rounding is measured
+_MAX_CHANGED_SHARE = 0.1  # if more tokens change than this, it is not rounding: the target cannot be run in that way
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Rounding:
     ways: list[str]
 
 
-def judge(
+def find_divergences(
     target, prompts: Sequence, own: Sequence, answers_of: dict[str, Sequence], block_size: int
 ) -> tuple[list[Divergence], Rounding | None]:
     """
@@ -101,13 +101,14 @@ def judge(
     rounding = measure_rounding(target, [(prompts[i], own[i]) for i in order], block_size)
     gaps: dict[tuple, float | None] = {}
     for divergence in divergences:
-        place = (divergence.prompt, divergence.position, divergence.own, divergence.other)
-        if place not in gaps:  # several methods often diverge alike
+        key = (divergence.prompt, divergence.position, divergence.own, divergence.other)
+        if key not in gaps:  # several methods often diverge at the same token
             prompt = prompts[divergence.prompt]
             answer = list(own[divergence.prompt][: divergence.position])
-            text = prompt + answer if isinstance(prompt, list) else [*prompt, *answer]  # with its images
-            gaps[place] = gap_at(target, text, divergence.own, divergence.other)
-        divergence.gap = gaps[place]
+            # `+` of an `ImagePrompt`, which is a list, keeps its images.
+            context_ids = prompt + answer if isinstance(prompt, list) else [*prompt, *answer]
+            gaps[key] = gap_at(target, context_ids, divergence.own, divergence.other)
+        divergence.gap = gaps[key]
         is_near_tie = divergence.gap is not None and divergence.gap <= 2 * rounding.size
         divergence.verdict = NEAR_TIE if is_near_tie else WRONG
     return divergences, rounding
@@ -125,25 +126,25 @@ def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, in
     return position, own_token, other_token
 
 
-def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
+def gap_at(target, context_ids: Sequence[int], own: int, other: int) -> float | None:
     """The difference between the scores of two next tokens, after the processors of the target's own configuration."""
     if -1 in (own, other):
         return None
-    output = generate_one(target, text, do_sample=False, output_scores=True, max_new_tokens=1)
+    output = generate_one(target, context_ids, do_sample=False, output_scores=True, max_new_tokens=1)
     scores = output.scores[0][0].double()
     gap = abs(float(scores[own] - scores[other]))
     return gap if math.isfinite(gap) else None
 
 
-def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], block_size: int) -> Rounding:
+def measure_rounding(target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], block_size: int) -> Rounding:
     """
     Run prompts and answers again: token by token, in blocks, in one forward, and in one forward with two rows.
 
     Args:
-        texts (`Sequence`): Pairs of prompt and answer ids; read up to `POSITIONS` tokens.
+        pairs (`Sequence`): Prompt and answer ids; `POSITIONS` tokens of answers are read in all.
     """
     rounding = Rounding(0.0, 0, ["in blocks", "whole", "in a batch of two"])
-    for prompt, answer in texts:
+    for prompt, answer in pairs:
         answer = answer[: POSITIONS - rounding.positions]
         if not answer:
             continue
@@ -158,7 +159,7 @@ def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]
         rounding.positions += len(answer)
         for way in list(rounding.ways):
             best, apart = computed[way]
-            if (best[:, 0] != chosen[:, 0]).sum() > max(_SHARE * len(answer), 2):
+            if (best[:, 0] != chosen[:, 0]).sum() > max(_MAX_CHANGED_SHARE * len(answer), 2):
                 rounding.ways.remove(way)
             else:
                 rounding.size = max(rounding.size, float((apart - reference).abs().max()))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from dflash_hf._io.errors import needs
 from dflash_hf._io.files import atomic
-from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import LABELS, rate
 
 
@@ -16,7 +16,7 @@ _COMPILED_COLOR = "#0f5a3e"
 _OTHER_COLOR = "#6b7fb3"
 _WIDTH = 9  # of the figure, in inches
 _LINE_HEIGHT = 0.25  # of a line of its title, in inches
-_LONGEST_LABEL = 26  # characters of a line of a method's name
+_MAX_LABEL_WIDTH = 26  # characters of a line of a method's name
 
 
 def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
@@ -103,7 +103,7 @@ def _draw_speed(axes, report: EvalReport) -> None:
             error_bar = [[speed - slowest], [fastest - speed]]
             axes.errorbar(speed, place, xerr=error_bar, color="#333333", capsize=3, linewidth=1)
         axes.text(fastest * 1.02, place, f" {rate(speed)} ({method.gain:.2f}x)", va="center", fontsize=8.5)
-    labels = [textwrap.fill(LABELS.get(name, name), _LONGEST_LABEL) for name in names]
+    labels = [textwrap.fill(LABELS.get(name, name), _MAX_LABEL_WIDTH) for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8.5)
     axes.invert_yaxis()
     baseline = "the packed target" if TARGET_PACKED in names else "the target alone"

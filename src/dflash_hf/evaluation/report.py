@@ -1,66 +1,182 @@
-"""Where a report lies: beside the weights that it is about."""
+"""The result of an evaluation: the figures of each method, derived figures, and the JSON that holds them."""
 
-from collections.abc import Sequence
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
-import torch
-from transformers.utils import logging
-
-from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.evaluation.plots import plot_report
-from dflash_hf.targets.digests import digest_of_parameters
+from dflash_hf._io.files import atomic, json_text, read_text
+from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, worst_verdict
+from dflash_hf.evaluation.methods import AUTO, DFLASH, DRAFTED, TARGET, TARGET_PACKED
 
 
-REPORT_FILE = "eval_report.json"
-PLOT_FILE = "eval_report.png"
-_logger = logging.get_logger(__name__)
-
-
-def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list[Path]:
+@dataclass
+class MethodReport:
     """
-    Write a report beside the weights that it is about, where a card finds it: as JSON and, with matplotlib, as PNG.
-
-    Returns:
-        `list[Path]`: The files.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [report.save(folder / REPORT_FILE)]
-    try:
-        files.append(plot_report(report, folder / PLOT_FILE, title))
-    except ImportError as error:
-        (folder / PLOT_FILE).unlink(missing_ok=True)  # an earlier report's
-        _logger.info(f"No picture of the report: {error}")
-    return files
-
-
-def check_report(folder: Path, draft: DFlashDraftModel, targets: Sequence[str]) -> None:
-    """
-    Check that the report in a drafter's folder, if there is one, is about its weights, and about one of the targets.
+    The figures of one decoding method over all prompts.
 
     Args:
-        folder (`Path`): The drafter's.
-        draft (`DFlashDraftModel`): The drafter in it.
-        targets (`Sequence[str]`): Repositories that a card names as targets.
-
-    Raises:
-        `ValueError`: it is about others; says what to run.
+        tokens_per_second (`float`): Median over the runs; the prompt counts in the time but not in the tokens.
+        speedup (`float`): Ratio to the target alone in the same run; median over the runs.
+        speedup_over_packed (`float`, *optional*): Ratio to the packed target alone, if that was measured too.
+        runs (`list[float]`): Tokens per second of each run.
+        tokens (`int`): New tokens of one run.
+        target_forwards (`int`): Forward passes of the target in one run, prompts included.
+        tau (`float`, *optional*): Mean tokens committed per verification, if a DFlash drafter was used.
+        warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
+        compiled (`bool`): Whether the drafter's rounds are compiled.
+        equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
+        draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
+            chosen round by round.
     """
-    if not (folder / REPORT_FILE).is_file():
-        return
-    setting = EvalReport.load(folder / REPORT_FILE).setting
-    measured_as = getattr(torch, str(setting.get("draft_dtype")), draft.dtype)
-    parameters = ((name, parameter.to(measured_as)) for name, parameter in draft.named_parameters())
-    weights = digest_of_parameters(parameters)
-    measured_target = setting.get("target") or targets[0]  # not named: it was loaded from a folder
-    mismatch = ""
-    if setting.get("weights") != weights:
-        mismatch = "was not measured with these weights"
-    elif measured_target not in targets:
-        mismatch = f"was measured with target {measured_target}, not {targets[0]}"
-    if mismatch:
-        raise ValueError(
-            f"{folder / REPORT_FILE} {mismatch}: run `dflash eval --target {targets[0]} --draft {folder} --data DATA "
-            f"--output {folder}`, or remove {REPORT_FILE} and {PLOT_FILE}."
-        )
+
+    tokens_per_second: float
+    speedup: float
+    runs: list[float]
+    tokens: int
+    target_forwards: int
+    equal: int
+    warmup_seconds: float = 0.0
+    compiled: bool = False
+    speedup_over_packed: float | None = None
+    tau: float | None = None
+    draft_sizes: list[int] | None = None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens per forward of the target, the prompt's forward included."""
+        return self.tokens / self.target_forwards
+
+    @property
+    def gain(self) -> float:
+        """The speed-up over the fairest baseline that was measured."""
+        return self.speedup_over_packed or self.speedup
+
+
+@dataclass
+class EvalReport:
+    """
+    The result of [`~dflash_hf.evaluation.measure.evaluate`]. It can be written as JSON and read back.
+
+    Args:
+        methods (`dict[str, MethodReport]`): Figures by name: `"target"`, `"dflash"`, and any other method.
+        acceptance_lengths (`list[list[int]]`): For each prompt, the tokens committed by each verification; the bonus
+            token is included, the prompt's own forward is not.
+        responses (`list[list[int]]`): The target's own answers.
+        block_size (`int`): Tokens of a drafted block, the anchor included.
+        setting (`dict`): The target's repository, a digest of the drafter's weights, hardware, threads, versions,
+            dtypes, limits.
+        divergences (`list[Divergence]`): Where outputs diverge from the target's own, and whether rounding explains
+            it.
+        rounding (`Rounding`, *optional*): The target compared with itself, if anything diverged.
+    """
+
+    methods: dict[str, MethodReport]
+    acceptance_lengths: list[list[int]]
+    responses: list[list[int]]
+    block_size: int
+    setting: dict = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+    rounding: Rounding | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.responses)
+
+    @property
+    def fastest(self) -> str:
+        """The method with a drafter that gains most."""
+        return max((name for name in self.methods if name in DRAFTED), key=lambda name: self.methods[name].gain)
+
+    @property
+    def default_method(self) -> str:
+        """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
+        return AUTO if AUTO in self.methods else DFLASH
+
+    @property
+    def verifications(self) -> list[int]:
+        """Tokens committed by each verification of all prompts."""
+        return list(chain.from_iterable(self.acceptance_lengths))
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per verification, bonus included, over all verifications."""
+        return statistics.fmean(self.verifications or [0.0])
+
+    @property
+    def tau_per_response(self) -> float:
+        """The mean over responses of each response's mean, as the reference implementation reports it."""
+        return statistics.fmean([statistics.fmean(lengths) for lengths in self.acceptance_lengths if lengths] or [0.0])
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """
+        Entry `k - 1`: the share of verifications that commit more than `k` tokens, `k = 1..B-1`; `tau` is one plus
+        their sum. The end of an answer cuts its last block short, which counts as not accepted.
+        """
+        lengths = self.verifications
+        return [sum(n > k for n in lengths) / max(len(lengths), 1) for k in range(1, self.block_size)]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every output with the drafter equals the target's own."""
+        return self.methods[DFLASH].equal == self.num_prompts
+
+    def verdict(self, method: str = DFLASH) -> str:
+        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm."""
+        return worst_verdict(self.divergences, method)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether any output with the drafter has a token that rounding does not explain."""
+        return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
+
+    def to_json(self) -> str:
+        """The report as JSON; `summary` has the derived figures, for people who read the file."""
+        summary = {
+            "tau": self.tau,
+            "tau_per_response": self.tau_per_response,
+            "acceptance_by_position": self.acceptance_by_position,
+            "speedup": self.methods[self.default_method].gain,
+            "speedup_of": self.default_method,
+            "speedup_over": TARGET_PACKED if TARGET_PACKED in self.methods else TARGET,
+            "lossless": self.lossless,
+            "verdict": self.verdict(),
+            "prompts": self.num_prompts,
+        }
+        return json_text({"summary": summary, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "EvalReport":
+        """The report that [`to_json`] wrote; fields of earlier versions are left out."""
+
+        def read(kind, values: dict):
+            return kind(**{name: value for name, value in values.items() if name in kind.__dataclass_fields__})
+
+        report = read(cls, json.loads(text))
+        report.methods = {name: read(MethodReport, method) for name, method in report.methods.items()}
+        report.divergences = [read(Divergence, divergence) for divergence in report.divergences]
+        if report.rounding is not None:
+            report.rounding = read(Rounding, {"ways": [], **report.rounding})
+        return report
+
+    @classmethod
+    def load(cls, path: str | Path) -> "EvalReport":
+        """
+        The report in a file.
+
+        Raises:
+            `ValueError`: the file holds something else.
+        """
+        try:
+            return cls.from_json(read_text(Path(path)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}); remove or replace it.") from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report to `path`; returns it."""
+        path = Path(path)
+        with atomic(path) as half:
+            half.write_text(self.to_json() + "\n", encoding="utf-8")
+        return path

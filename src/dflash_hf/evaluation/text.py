@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
-from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import (
     AUTO,
     DFLASH,
@@ -15,6 +14,7 @@ from dflash_hf.evaluation.methods import (
     TREE,
     TREE_METHODS,
 )
+from dflash_hf.evaluation.report import EvalReport
 
 
 LABELS = {

@@ -23,7 +23,7 @@ from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
 from dflash_hf._io.weights import check_finite
 from dflash_hf.conversion.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, check_report
+from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE, check_report
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_version import is_older, version_of

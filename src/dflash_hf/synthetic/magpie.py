@@ -26,7 +26,7 @@ from dflash_hf.targets.generation import eos_ids
 # First words of a turn, by kind, without a trailing space, since tokens start with one. Without them, chat models
 # seldom ask for code or arithmetic.
 KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kinds.json").read_text(encoding="utf-8"))
-_MOST_USELESS = 512  # give up after this many samples without a new request
+_MAX_REJECTED_SAMPLES = 512  # give up after this many samples without a new request
 _PROBE = "Xq7 7qX"  # plain letters: a template may trim or escape anything else
 
 
@@ -138,11 +138,11 @@ def generate_prompts(
     Raises:
         `ValueError`: the chat template has no recognisable user turn, or too few samples are new requests.
     """
-    samples = judged_samples(target, tokenizer, count, settings or PromptSettings(), batch_size)
+    samples = sample_requests(target, tokenizer, count, settings or PromptSettings(), batch_size)
     return [row for row, _ in samples if row]
 
 
-def judged_samples(
+def sample_requests(
     target, tokenizer, count: int, settings: PromptSettings, batch_size: int | None = None, before: Sequence[dict] = ()
 ) -> Iterator[tuple[dict | None, str | None]]:
     """
@@ -174,10 +174,10 @@ def judged_samples(
             left_out.clear()
         if row_number == count:
             return
-        if left_out.total() >= _MOST_USELESS:
+        if left_out.total() >= _MAX_REJECTED_SAMPLES:
             reasons = ", ".join(f"{times} {reason}" for reason, times in left_out.most_common())
             raise ValueError(
-                f"count={count}: after {row_number} requests the last {_MOST_USELESS} samples gave no new one "
+                f"count={count}: after {row_number} requests the last {_MAX_REJECTED_SAMPLES} samples gave no new one "
                 f"({reasons}). Ask for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
             )
 

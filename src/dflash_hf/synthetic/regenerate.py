@@ -24,7 +24,7 @@ from dflash_hf.targets.generation import context_length_of, eos_ids, without_tok
 
 
 RowOrReason = tuple[dict | None, str | None]  # the reason also of a row that ends early
-_MOST_LATE = 8  # rows without an answer in time, one after the other: the server hangs
+_MAX_TIMEOUTS = 8  # rows without an answer in time, one after the other: the server hangs
 
 
 class Question(NamedTuple):
@@ -333,7 +333,7 @@ def ask_rows(
     with ThreadPool(concurrency) as pool:
         for row, reason in pool.imap_unordered(partial(_answered, server, seed), questions):
             late = late + 1 if isinstance(reason, NoAnswer) and row is None else 0
-            if late == _MOST_LATE:
+            if late == _MAX_TIMEOUTS:
                 raise ServerError(f"{late} rows in a row: {reason}.")
             yield row, None if reason is None else str(reason)
 

@@ -15,7 +15,7 @@ from dflash_hf.data.examples import has_rows
 
 
 logger = logging.get_logger(__name__)
-FEWEST_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens
+MIN_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens
 # Twice the paper's six. In 56 passes over 60 answers the tau of these rose to 3.95, that of others to 1.26.
 MANY_PASSES = 12
 _TIMED = 10  # steps, or as many as half a minute allows
@@ -147,9 +147,9 @@ class StepCountCallback(TrainerCallback):
         self.say(f"time              about {total:,} steps of {step_seconds:.2g} s, {left} left")
         if args.max_minutes is not None:
             self._warn_of_passes(args, total, train_dataloader)
-        if total < FEWEST_STEPS:
+        if total < MIN_STEPS:
             self.warn(
-                f"In fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
+                f"In fewer than {MIN_STEPS} steps a fresh drafter learns almost nothing: give it more time or more "
                 f"passes over the data, or smaller steps than those of num_anchors={args.num_anchors}, "
                 f"per_device_train_batch_size={args.per_device_train_batch_size}, gradient_accumulation_steps="
                 f"{args.gradient_accumulation_steps} (preset cpu: 16, 4 and 1)."

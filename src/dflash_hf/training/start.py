@@ -26,7 +26,7 @@ from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.features import FeatureManifest
 
 
-LARGEST_DRAFT_VOCABULARY = 8192  # of -1, in tokens
+MAX_DRAFT_VOCABULARY = 8192  # of -1, in tokens
 
 
 def make_draft(script: ScriptArguments, target, encoder, say):
@@ -73,7 +73,7 @@ def vocabulary_size(script: ScriptArguments, counts: torch.LongTensor, vocab_siz
     if script.draft_vocab_size != -1:
         return script.draft_vocab_size
     size = 1024 * math.ceil(16 * math.sqrt(int(counts.sum())) / 1024)
-    size = min(size, LARGEST_DRAFT_VOCABULARY)
+    size = min(size, MAX_DRAFT_VOCABULARY)
     return size if size < vocab_size / 2 else None
 
 

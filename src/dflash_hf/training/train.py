@@ -22,7 +22,7 @@ from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_pair_configs, check_token_id
