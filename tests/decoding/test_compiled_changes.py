@@ -271,5 +271,5 @@ def test_without_dynamo_a_call_is_eager(pair):
     target, draft = pair
     with torch.compiler.set_stance("force_eager"):
         text = checked_text(target, draft)
-    assert not ModelGraphs.for_model(target).failures and not ModelGraphs.of(target).messages
+    assert not ModelGraphs.for_model(target).failures and not ModelGraphs.for_model(target).messages
     assert checked_text(target, draft) == text
