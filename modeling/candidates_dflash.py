@@ -62,7 +62,7 @@ STATELESS_PROCESSORS = (
     logits_process.ForcedEOSTokenLogitsProcessor,
     logits_process.ExponentialDecayLengthPenalty,
 )
-UPSTREAM_DEFAULT = 20  # upstream's default of `num_assistant_tokens`
+UPSTREAM_ASSISTANT_TOKENS = 20  # upstream's default of `num_assistant_tokens`
 # Arguments of a target's forward that upstream's loop advances correctly over several tokens.
 _SUPPORTED_ARGUMENTS = {CACHE_NAME, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -225,7 +225,7 @@ def generate_with_candidates(
         return target._sample(*arguments, **model_kwargs)
     requested = generation_config.num_assistant_tokens
     block_tokens = None
-    if requested not in (None, UPSTREAM_DEFAULT):
+    if requested not in (None, UPSTREAM_ASSISTANT_TOKENS):
         block_tokens = int(requested) + 1  # and the anchor
     generator = DFlashCandidateGenerator(draft, target, generation_config.max_length, block_tokens)
     with generator.reading_features():

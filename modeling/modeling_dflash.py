@@ -5,6 +5,10 @@ Keys and values of every layer come from two sources: the target's features of a
 context) and the block itself. Queries come from the block only. That is why keys outnumber queries in
 `DFlashAttention`.
 
+The files beside this one: `configuration_dflash` defines the terms of a block, `head_dflash` chooses its tokens,
+`candidates_dflash` drafts in transformers' own loop, `hook_dflash` and `custom_generate_dflash` connect it to
+`generate`, and `target_dflash` says what a target must have.
+
 Shapes: `N` sequences (`R` rows in decoding), `B` slots of a block, `A` blocks of a sequence in training, `C` tokens of
 the context that are not in the cache, `L` layers of the target whose outputs are read, `H` hidden size, `V` vocabulary
 size.

@@ -11,7 +11,7 @@ from dflash_hf.decoding.generate_hook import REQUESTED_TOKENS
 from dflash_hf.decoding.probe import TargetCapabilities, capabilities_of
 from dflash_hf.decoding.selection import TokenSelector
 from dflash_hf.decoding.slots import cached_length
-from dflash_hf.modeling.candidates_dflash import UPSTREAM_DEFAULT
+from dflash_hf.modeling.candidates_dflash import UPSTREAM_ASSISTANT_TOKENS
 from dflash_hf.targets.features import cache_argument
 
 
@@ -85,7 +85,7 @@ class GenerateCall:
         number = self.config.num_assistant_tokens
         if hasattr(self.config, REQUESTED_TOKENS):
             number = getattr(self.config, REQUESTED_TOKENS)
-        elif number == UPSTREAM_DEFAULT:  # without the hook, indistinguishable from a request for as many
+        elif number == UPSTREAM_ASSISTANT_TOKENS:  # without the hook, indistinguishable from a request for as many
             number = None
         return None if number is None else max(int(number), 0)
 
