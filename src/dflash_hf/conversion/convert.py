@@ -67,8 +67,8 @@ def convert(
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
     # Windows keeps the files of tensors that are in use.
-    place = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
-    with place as scratch:
+    temporary_folder = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
+    with temporary_folder as scratch:
         with without_bars():
             draft = _read(src, Path(scratch, "unpacked"), revision)
         if share_head:

@@ -35,13 +35,14 @@ _CONFIG = "dflash_hf.config"
 _WEIGHTS = "dflash_hf.weights"
 _TOKENS = "tokenizer.ggml.tokens"
 _TOKEN_TYPES = "tokenizer.ggml.token_type"
-# llama.cpp's names, by ours or of ours. Keys stand after "dflash."; fields with their default value are not written.
-# Tensors are those that `gguf` has no names for, of a layer without their `layers.N.`. The graph of these targets
-# exposes the inputs of their layers, or the last layer's output too: GGUF and transformers names, without punctuation.
+# `keys`: our field by llama.cpp's key, which follows "dflash."; fields with their default value are not written.
+# `tensors`: llama.cpp's name by the published name, of those that `gguf` has no names for; without `layers.N.`.
+# `targets`, `last_layer`: model types, without punctuation, for which llama.cpp exposes the inputs of layers, and the
+# output of the last layer as well.
 _LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp.json").read_text(encoding="utf-8"))
 _KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)}}
 _NAMES = _LLAMA_CPP["tensors"]
-# Numbers that multiply, which llama.cpp reads as 1.0 where they are absent.
+# Factors that llama.cpp takes to be 1.0 where they are absent.
 _FACTORS = ("attention_value_scale", "input_embedding_scale", "output_multiplier")
 _SUPPORTED_HEADS = (TokenHead, PathSelector, MarkovHead)  # that llama.cpp supports
 
@@ -94,7 +95,7 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
 
 
 def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple[str, str]]:
-    """The same of a pair: what llama.cpp does not expose of the target, and where they do not fit each other."""
+    """What llama.cpp does not expose of a target, and where drafter and target do not fit each other."""
     model_type = str(target.get("model_type"))
     architecture = "".join(sign for sign in model_type.removesuffix("_text") if sign.isalnum())
     depth = target.get("num_hidden_layers")

@@ -17,11 +17,11 @@ from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Bounds far above any real drafter; a wrong size must not become an allocation.
-_MOST_LAYERS = 1024
-_LARGEST_SIZE = 2**24
-_LARGEST_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
-_LARGEST = {
-    **dict.fromkeys(("num_hidden_layers", "num_target_layers", "block_size"), _MOST_LAYERS),
+_MAX_LAYERS = 1024
+_MAX_SIZE = 2**24
+_MAX_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
+_MAX_OF_FIELD = {
+    **dict.fromkeys(("num_hidden_layers", "num_target_layers", "block_size"), _MAX_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), math.inf),
 }
 # Ids and a rate may be 0, a block has at least two tokens.
@@ -29,7 +29,7 @@ _OTHER_RULES = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id",
 
 
 def check_nested(nested):
-    """`dflash_config` is a dictionary; of no value it is checked before."""
+    """`dflash_config` is a dictionary."""
     example = '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}'
     require(isinstance(nested, dict), f"a dictionary such as {example}", dflash_config=nested)
 
@@ -45,7 +45,7 @@ def check_fields(config):
     kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
-        largest = _LARGEST.get(key, _LARGEST_SIZE)
+        maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
         if key in _OTHER_RULES or (value is None and NoneType in kinds):
             continue
         if bool in kinds:
@@ -53,8 +53,8 @@ def check_fields(config):
         elif float in kinds:
             require(_is_positive(value), "a positive number", **{key: value})
         elif int in kinds:
-            require(_is_integer(value, least=1), "a positive integer", **{key: value})
-            require(value <= largest, f"at most {largest}", **{key: value})
+            require(_is_integer(value, minimum=1), "a positive integer", **{key: value})
+            require(value <= maximum, f"at most {maximum}", **{key: value})
     require(config.block_size >= 2, "at least 2, the anchor and one drafted token", block_size=config.block_size)
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
@@ -158,10 +158,10 @@ def check_layers(config):
     ids = config.target_layer_ids
     depth = config.num_target_layers
     require(ids is not None, "set, or num_target_layers for the default rule", target_layer_ids=ids)
-    integers = isinstance(ids, list | tuple) and all(_is_integer(i, least=-1) for i in ids)
+    integers = isinstance(ids, list | tuple) and all(_is_integer(i, minimum=-1) for i in ids)
     distinct = integers and 0 < len(ids) == len({*ids})
     require(distinct, "distinct layer numbers, counted from 0; -1 is the embedding", target_layer_ids=ids)
-    require(max(ids) < _MOST_LAYERS, f"below {_MOST_LAYERS}, more layers than any target has", target_layer_ids=ids)
+    require(max(ids) < _MAX_LAYERS, f"below {_MAX_LAYERS}, more layers than any target has", target_layer_ids=ids)
     require(depth is None or max(ids) < depth, f"below num_target_layers={depth}", target_layer_ids=ids)
     config.target_layer_ids = list(ids)
 
@@ -170,13 +170,13 @@ def check_tokens(config):
     """The mask token is a row of the target's embedding."""
     token = config.mask_token_id
     size = config.vocab_size
-    inside = _is_integer(token, least=0) and (size is None or token < size)
+    inside = _is_integer(token, minimum=0) and (size is None or token < size)
     rule = f"an id inside the target's embedding (vocab_size={size}) that text never uses"
     require(inside, rule, mask_token_id=token)
 
 
-def _is_integer(value, least: int) -> bool:
-    return type(value) is int and value >= least
+def _is_integer(value, minimum: int) -> bool:
+    return type(value) is int and value >= minimum
 
 
 def _is_number(value) -> bool:
@@ -184,4 +184,4 @@ def _is_number(value) -> bool:
 
 
 def _is_positive(value) -> bool:
-    return _is_number(value) and 0 < value < _LARGEST_NUMBER
+    return _is_number(value) and 0 < value < _MAX_NUMBER
