@@ -130,7 +130,7 @@ class ScriptArguments:
         "Id of the mask token. Default: the drafter's, or the target's first spare embedding row."
     )
     head: str | None = option(
-        "Head of the drafter, and its loss, such as dflash2 or dspark; `--keys head` lists all. `draft_config` and "
+        "Head and its loss, such as dflash2 or dspark; `--keys head` lists all. `draft_config` and "
         "`loss_type` change them."
     )
     draft_config: dict = option("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
