@@ -313,7 +313,15 @@ def test_check_compares_target(name, folder, target, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "old"),
-    [(None, True), ("0.1.1", True), ("0.2.0", True), ("0.3.0.dev0", False), ("1", False), ("x", True)],
+    [
+        (None, True),
+        ("0.1.1", True),
+        ("0.2.0", True),
+        ("0.3.0.dev0", True),
+        ("0.3.0", False),
+        ("1", False),
+        ("x", True),
+    ],
 )
 def test_check_names_older_code(version, old, folder):
     edit(folder, dflash_hf_version=version)
