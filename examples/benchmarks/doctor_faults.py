@@ -81,7 +81,7 @@ def main() -> None:
             put_in(patient, folder=folder)
             diagnosis = diagnose(patient)
         cells = ["nothing" if diagnosis.cause is None else diagnosis.cause.key, "", ""]
-        of_cause = [result for result in diagnosis.results if result.experiment is diagnosis.cause]
+        of_cause = [result for result in diagnosis.results if result.experiment.cause is diagnosis.cause]
         if of_cause:
             result = of_cause[0]
             cells = [result.experiment.name, f"{result.after.tau:.2f}", f"{result.accepted_gain[1]:+.1f}"]

@@ -12,6 +12,7 @@ from support.tiny_chat import END, START
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor import (
     Case,
+    Cause,
     Counts,
     Diagnosis,
     Experiment,
@@ -83,7 +84,7 @@ def test_damaged_target_differs_from_other_ids(case):
     other_target(case, spoil)
     diagnosis = diagnose(case)
     assert diagnosis.prompt_loss > diagnosis.uniform_loss
-    assert diagnosis.cause.key == "base" and "fits the base" in diagnosis.cause.cause
+    assert diagnosis.cause.key == "base" and "fits the base" in diagnosis.cause.text
     assert f"remedy            {diagnosis.cause.remedy}" in diagnosis.lines()[:6]
 
 
@@ -96,15 +97,13 @@ def test_likelihood_finds_a_small_fault(case):
     assert tried["nats_standard_errors"] > 1.25 * tried["standard_errors"] > 3
 
 
-def test_rows_learned_by_heart_are_named(case):
+def test_memorised_rows_are_named(case):
     """56 passes over 60 rows gave tau 3.95 there and 1.26 elsewhere, and the doctor advised more training."""
     case.rows = case.rows[:8]
     case.training = Training(rows=60, passes=56.5, tau=9.0)
     diagnosis = diagnose(case)
-    assert (
-        diagnosis.cause.key == "by_heart"
-        and "60 rows were learned by heart, in 56 passes: tau 9.00" in diagnosis.cause.cause
-    )
+    assert diagnosis.cause.key == "by_heart"
+    assert "60 rows were memorised, in 56 passes: tau 9.00" in diagnosis.cause.text
     for other in (Training(60, 2.0, 9.0), Training(60, 56.5, diagnosis.unchanged.tau), Training(9000, 56.5, 9.0)):
         case.training = other
         assert diagnose(case).cause is None, other
@@ -128,9 +127,15 @@ def test_changes_without_effect_are_one_line():
     def counts(more):
         return Counts([TextCounts(10 + i % 3 + more, [], 10) for i in range(12)])
 
-    results = [Result(Experiment(f"change {more}"), counts(0), counts(more)) for more in (0, 0, 3)]
+    cause = Cause("mask", "another mask token", "write the other")
+    results = [
+        Result(Experiment("change 0"), counts(0), counts(0)),
+        Result(Experiment("change 0"), counts(0), counts(0)),
+        Result(Experiment("change 3", cause), counts(0), counts(3)),
+    ]
     results.append(Result(Experiment("raw"), counts(0), Counts([TextCounts(0, [], 0)])))
-    lines = Diagnosis(counts(0), results, results[2].experiment, 1.0, 2.0, []).lines()
+    lines = Diagnosis(counts(0), results, cause, 1.0, 2.0, []).lines()
+    assert [line.split()[:2] for line in lines if line.endswith("<- likeliest cause")] == [["change", "3"]]
     assert lines[-1] == "no difference     change 0, change 0, raw (no text)"
     assert [line.startswith("change") for line in lines].count(True) == 1
     assert lines.index("") < [line.startswith("remedy") for line in lines].index(True) < lines.index("", 4)

@@ -18,12 +18,13 @@ from dflash_hf.doctor.case import Case, Text, Training
 from dflash_hf.doctor.causes import diagnose
 from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import plan_experiments
-from dflash_hf.doctor.measuring import Counts, Experiment, TextCounts, changed_draft, measure
+from dflash_hf.doctor.measuring import Cause, Counts, Experiment, TextCounts, changed_draft, measure
 from dflash_hf.doctor.report import Diagnosis
 
 
 __all__ = [
     "Case",
+    "Cause",
     "Counts",
     "Diagnosis",
     "Experiment",

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from dflash_hf.doctor.case import Case
-from dflash_hf.doctor.measuring import Experiment
+from dflash_hf.doctor.measuring import Cause, Experiment
 from dflash_hf.modeling.target_dflash import num_decoder_layers
 from dflash_hf.targets.clones import with_own_config
 from dflash_hf.targets.generation import eos_ids
@@ -19,12 +19,13 @@ WINDOWS = (64, 256, 1024, 4096)  # tokens of context
 MAX_SPECIAL_TOKENS = 8  # which are tried as mask tokens
 NO_WINDOW = 2**30  # tokens: longer than any text
 TRAIN_AGAIN = "train a drafter on this target's own answers: `dflash prompts`, `dflash regenerate`, `dflash train`"
+FITS_BASE_ONLY = Cause("base", "the drafter fits the base, and no longer the model made from it", TRAIN_AGAIN)
 
 
 def plan_experiments(case: Case) -> Iterator[Experiment]:
     """
     All experiments on a pair, the smallest changes first: of those that gain about the same, the first is the cause. A
-    quantised drafter's settings stay as they are, since its weights fit no other model. The base itself comes last.
+    quantised drafter's settings stay as they are, since its weights fit no other model.
     """
     if quantisation_of(case.draft) is None:
         yield from _other_settings(case)
@@ -44,10 +45,10 @@ def _other_settings(case: Case) -> Iterator[Experiment]:
     for key, right_value, other_values in SETTINGS:
         for name, fields in other_values(case):
             first = next(iter(fields))
-            cause = f"{first}={getattr(case.draft.config, first)!r} is not {right_value}"
+            text = f"{first}={getattr(case.draft.config, first)!r} is not {right_value}"
             values = ", ".join(f"{json.dumps(field)}: {json.dumps(value)}" for field, value in fields.items())
             remedy = f"write {values} into the drafter's config.json"
-            yield Experiment(name, key, cause, remedy, config=fields)
+            yield Experiment(name, Cause(key, text, remedy), config=fields)
 
 
 def _other_masks(case: Case) -> NamedFields:
@@ -136,18 +137,20 @@ SETTINGS: tuple[tuple[str, str, Callable[[Case], NamedFields]], ...] = (
 
 
 def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
-    cause = "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; with DFlash's, at anchor + k"
+    text = "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; with DFlash's, at anchor + k"
     remedy = f"{TRAIN_AGAIN}; or serve it with an engine that supports sample_from_anchor"
-    yield Experiment("anchor-first blocks", "anchor_first", cause, remedy, switches_anchor_first=True)
+    cause = Cause("anchor_first", text, remedy)
+    yield Experiment("anchor-first blocks", cause, switches_anchor_first=True)
     head = case.target.get_output_embeddings().weight  # [V, H]
     embedding = case.target.get_input_embeddings().weight  # [V, H]
     is_tied = head.data_ptr() == embedding.data_ptr() or head.shape != embedding.shape
     if not case.draft.config.has_own_lm_head and not is_tied:
-        cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
+        text = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
         vocab_size, hidden_size = embedding.shape
         embedding_as_head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta")
         embedding_as_head.weight = nn.Parameter(embedding, requires_grad=False)
-        yield Experiment("the embedding as head", "head", cause, TRAIN_AGAIN, output_head=embedding_as_head)
+        cause = Cause("head", text, TRAIN_AGAIN)
+        yield Experiment("the embedding as head", cause, output_head=embedding_as_head)
 
 
 # 3. Another target, or other texts.
@@ -163,11 +166,10 @@ def _target_without_window(case: Case) -> Iterator[Experiment]:
             module.config.get_text_config().sliding_window = NO_WINDOW
             if getattr(module, "sliding_window", None):
                 module.sliding_window = NO_WINDOW
-    cause = f"the target slides over {window} tokens, and did not when the drafter was trained for it"
+    text = f"the target has a sliding window of {window} tokens, and had none when the drafter was trained for it"
     texts = partial(case.answer_prompts, case.prompts, without_window)
-    yield Experiment(
-        "target without its window", "target_window", cause, TRAIN_AGAIN, target=without_window, texts=texts
-    )
+    cause = Cause("target_window", text, TRAIN_AGAIN)
+    yield Experiment("target without its window", cause, target=without_window, texts=texts)
 
 
 def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
@@ -181,16 +183,16 @@ def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
             kwargs = {
                 key: setting for key, setting in {**current_kwargs, switch: value}.items() if setting is not None
             }
-            cause = (
+            text = (
                 f"the drafter was not trained with chat_template_kwargs={json.dumps(current_kwargs)}, "
                 "but in another mode"
             )
             remedy = f"use it with --template-args {shlex.quote(json.dumps(kwargs))}"
-            experiment = Experiment(f"{switch} {value}", "thinking", cause, remedy)
+            experiment = Experiment(f"{switch} {value}", Cause("thinking", text, remedy))
             prompts_of_experiment.append((experiment, case.encode_prompts(chat_template_kwargs=kwargs)))
-    cause = "the drafter was trained without the chat template, or it is not the target's template"
+    text = "the drafter was trained without the chat template, or it is not the target's template"
     remedy = "use it without the template, as `dflash eval --raw` does, or train it with the template"
-    experiment = Experiment("without the chat template", "raw", cause, remedy)
+    experiment = Experiment("without the chat template", Cause("raw", text, remedy))
     prompts_of_experiment.append((experiment, case.encode_prompts(raw=True)))
     tried_prompts = [case.prompts]
     for experiment, prompts in prompts_of_experiment:
@@ -203,14 +205,11 @@ def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
 def _base_of_target(case: Case) -> Iterator[Experiment]:
     if case.base is None:
         return
-    cause = "the target's layers have changed since the drafter was trained, by quantisation or further training"
-    yield Experiment("features of the base", "base", cause, TRAIN_AGAIN, target=case.base)
-    cause = "the drafter fits the base, and no longer the model made from it"
+    text = "the target's layers have changed since the drafter was trained, by quantisation or further training"
+    yield Experiment("features of the base", Cause("base", text, TRAIN_AGAIN), target=case.base)
     yield Experiment(
         "the base itself, on its own text",
-        "base",
-        cause,
-        TRAIN_AGAIN,
+        FITS_BASE_ONLY,
         target=case.base,
         output_head=case.base.get_output_embeddings(),
         texts=partial(case.answer_prompts, case.prompts, case.base),

@@ -19,15 +19,30 @@ from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.start import draft_ids
 
 
+@dataclass(frozen=True)
+class Cause:
+    """
+    A reason for low acceptance.
+
+    Args:
+        key (`str`): Its name in `--json`.
+        text (`str`): What is wrong.
+        remedy (`str`): What to do about it.
+    """
+
+    key: str
+    text: str
+    remedy: str
+
+
 @dataclass
 class Experiment:
     """
-    A change to the pair, and what is wrong if the change raises acceptance. Without arguments it changes nothing.
+    A change to the pair. Without arguments it changes nothing.
 
     Args:
         name (`str`): What is changed, for the table.
-        key (`str`), cause (`str`): What is wrong, for programs and for people.
-        remedy (`str`): What to do about it.
+        cause ([`Cause`], *optional*): What is wrong if the change raises acceptance.
         config (`dict`): Other values of fields in the drafter's configuration.
         target (`PreTrainedModel`, *optional*): Another target, whose features and embedding the drafter is given.
         output_head (`nn.Module`, *optional*): Another head for the draft logits.
@@ -36,9 +51,7 @@ class Experiment:
     """
 
     name: str = ""
-    key: str = ""
-    cause: str = ""
-    remedy: str = ""
+    cause: Cause | None = None
     config: dict = field(default_factory=dict)
     target: object = None
     output_head: nn.Module | None = None

@@ -1,10 +1,10 @@
-"""A diagnosis, as lines for a terminal and as data."""
+"""A diagnosis, as lines for a terminal and as JSON data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_hf.doctor.comparison import Result
-from dflash_hf.doctor.measuring import Counts, Experiment
+from dflash_hf.doctor.measuring import Cause, Counts
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Diagnosis:
     Args:
         unchanged (`Counts`): Teacher-forced counts of the unchanged pair.
         results (`list[Result]`): The results of the experiments.
-        cause (`Experiment`, *optional*): The likeliest cause.
+        cause (`Cause`, *optional*): The likeliest cause.
         prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and that of a uniform
             guess.
         changed_since_training (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's
@@ -24,7 +24,7 @@ class Diagnosis:
 
     unchanged: Counts
     results: list[Result]
-    cause: Experiment | None
+    cause: Cause | None
     prompt_loss: float
     uniform_loss: float
     changed_since_training: list[str]
@@ -34,7 +34,7 @@ class Diagnosis:
         cause = "none of these: no change is better by more than chance"
         remedy = "more of the target's own answers, and more training; more --prompts show smaller faults"
         if self.cause is not None:
-            cause = self.cause.cause
+            cause = self.cause.text
             remedy = self.cause.remedy
         elif self.changed_since_training:
             remedy = f"use the {' and '.join(self.changed_since_training)} of training, or train with the new one"
@@ -66,7 +66,7 @@ class Diagnosis:
             nats, nats_standard_errors = result.likelihood_gain
             row += f"{nats:+8.2f}{nats_standard_errors:+13.1f}"
         mark = ""
-        if result.experiment is self.cause:
+        if self.cause is not None and result.experiment.cause is self.cause:
             mark = "  <- likeliest cause"
         elif result.is_better:
             mark = "  better"
@@ -74,19 +74,21 @@ class Diagnosis:
 
     def facts(self) -> dict:
         """The data for `--json`."""
-        tried = [
-            {
-                "key": result.experiment.key,
-                "name": result.experiment.name,
-                "tau": result.after.tau,
-                "better": result.is_better,
-                **result.figures,
-            }
-            for result in self.results
-        ]
+        tried = []
+        for result in self.results:
+            experiment = result.experiment
+            tried.append(
+                {
+                    "key": "" if experiment.cause is None else experiment.cause.key,
+                    "name": experiment.name,
+                    "tau": result.after.tau,
+                    "better": result.is_better,
+                    **result.figures,
+                }
+            )
         cause = None
         if self.cause is not None:
-            cause = {"key": self.cause.key, "cause": self.cause.cause, "remedy": self.cause.remedy}
+            cause = {"key": self.cause.key, "cause": self.cause.text, "remedy": self.cause.remedy}
         return {
             "tau": self.unchanged.tau,
             "prompt_nats": {"target": self.prompt_loss, "guess": self.uniform_loss},
