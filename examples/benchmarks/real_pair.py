@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import requests
+from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
@@ -72,7 +72,7 @@ def position(pair: Pair) -> list[str]:
 def long_prompt(pair: Pair) -> list[str]:
     """A request after 4,000 tokens of other requests, against the target alone, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    text = "\n\n".join(row["messages"][0]["content"] for row in requests(120))
+    text = "\n\n".join(row["messages"][0]["content"] for row in demo_prompts(120))
     text = pair.tokenizer.decode(pair.tokenizer(text)["input_ids"][:4000]) + "\n\nWhich of these is about cooking?"
     row = ids_of(pair, text)
     drafted, _ = decode(pair, [row], 96)
@@ -128,7 +128,7 @@ def sampling(pair: Pair) -> list[str]:
         return output, seconds / (output.sequences.shape[1] - len(ids))
 
     with packed_weights(pair.target, pair.draft):
-        for row in requests(48):
+        for row in demo_prompts(48):
             ids = prompt_ids(RowEncoder(pair.tokenizer), row)
             for name, (changes, options) in methods.items():
                 _, target_only = seconds_per_token({}, ids, options, drafted=False)
@@ -145,7 +145,7 @@ def sampling(pair: Pair) -> list[str]:
 
 def batches(pair: Pair) -> list[str]:
     """Rows decoded together, against the target alone with the same number of rows."""
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(8)]
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(8)]
     lines = []
     for size in (1, 4, 8):
         ratios = []
@@ -159,7 +159,7 @@ def batches(pair: Pair) -> list[str]:
 
 def threads(pair: Pair) -> list[str]:
     """One thread and two."""
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]
     lines = []
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -194,7 +194,7 @@ def samples(pair: Pair) -> list[str]:
 def equal(pair: Pair) -> list[str]:
     """300 answers, six at a time, against the target alone with the same number of rows, in fp32, both packed."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    asked = [row["messages"] for row in requests(150)]
+    asked = [row["messages"] for row in demo_prompts(150)]
     for kind in GENERATED:
         asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)]
     rows = [prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages}) for messages in asked]
@@ -214,7 +214,7 @@ def equal(pair: Pair) -> list[str]:
 def at_once(pair: Pair) -> list[str]:
     """Four threads that share both models, every other call plain, against the same calls in turn, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(16)]
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(16)]
 
     def answer(number: int) -> list[int]:
         output, _ = decode(pair, [rows[number]], 32, drafted=number % 2 == 0)
@@ -248,7 +248,7 @@ class Asking(LogitsProcessor):
 def nested(pair: Pair) -> list[str]:
     """Drafted calls inside the processors of drafted and plain calls, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]
     same = inner = 0
     for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
         alone, _ = decode(pair, [row], 48, drafted=False)

@@ -26,7 +26,7 @@ import torch
 
 from dflash_hf.decoding import adaptive, costs
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.demo.run import requests
+from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import load_pair
 
@@ -112,7 +112,7 @@ def _mixed(count: int) -> list:
 
 # Conversations, or texts to continue.
 TEXTS = {
-    "chat": lambda count: [row["messages"][:1] for row in requests(count)],
+    "chat": lambda count: [row["messages"][:1] for row in demo_prompts(count)],
     "HumanEval": _named("humaneval"),
     "arithmetic": _named("arithmetic"),
     "foreign": _foreign,

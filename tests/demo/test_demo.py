@@ -1,4 +1,4 @@
-"""The demo: requests, the comparison on a tiny pair; the real pair where it is here."""
+"""The demo: prompts, the comparison on a tiny pair; the real pair where it is here."""
 
 import gzip
 import json
@@ -28,23 +28,23 @@ def pair(tmp_path_factory):
     return Pair(target, make_draft(target), AutoTokenizer.from_pretrained(folder))
 
 
-def test_requests_were_not_trained_on():
-    rows = demo.requests(14)
+def test_prompts_were_not_trained_on():
+    rows = demo.demo_prompts(14)
     assert {row["kind"] for row in rows[:7]} == {"chat", "code", "task", "math", "rewrite", "json", "sum"}
     with gzip.open(data_folder() / "answers.jsonl.gz", "rt", encoding="utf-8") as file:
         trained = {json.loads(line)["messages"][0]["content"] for line in file}
-    assert len(trained) > 4000 and not trained & {row["messages"][0]["content"] for row in demo.requests(100)}
-    with pytest.raises(ValueError, match="prompts=9999, but only .* requests are held out; ask for fewer"):
-        demo.requests(9999)
+    assert len(trained) > 4000 and not trained & {row["messages"][0]["content"] for row in demo.demo_prompts(100)}
+    with pytest.raises(ValueError, match="prompts=9999, but only .* prompts are held out; ask for fewer"):
+        demo.demo_prompts(9999)
 
 
 def test_demo_runs_every_method_in_turn(pair, tmp_path):
     lines = []
-    report = demo.run_demo(pair, demo.requests(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
+    report = demo.run_demo(pair, demo.demo_prompts(3), max_new_tokens=12, output=tmp_path / "new", say=lines.append)
     assert report.lossless
     assert set(report.methods) == {"target", "target_packed", "dflash", "dflash_auto"}
     text = "\n".join(lines)
-    for part in ("compare   3 requests", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
+    for part in ("compare   3 prompts", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
         assert part in text, part
     assert json.loads((tmp_path / "new" / "eval_report.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
@@ -64,7 +64,7 @@ def test_sample_is_of_average_acceptance(pair):
 def test_answers_of_one_token_have_no_tau(pair):
     """The prompt's forward gives the only token, and nothing is verified; the average was over none."""
     lines = []
-    report = demo.run_demo(pair, demo.requests(2), max_new_tokens=1, say=lines.append)
+    report = demo.run_demo(pair, demo.demo_prompts(2), max_new_tokens=1, say=lines.append)
     assert [len(answer) for answer in report.responses] == [1, 1]
     assert report.verifications == [] and report.tau == 0 and report.tau_per_response == 0
     assert all(method.tau is None for method in report.methods.values())
@@ -76,7 +76,7 @@ def test_answers_of_one_token_have_no_tau(pair):
 @pytest.mark.parametrize("diverging", [(0, 1), (0, 1, 2)])
 def test_sample_shows_the_drafted_text(diverging, pair, tmp_path, monkeypatch):
     """After a near-tie the marks were another text's; after one that ended the answer, nothing was saved."""
-    rows = demo.requests(3)
+    rows = demo.demo_prompts(3)
     lines = []
     evaluate = demo.evaluate
 

@@ -30,13 +30,13 @@ def run(arguments, echo) -> Outcome:
     import torch
 
     from dflash_hf._io.files import default_cache_dir
-    from dflash_hf.demo.run import requests, run_demo
+    from dflash_hf.demo.run import demo_prompts, run_demo
     from dflash_hf.pairs.configs import read_config
     from dflash_hf.smollm2 import load_pair
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded
-    rows = requests(arguments.prompts)  # likewise
+    rows = demo_prompts(arguments.prompts)  # likewise
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     pair = load_pair(arguments.dtype, arguments.draft)

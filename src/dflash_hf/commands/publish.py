@@ -97,9 +97,8 @@ def run(arguments, echo) -> Outcome:
 
 def _announce(folder, echo, result) -> None:
     """`echo` the findings, and what will happen to each file."""
-    from dflash_hf._io.names import ENGINES
+    from dflash_hf._io.names import ENGINES, REPORT_FILE
     from dflash_hf.evaluation.report import EvalReport
-    from dflash_hf.evaluation.report_files import REPORT_FILE
     from dflash_hf.hub.engines import engine_versions
     from dflash_hf.hub.findings import render
 

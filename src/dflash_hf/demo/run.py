@@ -1,8 +1,8 @@
 """
-`dflash demo`: a real model answers requests that its drafter never saw, with each decoding method in turn.
+`dflash demo`: a real model answers prompts that its drafter was not trained on, with each decoding method in turn.
 
-    1. requests   held out from the drafter's data, one of each kind in turn, and some sums
-    2. compare    target alone, packed, with the drafter   (evaluation)
+    1. prompts    held out from the drafter's data, one of each kind in turn, and some sums
+    2. compare    target-only decoding, the same with packed weights, and the drafter   (evaluation)
     3. show       one answer as it was drafted, the table, the plot
 """
 
@@ -34,10 +34,10 @@ _KINDS = ("chat", "code", "task", "math", "rewrite", "json")  # of the data, in 
 _SUMMANDS = ((17, 25), (48, 36), (120, 99), (305, 47))
 
 
-def requests(count: int) -> list[dict]:
+def demo_prompts(count: int) -> list[dict]:
     """
-    The first `count` requests: rows with `kind` and `messages`, held out from the drafter's data, one of each kind in
-    turn, every seventh a sum.
+    The first `count` prompts of the demo: rows with `kind` and `messages`, held out from the drafter's data, one of
+    each kind in turn, every seventh a sum.
 
     Raises:
         `ValueError`: there are fewer than `count`.
@@ -45,14 +45,14 @@ def requests(count: int) -> list[dict]:
     with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     rows_of_kinds = [[row for row in rows if row["kind"] == kind] for kind in _KINDS]
-    rows_of_kinds.append([_sum_request(first, second) for first, second in _SUMMANDS])
+    rows_of_kinds.append([_sum_prompt(first, second) for first, second in _SUMMANDS])
     in_turn = [row for row in chain.from_iterable(zip_longest(*rows_of_kinds)) if row is not None]
     if count > len(in_turn):
-        raise ValueError(f"prompts={count}, but only {len(in_turn)} requests are held out; ask for fewer.")
+        raise ValueError(f"prompts={count}, but only {len(in_turn)} prompts are held out; ask for fewer.")
     return in_turn[:count]
 
 
-def _sum_request(first: int, second: int) -> dict:
+def _sum_prompt(first: int, second: int) -> dict:
     text = f"What is {first} + {second}? Explain step by step."
     return {"kind": "sum", "messages": [{"role": "user", "content": text}]}
 
@@ -71,7 +71,7 @@ def run_demo(
 
     Args:
         pair ([`~dflash_hf.smollm2.Pair`]): The pair to decode with.
-        rows (`list[dict]`): The [`requests`].
+        rows (`list[dict]`): Rows of [`demo_prompts`].
         max_new_tokens, runs (`int`): Longest answer, and timed runs of each.
         output (`Path`, *optional*): Folder for figures and plot.
         color (`bool`): Colour the sample with ANSI codes.
@@ -81,7 +81,7 @@ def run_demo(
     prompts = [prompt_ids(encoder, row) for row in rows]
     dtype = str(pair.target.dtype).removeprefix("torch.")
     say(
-        f"compare   {len(rows)} requests, greedy, {max_new_tokens} tokens at most, {dtype}, "
+        f"compare   {len(rows)} prompts, greedy, {max_new_tokens} tokens at most, {dtype}, "
         f"{torch.get_num_threads()} thread(s), every method in turn"
     )
     report = evaluate(
@@ -105,9 +105,11 @@ def run_demo(
 
 
 def sample_lines(pair: Pair, rows: list[dict], report: EvalReport, color: bool) -> list[str]:
-    """An answer of average acceptance as it was drafted; none if the drafts led to another text in every case."""
+    """
+    Lines that show an answer of median acceptance as it was drafted; none if no answer is equal to the target's own.
+    """
     diverging = {divergence.prompt for divergence in report.divergences if divergence.method == DFLASH}
-    lengths = report.acceptance_lengths  # none if the answer ends with the prompt's own token
+    lengths = report.acceptance_lengths  # empty for an answer that prefill alone generated
     indices = [i for i in range(len(rows)) if i not in diverging]
     if not indices:
         return []

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_hf._io.files import read_json
+from dflash_hf._io.names import FACTS_FILE
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.synthetic.responses import generate_responses
@@ -60,7 +61,7 @@ class Training:
         checkpoint; `None` if they are not there, or it is no folder.
         """
         try:
-            training = read_json(Path(folder, "card_facts.json"))["training"]
+            training = read_json(Path(folder, FACTS_FILE))["training"]
             batch_factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
             batch_size = math.prod(training.get(name, 1) for name in batch_factors)
             rows = training["train_examples"]

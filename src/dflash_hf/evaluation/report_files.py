@@ -6,14 +6,13 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from dflash_hf._io.names import PLOT_FILE, REPORT_FILE
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.targets.digests import digest_of_parameters
 
 
-REPORT_FILE = "eval_report.json"
-PLOT_FILE = "eval_report.png"
 _logger = logging.get_logger(__name__)
 
 

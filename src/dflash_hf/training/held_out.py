@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from dflash_hf._io.files import read_json
+from dflash_hf._io.names import FACTS_FILE
 from dflash_hf.data.held_out import hold_out
 from dflash_hf.data.prepare import CONVERSATION
-from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.training.features import parts_of
 
 

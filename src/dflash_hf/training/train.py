@@ -13,6 +13,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from dflash_hf._io.argument_types import check_writable
 from dflash_hf._io.files import locked, read_json
+from dflash_hf._io.names import FACTS_FILE, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.terminal import note
 from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
@@ -22,8 +23,6 @@ from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE
-from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_pair_configs, check_token_id
 from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Sized
 from pathlib import Path
 
 from dflash_hf._io.files import read_json, write_json
+from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.repositories import origin
-from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.training.held_out import PREFIX, taus
 
 
