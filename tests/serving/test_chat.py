@@ -22,7 +22,7 @@ from support.serving import chat_ids, make_chat, save_readable_target, scripted
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
-from dflash_hf._io.terminal import Echo, after_the_text
+from dflash_hf._io.terminal import Echo, hold_back_logs
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
 from dflash_hf.serving.pieces import PieceStreamer
@@ -127,7 +127,7 @@ def test_indented_lines_keep_their_spaces():
 def test_python_warnings_come_after_the_text(monkeypatch, capsys):
     """As those that are logged."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stdout)])
-    with after_the_text():
+    with hold_back_logs():
         Echo().write("a ")
         warnings.warn("of Python", stacklevel=1)
         Echo().write("text\n")

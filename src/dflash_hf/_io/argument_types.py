@@ -1,4 +1,4 @@
-"""Types of the arguments of commands, for `type=` of `add_argument`: they read a value, and check it."""
+"""Types for `type=` of `add_argument`: functions that parse and check the value of an option."""
 
 import argparse
 import json
@@ -17,17 +17,17 @@ from dflash_hf._io.names import SHORT_DTYPES
 @dataclass(frozen=True)
 class Number:
     """
-    Reads a number from the command line.
+    Parses and checks a number.
 
     Args:
         kind (`type`): `int` or `float`.
-        fits (`Callable`): Whether a number is valid.
-        must (`str`): What the error says of other numbers.
+        is_valid (`Callable`): Whether a number is valid.
+        rule (`str`): What the error says after a number that is not.
     """
 
     kind: type
-    fits: Callable[[float], bool]
-    must: str
+    is_valid: Callable[[float], bool]
+    rule: str
 
     @property
     def metavar(self) -> str:
@@ -40,8 +40,8 @@ class Number:
         except ValueError as error:
             whole = "whole " if self.kind is int else ""
             raise argparse.ArgumentTypeError(f"invalid value {text!r}; give a {whole}number") from error
-        if not self.fits(value):
-            raise argparse.ArgumentTypeError(f"{text} {self.must}")
+        if not self.is_valid(value):
+            raise argparse.ArgumentTypeError(f"{text} {self.rule}")
         return value
 
 
@@ -58,7 +58,7 @@ amount = Number(float, lambda value: 0 < value < math.inf, "must be a positive n
 
 
 def dtype(text: str) -> str:
-    """The full name of a dtype; the option's choices are checked by it."""
+    """The full name of a dtype, which argparse then compares with the option's choices."""
     return SHORT_DTYPES.get(text, text)
 
 
@@ -80,7 +80,7 @@ def readable_file(text: str) -> Path:
 
 
 def output_path(text: str) -> Path:
-    """A file or folder that can be written: checked now, not after hours of work."""
+    """A writable file or folder. It is checked when arguments are parsed, and not after hours of work."""
     path = Path(text).expanduser()
     try:
         check_writable(path)
@@ -116,7 +116,7 @@ METAVARS: dict[object, str] = {
 
 def check_writable(path: Path) -> None:
     """
-    Try to write where `path` is or would be created, leaving nothing behind.
+    Check that `path` can be written, or created; nothing is left behind.
 
     Raises:
         `OSError`: it cannot be written.

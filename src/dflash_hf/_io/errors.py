@@ -1,4 +1,4 @@
-"""Errors of commands, and every error as one line: the problem, the place and the remedy."""
+"""Errors of commands, and the one line that a command prints for any error: the problem, the place and the remedy."""
 
 import contextlib
 import re
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-MAX_LINE = 300  # characters of an error
-MAX_DETAILS = 1000  # characters of a `DetailedError`
+MAX_LINE = 300  # characters of an error message
+MAX_DETAILS = 1000  # characters of the message of a `DetailedError`
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
-# Libraries raise these as errors of many kinds.
-_FULL = ("no space left on device", "disk quota exceeded", "pytorchstreamwriter failed writing")
-_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate")
-_LESS = (
+# Parts of the messages by which the errors of all libraries are recognised, whatever their types.
+_DISK_IS_FULL = ("no space left on device", "disk quota exceeded", "pytorchstreamwriter failed writing")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate")
+_USE_LESS_MEMORY = (
     "use fewer or shorter rows at a time (--batch-size, --max-length, per_device_train_batch_size=1 with as many more "
     "gradient_accumulation_steps), or bfloat16"
 )
@@ -25,11 +25,11 @@ class UsageError(ValueError):
 
 
 class DetailedError(ValueError):
-    """An error with a longer message than others, since every part of it is needed."""
+    """An error whose message may be as long as `MAX_DETAILS`, because all of it is needed."""
 
 
 def one_line(message: object, limit: int = MAX_LINE) -> str:
-    """A message on one line of at most `limit` characters, shortened in the middle, and without Hub tokens."""
+    """A message on one line of at most `limit` characters, shortened in the middle, with Hub tokens masked."""
     text = _TOKEN.sub("hf_...", " ".join(str(message).split()))
     if len(text) <= limit:
         return text
@@ -38,52 +38,56 @@ def one_line(message: object, limit: int = MAX_LINE) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is a secret."""
+    """Whether a setting of this name holds a secret, which is not printed."""
     return bool(_SECRET.search(name))
 
 
-def install(extra: str) -> str:
-    """How to install an extra, for any shell; the package is not on PyPI yet."""
+def install_hint(extra: str) -> str:
+    """How to install an extra; the command works in any shell. The package is not on PyPI yet."""
     return f"run `pip install '.[{extra}]'` in a checkout of dflash-hf"
 
 
 @contextlib.contextmanager
-def needs(what: str, extra: str) -> Iterator[None]:
+def requires_extra(what: str, extra: str) -> Iterator[None]:
     """
-    Around the import of a package of an extra.
+    A context manager around the import of a package that an extra installs.
+
+    Args:
+        what (`str`): The beginning of the error, such as `"Pictures need matplotlib"`.
+        extra (`str`): The extra.
 
     Raises:
-        `ImportError`: it is not installed; `what` says who needs it.
+        `ImportError`: the package is not installed; with the command that installs it.
     """
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{what}: {install(extra)}.") from error
+        raise ImportError(f"{what}: {install_hint(extra)}.") from error
 
 
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk is full."""
-    return any(sign in str(error).lower() for sign in _FULL)
+    return any(sign in str(error).lower() for sign in _DISK_IS_FULL)
 
 
-def explain(error: BaseException, again: str = "run the same command again", output: object = None) -> str:
+def explain(error: BaseException, resume_hint: str = "run the same command again", output: object = None) -> str:
     """
-    One line about an error.
+    The line that a command prints for an error.
 
     Args:
         error (`BaseException`): The error that a command raised.
-        again (`str`): How to resume the command.
-        output (*optional*): The file or folder that the command writes, as it was named.
+        resume_hint (`str`): How to resume the command.
+        output (*optional*): The file or folder that the command writes, as the user named it.
     """
     text = str(error) or repr(error)
     if is_full(error):
         place = output
         if place is None and isinstance(error, OSError):
-            place = error.filename2 or error.filename  # of a copy, the second is the one that is written
+            place = error.filename2 or error.filename  # `filename2` is the destination of a copy
         where = f" ({place})" if place else ""
-        return one_line(f"the disk is full{where}: free some space, then {again}")
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _about_memory(text)):
-        return f"out of memory ({_about_memory(text) or 'no details'}): {_LESS}"
+        return one_line(f"the disk is full{where}: free some space, then {resume_hint}")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _sentence_about_memory(text)):
+        return f"out of memory ({_sentence_about_memory(text) or 'no details'}): {_USE_LESS_MEMORY}"
     if isinstance(error, DetailedError):
         return one_line(text, MAX_DETAILS)
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -96,9 +100,9 @@ def explain(error: BaseException, again: str = "run the same command again", out
     return f"{message} ({place}); --debug shows the traceback; add `dflash env` to a bug report"
 
 
-def _about_memory(text: str) -> str:
-    """The sentence about memory; torch names a line of its own code first."""
+def _sentence_about_memory(text: str) -> str:
+    """The sentence about memory, which is not the first one in torch's messages; empty if there is none."""
     for sentence in text.split(". "):
-        if any(sign in sentence.lower() for sign in _MEMORY):
+        if any(sign in sentence.lower() for sign in _OUT_OF_MEMORY):
             return one_line(sentence, 100)
     return ""

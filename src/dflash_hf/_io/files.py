@@ -1,4 +1,4 @@
-"""Files that are complete or absent, with one writer at a time, and digests of contents."""
+"""Atomic writes, locks, JSON and text files with clear errors, and digests."""
 
 import codecs
 import hashlib
@@ -20,26 +20,26 @@ LOCK_FILE = ".lock"
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """
-    A path next to `path` to write to, which replaces `path` when the block ends; after an exception, Ctrl-C included,
-    it is removed and `path` is unchanged.
+    A temporary path next to `path` to write to. At the end of the block it replaces `path`; after an exception, Ctrl-C
+    included, it is removed, and `path` is unchanged.
     """
-    half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.half")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
-        yield half
-        half.replace(path)
+        yield temporary_path
+        temporary_path.replace(path)
     finally:
-        half.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value) -> None:
     """Write a JSON file atomically."""
-    with atomic(path) as half:
-        half.write_text(json_text(value) + "\n", encoding="utf-8")
+    with atomic(path) as temporary_path:
+        temporary_path.write_text(json_text(value) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> dict:
     """
-    The JSON object in a file.
+    Read a file that holds a JSON object.
 
     Raises:
         `ValueError`: it holds something else, or cannot be read.
@@ -60,7 +60,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def json_text(value) -> str:
-    """A value as JSON. Numbers that are not finite, which JSON does not have, become null; unknown objects text."""
+    """A value as JSON text. Numbers that are not finite, which JSON lacks, become null, and unknown objects text."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=1, allow_nan=False)
 
@@ -80,14 +80,14 @@ def read_text(path: Path) -> str:
 
 
 def not_utf8(path, line: int) -> str:
-    """The error for a file in another encoding."""
+    """The message of the error for a file in another encoding, with the command that converts it."""
     with open(path, "rb") as file:
         encoding = "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
     return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f {encoding} -t UTF-8 {path} > converted"
 
 
 def digest_of(value) -> str:
-    """A digest of a text or any JSON value: 16 hexadecimal digits."""
+    """A digest of a text or another JSON value: the first 16 hexadecimal digits of its SHA-256."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -101,7 +101,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """Values that differ between `before` and `now`, in words; names that only one of them has are ignored."""
+    """Values that differ between `before` and `now`, as `name=old, not new`; names in only one of them are ignored."""
     return [
         f"{name}={before[name]!r}, not {value!r}"
         for name, value in now.items()
@@ -112,13 +112,13 @@ def differences(before: dict, now: dict) -> list[str]:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """
-    Exclusive write access to a file or to a folder that exists, by a hidden file beside it or in it, which is there
-    as long as it is held; a killed process holds nothing.
+    Exclusive write access to a file, or to an existing folder, for the time of the block. The lock is a hidden file
+    beside the file or in the folder, which is removed at the end; the lock of a killed process is released.
 
     Raises:
-        `ValueError`: another process writes there.
+        `ValueError`: another process holds the lock.
     """
-    real = path.resolve()  # whatever its links are called
+    real = path.resolve()  # two links to one file share its lock
     file = real / LOCK_FILE if real.is_dir() else real.with_name(f".{real.name}{LOCK_FILE}")
     lock = FileLock(file, timeout=0, fallback_to_soft=False)  # a soft lock outlives a killed process
     try:
@@ -127,7 +127,7 @@ def locked(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
     except PermissionError:
         raise
-    except OSError as error:  # of a network file system without locks
+    except OSError as error:  # network file systems without locks
         from transformers.utils import logging
 
         logging.get_logger(__name__).warning(
@@ -137,7 +137,9 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(PermissionError):  # Windows keeps a file that is open
-            file.unlink(missing_ok=True)  # first: nobody holds a file without a name
+            # Removed while the lock is held. A process that is waiting for this file then locks a file without a name,
+            # which filelock (4.0 and newer) notices after locking, and starts again with a new file.
+            file.unlink(missing_ok=True)
         lock.release()
 
 

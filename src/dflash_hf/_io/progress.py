@@ -1,4 +1,4 @@
-"""Progress bars: those of commands, and those of libraries, which are in the way of a command's own."""
+"""Progress bars of commands, and how to hide those of libraries."""
 
 import contextlib
 import io
@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dflash_hf._io.terminal import note
 
 
-SECONDS_BETWEEN_LINES = 30.0  # of progress, where no bar is shown
+SECONDS_BETWEEN_LINES = 30.0  # between lines of progress, where no bar is shown
 
 
 def bar(desc: str) -> Callable[[Iterable], Iterable]:
     """
-    Progress around some items: on a terminal a bar, which disappears when they are done; elsewhere a line now and
-    then, since a bar in a file is one endless line.
+    A function that wraps an iterable to show progress: on a terminal as a bar that disappears at the end, elsewhere as
+    a line every `SECONDS_BETWEEN_LINES`, because a bar would fill a log file.
     """
     from tqdm import tqdm
 
-    def around(items: Iterable) -> Iterable:
+    def with_progress(items: Iterable) -> Iterable:
         if os.environ.get("TQDM_DISABLE"):  # --quiet; tqdm itself reads it when it is imported
             return items
         if sys.stderr.isatty():
             return tqdm(items, desc=desc, leave=False)
         return _with_lines(items, desc)
 
-    return around
+    return with_progress
 
 
 def _with_lines(items: Iterable, desc: str) -> Iterator:
-    """Yields items, and notes how many are done every `SECONDS_BETWEEN_LINES`."""
+    """Yield the items, and print how many are done every `SECONDS_BETWEEN_LINES`."""
     total = f" of {len(items)}" if isinstance(items, Sized) else ""
     last = time.monotonic()
     for number, item in enumerate(items, start=1):
@@ -43,7 +43,7 @@ def _with_lines(items: Iterable, desc: str) -> Iterator:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress bars of transformers and `datasets` meanwhile; downloads from the Hub keep theirs."""
+    """Hide the progress bars of transformers and `datasets`, but not those of downloads from the Hub."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -68,8 +68,8 @@ def without_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def without_standard_error() -> Iterator[None]:
     """
-    Nothing on standard error meanwhile, for bars that heed no setting, as those of GGUF files; also as
-    [`without_bars`]. Errors are raised as always.
+    Hide everything that is written to standard error, including bars that no setting disables, such as those of GGUF
+    files. Exceptions are raised as usual.
     """
     with without_bars(), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,8 +1,8 @@
 """
-Names of a folder or a Hub repository: distinguished with a single request to the Hub.
+Whether a name is a folder or a Hub repository.
 
-A missing folder is reported without a request; a name that could be a repository is requested once, without the
-libraries' retries, which take a minute.
+A missing folder is reported without a request. For a name that could be a repository, the Hub is asked once, without
+the retries of libraries, which take a minute.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ def looks_local(name: str) -> bool:
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Whether a name names a GGUF file, which a folder may be called like."""
+    """Whether a name is that of a GGUF file, and not of a folder that ends in `.gguf` too."""
     return str(name).endswith(".gguf") and not Path(name).is_dir()
 
 
 def is_repository_id(name: str) -> bool:
-    """Whether the Hub accepts a name as a repository's."""
+    """Whether a name is a valid repository id of the Hub."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -58,8 +58,14 @@ def check_revision(name: str, argument: str, revision: str | None) -> None:
 
 def small_file(name: str, argument: str, revision: str | None, file: str = "config.json") -> Path:
     """
-    The path of a model's small file: in its folder, which may lack it, or in the cache, for which the Hub is asked
-    once, before libraries retry for a minute.
+    The path of a model's small file, such as `config.json`: in its folder, where it may be missing, or in the cache,
+    for which the Hub is asked once.
+
+    Args:
+        name (`str`): Folder or repository.
+        argument (`str`): How errors call it, such as `"--draft my-drafter"`.
+        revision (`str`, *optional*): Branch, tag or commit of a repository.
+        file (`str`): The file's name.
 
     Raises:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
@@ -75,7 +81,7 @@ def small_file(name: str, argument: str, revision: str | None, file: str = "conf
 
 
 def _download(name: str, argument: str, revision: str | None, file: str) -> str:
-    """The path of a repository's file in the cache, or an empty text for a file that is missing, and may be."""
+    """The path of a repository's file in the cache; `""` if the repository lacks an optional file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -1,4 +1,4 @@
-"""What commands read from standard input, and print."""
+"""Standard input and output of commands."""
 
 import contextlib
 import logging
@@ -40,7 +40,7 @@ def stdin_lines() -> Iterator[str]:
 
 
 def print_line(line: str, stream) -> None:
-    """Print immediately, above the progress bars that may be on the screen."""
+    """Print immediately, above progress bars."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if tqdm is None:
         print(line, file=stream)
@@ -50,7 +50,7 @@ def print_line(line: str, stream) -> None:
 
 
 def note(line: str) -> None:
-    """Print to standard error, so that only results are piped."""
+    """Print to standard error; standard output is for results, which may be piped."""
     print_line(line, sys.stderr)
 
 
@@ -67,7 +67,7 @@ class Echo:
         print_line(line, self.stream)
 
     def write(self, text: str) -> None:
-        """Print a piece of a line immediately."""
+        """Print part of a line immediately."""
         self.stream.write(text)
         self.stream.flush()
 
@@ -81,8 +81,8 @@ def wants_color(choice: bool | None, stream) -> bool:
 
 def marks_around(text: str, stream) -> tuple[str, str]:
     """
-    An opening and a closing mark for parts of a text without colour: a pair that the text does not hold, and that the
-    stream can print. Code is full of brackets.
+    An opening and a closing mark for parts of a text that is printed without colour: a pair that the text does not
+    hold, unlike the brackets in code, and that the stream can print.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     for opening, closing in _MARKS:
@@ -96,8 +96,8 @@ def marks_around(text: str, stream) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def after_the_text() -> Iterator[None]:
-    """Holds the log and warnings back, which would be in the middle of a streamed text, until that is complete."""
+def hold_back_logs() -> Iterator[None]:
+    """Hold log lines and warnings back until the block ends, so that they do not interrupt a streamed text."""
     from logging.handlers import MemoryHandler
 
     root = logging.getLogger()
@@ -120,7 +120,7 @@ def after_the_text() -> Iterator[None]:
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:
-    """`-q` and `-v`: the verbosity of libraries, which read it from the environment when imported."""
+    """Set the verbosity of libraries (`-q`, `-v`) in the environment, from which they read it when imported."""
     if not quiet and not verbose:
         return
     level = "debug"

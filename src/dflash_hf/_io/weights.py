@@ -1,4 +1,4 @@
-"""Weights in a folder: whether they are finite, and writing them."""
+"""Checks that weights are finite, and a writer for a folder of weights."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +12,10 @@ from dflash_hf._io.files import write_json
 
 def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
-    Check the tensors of a drafter.
+    Check that all weights of a drafter are finite.
 
     Raises:
-        `ValueError`: one has values that are inf or NaN; names it, and the remedy.
+        `ValueError`: a tensor has values that are inf or NaN; names it, and the remedy.
     """
     for name, tensor in named:
         finite = tensor.float().isfinite()
@@ -36,7 +36,7 @@ def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) ->
 
 
 def is_finite(tensors) -> bool:
-    """Whether all values of some tensors are finite; of sharded tensors, this process's part. Syncs only once."""
+    """Whether all values of some tensors, of this process's shards, are finite; waits for the device only once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     flags = [tensor.detach().isfinite().all() for tensor in local]
     if not flags:

@@ -1,1 +1,1 @@
-"""Registration with transformers, without slowing the import."""
+"""Registration of the classes with transformers' Auto classes, without importing transformers early."""

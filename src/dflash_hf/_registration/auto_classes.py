@@ -1,5 +1,5 @@
 """
-Registration with the Auto classes: a drafter's folder is recognised by its content, never by its `model_type`.
+Registration with the Auto classes of transformers, which recognise a drafter by its config, not by its `model_type`.
 
 Published drafters have `model_type: qwen3`, so `AutoModel` alone would build a Qwen3 model with random embeddings,
 and their remote code fails on current versions of transformers. After `import dflash_hf`, `AutoConfig` and `AutoModel`
@@ -11,7 +11,7 @@ import functools
 
 
 def register() -> None:
-    """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
+    """Make `AutoConfig` return `DFlashDraftConfig` for a drafter's folder. Registering twice is a no-op."""
     # Imports are inside the functions: importing transformers may be what calls them, through `when_imported`.
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -21,7 +21,7 @@ def register() -> None:
 
     @functools.wraps(original)
     def from_pretrained(pretrained_model_name_or_path, **kwargs):
-        # Not at the top: if that module is imported first, it imports this one halfway through.
+        # Imported here: `layouts.read` itself may be what imports transformers, and then is not complete yet.
         from dflash_hf.layouts.read import is_drafter_config
 
         lookup = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
@@ -40,13 +40,13 @@ def register() -> None:
 
 
 def register_classes() -> None:
-    """Register our classes with `AutoConfig` and `AutoModel`."""
+    """Register `DFlashDraftConfig` and `DFlashDraftModel` with `AutoConfig` and `AutoModel`."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from dflash_hf.drafter import DFlashDraftConfig, DFlashDraftModel
 
     class NoCausalLM:
-        """Replaces upstream's error, which lists all classes that it knows."""
+        """A clearer error than upstream's, which lists all its classes."""
 
         config_class = DFlashDraftConfig
 

@@ -1,6 +1,6 @@
 """
-Actions that wait for a module: `import dflash_hf` must be free, but the modules that it changes take seconds to import
-and may never be needed.
+Actions that run once another module is imported: `import dflash_hf` must be fast, but the modules of transformers that
+it patches take seconds to import, and may never be needed.
 """
 
 import importlib.util
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 
-_actions: dict[str, list[Callable[[], object]]] = {}  # by the module that they wait for
+_actions: dict[str, list[Callable[[], object]]] = {}  # module name -> actions
 
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
@@ -28,11 +28,11 @@ def when_imported(name: str, action: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: it lets the other finders find an awaited module, and adds the actions to its loader."""
+    """A meta path finder that leaves the search to the other finders, and adds the actions to the module's loader."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        actions = _actions.pop(name, None)  # first, so that the search below does not come back here
+        actions = _actions.pop(name, None)  # popped first: `find_spec` below calls this finder again
         if actions is None:
             return None
         spec = importlib.util.find_spec(name)

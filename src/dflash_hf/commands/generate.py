@@ -9,7 +9,7 @@
 import time
 
 from dflash_hf._io.errors import UsageError
-from dflash_hf._io.terminal import Outcome, after_the_text, marks_around, stdin_lines, wants_color
+from dflash_hf._io.terminal import Outcome, hold_back_logs, marks_around, stdin_lines, wants_color
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
 
@@ -63,7 +63,7 @@ def run(arguments, echo) -> Outcome:
 
     streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
     assistant = {} if draft is None else {"assistant_model": draft}
-    with after_the_text():
+    with hold_back_logs():
         output, ids, seconds = decode(streamer=streamer, **assistant)
         if streamer is not None:
             echo("")

@@ -8,7 +8,7 @@
 """
 
 from dflash_hf._io.argument_types import port, template_arguments
-from dflash_hf._io.errors import UsageError, install
+from dflash_hf._io.errors import UsageError, install_hint
 from dflash_hf._io.names import ENGINES, LLAMA_CPP
 from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands import shared
@@ -58,7 +58,7 @@ def run(arguments, echo) -> Outcome:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
+        raise ImportError(f"Serving needs packages that are not installed: {install_hint('serving')}.")
     from transformers import AutoProcessor
 
     from dflash_hf.serving.server import Server, listen

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf._io.errors import needs
+from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import atomic, digest_of
 from dflash_hf._io.progress import without_standard_error
 from dflash_hf._io.repositories import is_gguf
@@ -509,6 +509,6 @@ def _read(path: Path, state: tuple[int, ...]):
 
 def _gguf():
     """The package `gguf`, imported when a GGUF file is read or written."""
-    with needs("GGUF files need `gguf`", "gguf"):
+    with requires_extra("GGUF files need `gguf`", "gguf"):
         import gguf
     return gguf

@@ -13,7 +13,7 @@ from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TextIO
 
-from dflash_hf._io.errors import needs, one_line
+from dflash_hf._io.errors import one_line, requires_extra
 from dflash_hf._io.files import read_text
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import SECONDS, looks_local
@@ -75,7 +75,7 @@ def load_rows(
         `OSError`: a file does not exist, or the Hub cannot be reached.
         `ImportError`: `datasets` is not installed.
     """
-    with needs("Reading a dataset needs `datasets`", "train"):
+    with requires_extra("Reading a dataset needs `datasets`", "train"):
         import datasets
 
     names = [data] if isinstance(data, str | Path) else list(data)

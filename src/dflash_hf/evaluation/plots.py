@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 
-from dflash_hf._io.errors import needs
+from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import atomic
 from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.report import EvalReport
@@ -53,7 +53,7 @@ def draw_report(report: EvalReport, title: str = ""):
     Raises:
         `ImportError`: matplotlib is not installed.
     """
-    with needs("Pictures need matplotlib", "plots"):
+    with requires_extra("Pictures need matplotlib", "plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

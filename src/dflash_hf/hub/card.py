@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf import hub_cards
-from dflash_hf._io.errors import needs
+from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import digest_of, read_json, write_json
 from dflash_hf._io.names import LLAMA_CPP
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
@@ -136,7 +136,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         `ImportError`: jinja2 is not installed.
         `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
-    with needs("A model card needs jinja2", "hub"):
+    with requires_extra("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dflash_hf._io.errors import explain, one_line
-from dflash_hf._io.terminal import Echo, after_the_text, stdin_lines
+from dflash_hf._io.terminal import Echo, hold_back_logs, stdin_lines
 from dflash_hf.evaluation.text import shade
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
@@ -97,7 +97,7 @@ class Chat:
         streamer = PieceStreamer(self.decoder.tokenizer, self._show)
         settings = copy.deepcopy(target.generation_config)
         settings.update(**self.options)
-        with after_the_text():
+        with hold_back_logs():
             try:
                 ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

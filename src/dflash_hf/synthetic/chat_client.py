@@ -3,7 +3,7 @@
 import os
 from urllib.parse import urlsplit
 
-from dflash_hf._io.errors import needs, one_line
+from dflash_hf._io.errors import one_line, requires_extra
 from dflash_hf.data.messages import UnusableRow
 
 
@@ -37,7 +37,7 @@ class ChatClient:
     """
 
     def __init__(self, url: str, options: dict, template_kwargs: dict, timeout: float = 600.0):
-        with needs("--server needs `openai`", "serving"):
+        with requires_extra("--server needs `openai`", "serving"):
             import openai
 
         parts = urlsplit(url)

@@ -2,7 +2,7 @@
 
 import copy
 
-from dflash_hf._io.errors import needs
+from dflash_hf._io.errors import requires_extra
 from dflash_hf.drafter import DFlashDraftModel
 
 
@@ -37,7 +37,7 @@ def add_adapter(draft: DFlashDraftModel, peft_config: dict):
 
 def adapter_config(peft_config: dict):
     """The `PeftConfig` of the fields of [`add_adapter`]."""
-    with needs("peft_config needs peft", "train"):
+    with requires_extra("peft_config needs peft", "train"):
         import peft
     fields = {"peft_type": "LORA", "target_modules": TARGET_MODULES, **peft_config}
     fields["task_type"] = None  # a drafter is no model of a task, and has no method of theirs

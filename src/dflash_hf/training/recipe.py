@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import HfArgumentParser
 
 from dflash_hf import examples
-from dflash_hf._io.errors import is_secret, needs
+from dflash_hf._io.errors import is_secret, requires_extra
 from dflash_hf._io.files import read_text
 from dflash_hf.data.sources import check_files
 from dflash_hf.layouts.configuration import DFlashDraftConfig
@@ -237,7 +237,7 @@ def _read_yaml(path: Path) -> dict:
 
 def _parse_yaml(text: str, what: str):
     """A YAML value, with numbers such as `6e-4`, which YAML 1.1 reads as strings; `what` names it in an error."""
-    with needs("A recipe needs pyyaml", "train"):
+    with requires_extra("A recipe needs pyyaml", "train"):
         import yaml
 
     class Loader(yaml.SafeLoader):
