@@ -83,7 +83,7 @@ def test_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
     summary = json.loads(report.to_json())["summary"]
     assert (summary["speedup"], summary["speedup_over"]) == (dflash.speedup_over_packed, TARGET_PACKED)
     measured = CardFacts("a/b", report=json.loads(report.to_json()), evaluated_on="c/d")
-    assert "speed-up, whole blocks over target alone, packed" in str(metadata(measured, "e/f"))
+    assert "speedup, whole blocks over target alone, packed" in str(metadata(measured, "e/f"))
     table = summary_lines(report)
     assert "over packed" in table[3] and any(line.startswith("target alone, packed") for line in table)
 

@@ -52,10 +52,11 @@ def test_engines_read_trained_settings(variant, trust, target, tmp_path):
             assert loaded.dflash_config.get(key, default) == getattr(config, key)
         for key in ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "vocab_size", "hidden_act"):
             assert getattr(loaded, key) == getattr(config, key)
-        layers = DrafterFolder(json.loads((tmp_path / "config.json").read_text())).layers_as_read()
+        drafter = DrafterFolder(json.loads((tmp_path / "config.json").read_text()))
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
         layers_as_trained = [(window, config.layer_is_causal(i)) for i, window in enumerate(windows)]
-        assert layers == {"vllm": layers_as_trained, "sglang": layers_as_trained}
+        assert drafter.layers_in_vllm() == layers_as_trained
+        assert drafter.layers_in_sglang() == layers_as_trained
 
 
 def test_nested_keys_set_fields(target):

@@ -52,7 +52,7 @@ def test_installed_version_is_checked(installed, version, checked_as, warning, m
     install(monkeypatch, **({} if installed is None else {"vllm": installed}))
     (engine,) = engine_versions(["vllm"])
     assert (engine.version, engine.checked_as) == (version, checked_as)
-    assert engine.origin == ("not installed" if installed is None else "installed")
+    assert engine.source == ("newest checked" if installed is None else "installed")
     if warning is None:
         assert engine.warning is None
     else:

@@ -16,7 +16,9 @@ from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.code_only import publish_code
-from dflash_hf.hub.publish import PublishError, publish, with_version
+from dflash_hf.hub.code_version import with_version
+from dflash_hf.hub.commits import PublishError
+from dflash_hf.hub.publish import publish
 from dflash_hf.targets.digests import digest_of_parameters
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import check
-from dflash_hf.hub.findings import readers
+from dflash_hf.hub.findings import can_read_by_engine
 from dflash_hf.layouts.all_layouts import SOURCE_LAYOUTS
 from dflash_hf.layouts.source_layout import SourceLayout
 
@@ -73,7 +73,7 @@ def test_registered_layout_loads(tmp_path, tensors):
 def test_registered_layout_is_saved_as_published(tmp_path, tensors):
     DFlashDraftModel.from_pretrained(tmp_path).save_pretrained(tmp_path / "published")
     findings = check(tmp_path / "published")
-    assert not findings and all(readers(findings, ["vllm", "sglang", "transformers"]).values())
+    assert not findings and all(can_read_by_engine(findings, ["vllm", "sglang", "transformers"]).values())
     named = {finding.key: finding.message for finding in check(tmp_path)}
     assert "dflash convert" in named["architectures"]
 
@@ -95,7 +95,7 @@ def test_unregistered_layout_is_named(tmp_path, tensors):
     with pytest.raises(ValueError, match="AcmeBlockDrafter"):
         DFlashDraftModel.from_pretrained(tmp_path)
     findings = check(tmp_path)
-    assert readers(findings, ["vllm", "sglang", "transformers"]) == {
+    assert can_read_by_engine(findings, ["vllm", "sglang", "transformers"]) == {
         "vllm": None,
         "sglang": None,
         "transformers": False,

@@ -12,7 +12,7 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArgumen
 from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check
-from dflash_hf.hub.findings import readers
+from dflash_hf.hub.findings import can_read_by_engine
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.arguments import ScriptArguments, choices_of
 from dflash_hf.training.head_presets import head_presets
@@ -162,7 +162,7 @@ def test_drafters_of_presets_are_read_everywhere(preset, tmp_path, monkeypatch):
     config = DFlashDraftConfig.for_target(target.config, 63, layers, script.block_size, **fields)
     DFlashDraftModel(config).save_pretrained(tmp_path)
     findings = check(tmp_path, ENGINES, target.config)
-    assert readers(findings, ENGINES) == dict.fromkeys(ENGINES, True), findings
+    assert can_read_by_engine(findings, ENGINES) == dict.fromkeys(ENGINES, True), findings
 
 
 # ------------------------------------------------------------------------------------------------------------- values

@@ -22,7 +22,7 @@ from dflash_hf._io.files import locked
 from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check
-from dflash_hf.hub.findings import readers
+from dflash_hf.hub.findings import can_read_by_engine
 from dflash_hf.training import features
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
@@ -192,7 +192,7 @@ def test_reduced_drafter_gets_the_targets_head(folder, data, tmp_path, capsys):
     shared = DFlashDraftModel.from_pretrained(tmp_path / "drafter")
     assert reduced.config.draft_vocab_size == 20 and shared.config.draft_vocab_size is None
     assert all(torch.equal(value, reduced.state_dict()[name]) for name, value in shared.state_dict().items())
-    assert "sglang" in ENGINES and readers(check(tmp_path / "drafter", ENGINES), ENGINES) == dict.fromkeys(
+    assert "sglang" in ENGINES and can_read_by_engine(check(tmp_path / "drafter", ENGINES), ENGINES) == dict.fromkeys(
         ENGINES, True
     )
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options, RESUME, "max_steps=3")

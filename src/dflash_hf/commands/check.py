@@ -43,7 +43,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf._io.repositories import is_gguf
     from dflash_hf.hub.check import check
     from dflash_hf.hub.engines import engine_versions, split_engine
-    from dflash_hf.hub.findings import readers, render
+    from dflash_hf.hub.findings import can_read_by_engine, render
 
     is_file = is_gguf(arguments.draft)
     engines = arguments.engine or ([LLAMA_CPP] if is_file else ENGINES)
@@ -56,7 +56,7 @@ def run(arguments, echo) -> Outcome:
     if versions:
         echo(f"Checked for {', '.join(map(str, versions))}.")
     names = list(dict.fromkeys(split_engine(engine)[0] for engine in engines))
-    can_read = readers(findings, names)
+    can_read = can_read_by_engine(findings, names)
     able = [name for name in names if can_read[name]]
     unable = [name for name in names if can_read[name] is False]
     not_known = [name for name in names if can_read[name] is None]

@@ -1,5 +1,5 @@
 """
-The model card of a drafter, rendered from facts only: unknown facts are left out.
+The model card of a drafter, rendered from facts only: what is not known is left out.
 
 Facts come from the drafter's own files (`config.json`, the weights' headers, `eval_report.json`, `eval_report.png`)
 and from `card_facts.json` next to them, which holds the fields of [`CardFacts`].
@@ -16,28 +16,27 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dflash_hf import hub_cards
 from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import digest_of, read_json, write_json
-from dflash_hf._io.names import LLAMA_CPP
+from dflash_hf._io.names import FACTS_FILE, LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.conversion.gguf_format import gguf_in
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE
 from dflash_hf.evaluation.text import LABELS
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.code_version import uses_package_code
 from dflash_hf.hub.drafter_folder import DrafterFolder
-from dflash_hf.hub.findings import Finding, readers
+from dflash_hf.hub.findings import Finding, can_read_by_engine
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.limits import RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 
 
-FACTS_FILE = "card_facts.json"
 TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
-# The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
-_SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
-# Of facts that are not text.
-_KINDS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}
+# The beginning of the last line of a rendered card. The digest of the text above follows, by which an edited card is
+# recognised, and kept.
+_RENDERED_MARK = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
+# Types of the facts that are not text.
+_TYPES_OF_FACTS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}
 _TAGS = ("dflash", "speculative-decoding", "block-diffusion", "draft-model")
 
 
@@ -96,7 +95,7 @@ class CardFacts:
         if unknown:
             raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
         for name, value in values.items():
-            kind = _KINDS.get(name, str)
+            kind = _TYPES_OF_FACTS.get(name, str)
             if not isinstance(value, kind):
                 raise ValueError(f"{folder / FACTS_FILE}: {name}={value!r} must be of type {kind.__name__}.")
         if (folder / REPORT_FILE).is_file():
@@ -115,7 +114,7 @@ class CardFacts:
         return cls(**values)
 
     def save(self, folder: str | Path) -> None:
-        """Write them into `card_facts.json`, but for the report, its plot and data, which the next report replaces."""
+        """Write the facts into `card_facts.json`, except for the report and what follows from it."""
         values = {name: value for name, value in vars(self).items() if value and name not in ("report", "plot")}
         if self.report and values.get("evaluated_on") == _dataset_of(self.report):
             values.pop("evaluated_on", None)
@@ -123,7 +122,7 @@ class CardFacts:
 
 
 def _dataset_of(report: dict) -> str | None:
-    """The data of a report, if they are on the Hub."""
+    """The name of a report's dataset, if it is on the Hub."""
     dataset = report.get("setting", {}).get("dataset")
     return dataset if dataset and "/" in dataset else None
 
@@ -155,14 +154,14 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "training": list(facts.training.items()),
     }
     card = ModelCard.from_template(metadata(facts, repo), template_path=str(TEMPLATE), **variables)
-    card.text += _seal(str(card))
+    card.text += _rendered_mark(str(card))
     return card
 
 
 def is_rendered(card: str) -> bool:
-    """Whether a card's text is one that [`render_card`] made, and nobody edited."""
-    body = card.rpartition(_SEAL)[0]
-    return card == body + _seal(body)
+    """Whether [`render_card`] made a card, and nobody has edited it since."""
+    body = card.rpartition(_RENDERED_MARK)[0]
+    return card == body + _rendered_mark(body)
 
 
 def has_own_card(folder: str | Path) -> bool:
@@ -171,9 +170,9 @@ def has_own_card(folder: str | Path) -> bool:
     return readme.is_file() and not is_rendered(readme.read_text(encoding="utf-8", errors="replace"))
 
 
-def _seal(body: str) -> str:
-    """The last line of a rendered card, by which an edited one is recognised."""
-    return f"{_SEAL}{digest_of(body)} -->\n"
+def _rendered_mark(body: str) -> str:
+    """The last line of a rendered card, by which an edited card is recognised."""
+    return f"{_RENDERED_MARK}{digest_of(body)} -->\n"
 
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
@@ -183,7 +182,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     if "speedup_over" in measured:
         method = LABELS[measured["speedup_of"]]
         baseline = LABELS[measured["speedup_over"]]
-        metric_names["speedup"] = f"speed-up, {method} over {baseline}"
+        metric_names["speedup"] = f"speedup, {method} over {baseline}"
     task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
     data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
     results = [
@@ -208,7 +207,7 @@ def code_of(folder: str | Path) -> dict[str, Path]:
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
-    """How transformers loads a folder that is not in its own layout: with the published code, or this package."""
+    """How transformers loads the folder: `"code"`, with the code beside the weights, or `"package"`."""
     code = code_of(folder)
     for finding in findings:
         if "transformers" not in finding.engines or finding.key in code:
@@ -219,13 +218,13 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
 
 
 def _launch_lines(drafter: DrafterFolder, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
-    """For each engine without preflight errors: its `name`, the oldest `version` that serves it, `command`."""
+    """`name`, oldest serving `version` and `command` of each engine without preflight errors."""
     layout = drafter.layout
     if layout == "DFlash" and "sliding_attention" in config.layer_types:
         layout = "DFlash, with sliding layers"
     lines = []
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        if not readers(findings, [engine])[engine]:
+        if not can_read_by_engine(findings, [engine])[engine]:
             continue
         environment, command = launch_command(engine, facts.base_model, repo, config)
         settings = "".join(f"{key}={value} " for key, value in environment.items())
@@ -240,5 +239,5 @@ def _launch_lines(drafter: DrafterFolder, findings: list[Finding], config, facts
 
 
 def _read_json(path: Path) -> dict:
-    """A JSON object, or an empty one if there is no file."""
+    """The JSON object in a file; empty if there is no file."""
     return read_json(path) if path.is_file() else {}

@@ -1,9 +1,9 @@
 """
-The preflight of a drafter's folder: will vLLM, SGLang and transformers load it, and all in the same way? And could
-llama.cpp run it after conversion?
+The preflight of a drafter's folder: can vLLM, SGLang and transformers load it, and do they read it in the same way?
+Could llama.cpp run it after conversion?
 
-Only `config.json` and the headers of the weights are read. Whether this package can read a drafter is decided by its
-own reader; what engines can read is in `limits`, by their versions.
+Only `config.json` and the headers of the weights are read. This package's own reader decides whether the package can
+read a drafter; `limits` lists what the versions of the engines cannot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,9 +80,11 @@ def check(
 
 
 def _local_folder(name: str, revision: str | None) -> Path:
-    """A drafter's folder; of a repository, its newest copy in the cache."""
+    """The local folder of a drafter; a repository is downloaded into the cache."""
     config = small_file(name, name, revision)
-    if Path(name).expanduser().exists() or not is_drafter_config(read_json(config)):  # another model may be large
+    if Path(name).expanduser().exists() or not is_drafter_config(
+        read_json(config)
+    ):  # another model may be large to download
         return config.parent
     patterns = ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
     options = {"allow_patterns": patterns, "ignore_patterns": "*/*.safetensors"}
@@ -93,7 +95,7 @@ def _local_folder(name: str, revision: str | None) -> Path:
 
 
 def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding]:
-    """Errors first, of the engines asked about; the same finding of several engines is one."""
+    """The findings about `engines`, errors first; equal findings about several engines are merged into one."""
     merged: dict[tuple, Finding] = {}
     for finding in findings:
         concerned = tuple(engine for engine in finding.engines if engine in engines)
@@ -108,13 +110,13 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
 
 def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[Finding]:
     """
-    The findings in a folder, for all engines, and those of `LIMITS` for the engines with a version in `versions`. A
-    step after which nothing can be checked is the last.
+    The findings in a folder for all engines, and those of `LIMITS` for the engines with a version in `versions`. It
+    ends at the first error that prevents further checks.
     """
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
-        canonical_config(config)  # raises `UnknownHeadError`
+        canonical_config(config)  # raises `UnknownDrafterError`
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except UnknownDrafterError as error:
         yield Finding("error", ("transformers", LLAMA_CPP), "architectures", one_line(error))
@@ -187,7 +189,7 @@ def _limits_of_llama_cpp(parsed, target: dict) -> Iterator[Finding]:
 
 
 def _unknown_tensors(drafter: DrafterFolder, renamings: dict[str, str]) -> Iterator[Finding]:
-    """Tensors that this package reads and engines do not, which know only the published names."""
+    """Tensors that this package reads under other names, while engines know only the published names."""
     native = NATIVE_NAMES if drafter.layout == "Muse" else {}
     for name in sorted(drafter.shapes):
         published = published_name(name, renamings)
@@ -201,7 +203,7 @@ def _unknown_tensors(drafter: DrafterFolder, renamings: dict[str, str]) -> Itera
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
-    Names and shapes of all tensors, from the headers alone.
+    Shapes of all tensors by name, read from the headers.
 
     Raises:
         `OSError`: there are no safetensors, or a shard is missing.
@@ -216,8 +218,10 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _load_without_weights(folder: Path) -> str | None:
     """
-    The error of this package's own reader, or `None`. It runs on the meta device: it compares the headers with the
-    model and reads no tensor.
+    Load a drafter on the meta device, which compares the headers with the model and reads no tensor.
+
+    Returns:
+        The error of this package's reader; `None` if there is none.
     """
     try:
         with without_bars():
@@ -228,7 +232,7 @@ def _load_without_weights(folder: Path) -> str | None:
 
 
 def _target_config(target) -> dict:
-    """A target's configuration as a dictionary; of a multimodal target, its text part."""
+    """A target's configuration as a dictionary; for a multimodal target, that of its text model."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
     if not isinstance(target, dict):

@@ -1,4 +1,4 @@
-"""A pull request that replaces the code beside published weights, and nothing else."""
+"""`publish_code`: a pull request that replaces only the code beside published weights."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from huggingface_hub import HfApi
 from dflash_hf import __version__
 from dflash_hf._io.errors import one_line
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.hub.code_version import uses_package_code, version_of
-from dflash_hf.hub.publish import (
-    CODE,
-    PublishError,
+from dflash_hf.hub.code_version import (
+    CODE_ENTRY,
+    CODE_MODULES,
     check_not_newer,
-    compare_with_repository,
-    explain_hub_errors,
+    uses_package_code,
+    version_of,
     with_version,
 )
+from dflash_hf.hub.commits import PublishError, compare_with_repository, explain_hub_errors
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 
@@ -25,12 +25,12 @@ from dflash_hf.modeling.modeling_dflash import code_files
 @dataclass
 class CodeChange:
     """
-    What was, or would be, changed in a repository.
+    The result of [`publish_code`].
 
     Args:
         repo (`str`): The repository.
         before (`str`), after (`str`): Versions of its code.
-        files (`list[str]`): Files that are replaced or added; of `config.json`, the version alone.
+        files (`list[str]`): Files that are replaced or added; in `config.json`, only the version changes.
         removed (`list[str]`): Code files that this version no longer has.
         url (`str`, *optional*): The pull request; `None` after a dry run, or if nothing differs.
     """
@@ -72,10 +72,13 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     try:
         DFlashDraftConfig.from_dict(config)
     except Exception as error:  # upstream's own validation raises many types
-        raise PublishError(f"{repo} has a config.json that other code does not mend: {one_line(error)}") from error
+        raise PublishError(
+            f"{repo} has an invalid config.json, with which new code would not load either: {one_line(error)}"
+        ) from error
     check_not_newer(config, repo)
     # 2. What differs.
-    changes = compare_with_repository(info, {**code_files(), "config.json": with_version(text).encode()}, CODE)
+    contents = {**code_files(), "config.json": with_version(text).encode()}
+    changes = compare_with_repository(info, contents, deletable=(CODE_MODULES, CODE_ENTRY))
     change = CodeChange(
         repo, version_of(config), files=sorted(changes.added + changes.replaced), removed=changes.deleted
     )

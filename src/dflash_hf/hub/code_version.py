@@ -1,20 +1,26 @@
-"""Versions of the code that is published beside a drafter's weights."""
+"""The code that is published beside a drafter's weights: its files, its version, and defects of older versions."""
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from dflash_hf import __version__
+from dflash_hf.hub.commits import PublishError
 from dflash_hf.modeling.modeling_dflash import code_files
 
 
-# What older code beside the weights does wrong, by the version without the defect.
+CODE_MODULES = "*_dflash.py"  # pattern of the modules
+CODE_ENTRY = "custom_generate/generate.py"
+# Defects of older code beside the weights, by the version that fixed them.
 DEFECTS = {
     "0.1.1": "transformers 5.24 fails with a KeyError",
     "0.3.0": "targets with recurrent layers keep the graph of every round",
 }
 PACKAGE_MODEL = "modeling_dflash.DFlashDraftModel"  # `auto_map["AutoModel"]` of drafters with this package's code
-FIRST_VERSION = "0.1.0"  # of drafters that name no version
+FIRST_VERSION = "0.1.0"  # the code of a drafter that names no version
 
 
 def uses_package_code(config: Mapping) -> bool:
@@ -24,7 +30,7 @@ def uses_package_code(config: Mapping) -> bool:
 
 
 def version_of(config: Mapping) -> str:
-    """The version of the code beside the weights that a `config.json` names; drafters of 0.1.0 name none."""
+    """The version of the code beside the weights, as `config.json` names it; version 0.1.0 did not write any."""
     return str(config.get("dflash_hf_version") or FIRST_VERSION)
 
 
@@ -43,8 +49,36 @@ def is_current(folder: Path) -> bool:
 
 
 def defects_of(version: str) -> list[str]:
-    """What the code of a version does wrong that later versions do right."""
+    """Defects of the code of a version that later versions fixed."""
     return [defect for fixed_in, defect in DEFECTS.items() if is_older(version, than=fixed_in)]
+
+
+def check_not_newer(config: dict, where: str | Path) -> None:
+    """
+    Check that this package's code would not replace newer code.
+
+    Raises:
+        `PublishError`: a drafter has code of a newer version than this package.
+    """
+    version = version_of(config)
+    if is_older(__version__, than=version):
+        raise PublishError(f"{where} has code of {version}; this is {__version__}: install the newer version.")
+
+
+def with_version(text: str) -> str:
+    """The text of a `config.json` with this package's version in it; its formatting is kept where possible."""
+    config = json.loads(text)
+    expected = {**config, "dflash_hf_version": __version__}
+    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
+    if "dflash_hf_version" in config:
+        edited = re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, text, count=1)
+    else:
+        edited = text.replace("{", "{\n  " + entry + ",", 1)
+    try:
+        is_expected = json.loads(edited) == expected
+    except ValueError:  # an object that was empty
+        is_expected = False
+    return edited if is_expected else json.dumps(expected, indent=2) + "\n"
 
 
 def _parsed(version: str) -> Version:

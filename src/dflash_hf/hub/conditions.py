@@ -186,7 +186,7 @@ def layers_are_of_two_kinds(drafter: DrafterFolder) -> bool:
 
 
 def is_causal_is_needed(drafter: DrafterFolder) -> bool:
-    """`is_causal` says otherwise than engines assume without it: sliding layers causal, full layers not."""
+    """`is_causal` differs from what engines assume without it: sliding layers are causal, full layers are not."""
     is_causal = drafter.config.get("is_causal")
     if is_causal is None:
         return False
@@ -207,19 +207,17 @@ def causal_contradicts_is_causal(drafter: DrafterFolder) -> dict | None:
 
 
 def causal_head_is_read_as_bidirectional(drafter: DrafterFolder) -> bool:
-    """JetSpec's key says that layers are causal, and no key that engines read does."""
+    """JetSpec's key says that layers are causal, and an engine reads a layer as bidirectional."""
     if not drafter.nested.get("causal_head"):
         return False
-    for layers in drafter.layers_as_read().values():
-        if not all(is_causal for _, is_causal in layers):
-            return True
-    return False
+    layers = drafter.layers_in_vllm() + drafter.layers_in_sglang()
+    return not all(is_causal for _, is_causal in layers)
 
 
 def layer_is_read_differently(drafter: DrafterFolder) -> dict | None:
     """Engines read a layer differently. Details: its number `layer`; (window, causal) as `vllm`, `sglang` read it."""
-    layers = drafter.layers_as_read()
-    for i, (vllm, sglang) in enumerate(zip(layers["vllm"], layers["sglang"])):
+    layers = zip(drafter.layers_in_vllm(), drafter.layers_in_sglang(), strict=True)
+    for i, (vllm, sglang) in enumerate(layers):
         if vllm != sglang:
             return {"layer": i, "vllm": vllm, "sglang": sglang}
     return None
@@ -231,7 +229,7 @@ def speculators_layers_slide(drafter: DrafterFolder) -> bool:
 
 
 def speculators_full_layers_become_causal(drafter: DrafterFolder) -> bool:
-    """Sliding layers are causal in speculators' layout, and there are full layers, too."""
+    """Sliding layers are causal in speculators' layout, and there are full layers as well."""
     has_full_layers = "full_attention" in drafter.speculators_layer_types
     return has_full_layers and drafter.config.get("sliding_window_non_causal") is False
 
@@ -311,7 +309,7 @@ def has_dflash2_field(drafter: DrafterFolder) -> dict | None:
 
 
 def markov_head_is_not_vanilla(drafter: DrafterFolder) -> bool:
-    """There is a Markov head, and not of the vanilla type."""
+    """There is a Markov head that is not of the vanilla type."""
     return bool(drafter.get("markov_rank")) and drafter.get("markov_head_type", "vanilla") != "vanilla"
 
 
@@ -374,7 +372,7 @@ def code_is_foreign(drafter: DrafterFolder) -> dict | None:
 
 
 def quantization_is_unknown(drafter: DrafterFolder) -> dict | None:
-    """A quantisation that transformers would skip, the codes taken for weights. Details: its `method`."""
+    """A quantisation that transformers ignores, so that it takes the codes for weights. Details: its `method`."""
     quantization = drafter.config.get("quantization_config")
     if quantization is None:
         return None

@@ -47,7 +47,7 @@ class DrafterFolder:
 
     @property
     def layout(self) -> str:
-        """The name by which limits call it: of `ALL_LAYOUTS` in [`~dflash_hf.hub.limits`]."""
+        """The name of its layout, one of `ALL_LAYOUTS` in [`~dflash_hf.hub.limits`]."""
         if "transformer_layer_config" in self.config:
             return "speculators"
         if self.get("gru_hidden_dim"):
@@ -61,22 +61,22 @@ class DrafterFolder:
 
     @property
     def target_layer_ids(self) -> list[int]:
-        """The target's layers whose outputs it reads, counted from 0."""
+        """Ids of the target's layers whose outputs the drafter reads, counted from 0."""
         return self.get("target_layer_ids", [])
 
     @property
     def rope_parameters(self) -> dict:
-        """The rotary embedding as transformers 5 writes it; empty if it is not there."""
+        """The rotary embedding as transformers 5 writes it; empty if absent."""
         return self.config.get("rope_parameters") or {}
 
     @property
     def rope_scaling(self) -> dict:
-        """The rotary embedding as transformers wrote it before 5; empty if it is not there."""
+        """The rotary embedding as transformers wrote it before version 5; empty if absent."""
         return self.config.get("rope_scaling") or {}
 
     @property
     def thetas(self) -> list[float]:
-        """`rope_theta` in rope_parameters, at the top level and in rope_scaling, as far as it is there."""
+        """The values of `rope_theta` in rope_parameters, at the top level and in rope_scaling, where present."""
         tables = (self.rope_parameters, self.config, self.rope_scaling)
         return [table["rope_theta"] for table in tables if table.get("rope_theta") is not None]
 
@@ -92,12 +92,12 @@ class DrafterFolder:
 
     @property
     def has_own_lm_head(self) -> bool:
-        """Whether it has its own head, over a reduced vocabulary."""
+        """Whether the drafter has its own LM head, over a reduced vocabulary."""
         return self.get("draft_vocab_size") not in (None, self.get("vocab_size"))
 
     @property
     def own_embeddings(self) -> set[str]:
-        """Tensors in place of the target's embedding and head."""
+        """Names of the tensors that replace the target's embedding and LM head."""
         if self.layout == "speculators":
             return set()
         own = {"embed_tokens.weight"}
@@ -105,25 +105,37 @@ class DrafterFolder:
             own.add("lm_head.weight")
         return own & self.shapes.keys()
 
-    def layers_as_read(self) -> dict[str, list[tuple[int | None, bool]]]:
-        """For vLLM and SGLang, `(window, causal inside the block)` of each layer."""
+    def layers_in_vllm(self) -> list[tuple[int | None, bool]]:
+        """
+        `(window, causal inside the block)` of each layer, as vLLM reads them: causality at the top level, then in
+        `dflash_config`; the window in `dflash_config`, then at the top level. `use_swa` gives all layers the window.
+        """
         nested = self.nested
+        is_causal = self._top_level_causality
+        if is_causal is None:
+            is_causal = nested.get("causal")
+        window = nested.get("swa_window_size", self.config.get("sliding_window"))
+        slides = [kind == "sliding_attention" for kind in self.layer_types]
+        window_is_forced = bool(nested.get("use_swa")) and not any(slides)
+        return [
+            (window if layer_slides or window_is_forced else None, _is_causal(layer_slides, is_causal))
+            for layer_slides in slides
+        ]
+
+    def layers_in_sglang(self) -> list[tuple[int | None, bool]]:
+        """`(window, causal inside the block)` of each layer, as SGLang reads them: at the top level only."""
+        is_causal = self._top_level_causality
         window = self.config.get("sliding_window")
-        sliding = [kind == "sliding_attention" for kind in self.layer_types]
-        causal_by_default = False if self.layout == "Muse" else None  # both set it for a Muse assistant
-        is_causal = self.config.get("is_causal", causal_by_default)
-        # vLLM: the top level, then the nested key, and a forced window.
-        vllm_is_causal = nested.get("causal") if is_causal is None else is_causal
-        vllm_window = nested.get("swa_window_size", window)
-        window_is_forced = bool(nested.get("use_swa")) and not any(sliding)
-        vllm = []
-        # SGLang: the top level only; nested keys for windows and causality are not read.
-        sglang = []
-        for slides in sliding:  # where nothing says whether a layer is causal, sliding layers are
-            vllm_layer_window = vllm_window if slides or window_is_forced else None
-            vllm_layer_is_causal = slides if vllm_is_causal is None else bool(vllm_is_causal)
-            vllm.append((vllm_layer_window, vllm_layer_is_causal))
-            sglang_layer_window = window if slides else None
-            sglang_layer_is_causal = slides if is_causal is None else bool(is_causal)
-            sglang.append((sglang_layer_window, sglang_layer_is_causal))
-        return {"vllm": vllm, "sglang": sglang}
+        slides = [kind == "sliding_attention" for kind in self.layer_types]
+        return [(window if layer_slides else None, _is_causal(layer_slides, is_causal)) for layer_slides in slides]
+
+    @property
+    def _top_level_causality(self) -> bool | None:
+        """`is_causal` at the top level; both engines set it to false for a Muse assistant without the key."""
+        default = False if self.layout == "Muse" else None
+        return self.config.get("is_causal", default)
+
+
+def _is_causal(layer_slides: bool, is_causal: bool | None) -> bool:
+    """Causality of a layer: as the configuration says, else sliding layers are causal and full layers are not."""
+    return layer_slides if is_causal is None else bool(is_causal)

@@ -1,6 +1,7 @@
 """
-Which version of an engine a drafter is checked for: one that was named, else the installed one, else the newest of
-`CHECKED_VERSIONS` in `limits`. A version newer than all of these is checked as the newest, and a warning says so.
+The versions of the engines that a drafter is checked for: the version that the user named, else the installed one,
+else the newest of `CHECKED_VERSIONS` in `limits`. A version newer than all of these is checked as the newest, with a
+warning.
 """
 
 import importlib.metadata
@@ -21,12 +22,13 @@ class EngineVersion:
     Args:
         engine (`str`): `"vllm"`, `"sglang"` or `"transformers"`.
         version (`str`): The version.
-        origin (`str`): `"named"`, `"installed"` or `"not installed"`: the newest of `CHECKED_VERSIONS`.
+        source (`str`): Why this version: `"named"` by the user, `"installed"`, or `"newest checked"` where the engine
+            is not installed.
     """
 
     engine: str
     version: str
-    origin: str
+    source: str
 
     @property
     def checked_as(self) -> str:
@@ -46,11 +48,11 @@ class EngineVersion:
 
     @property
     def warning(self) -> str | None:
-        """A sentence for a version outside of those whose limits are known; `None` for the others."""
+        """A sentence about a version whose limits are not known; `None` for a version whose limits are."""
         oldest = CHECKED_VERSIONS[self.engine][0]
         newest = CHECKED_VERSIONS[self.engine][-1]
         known_versions = f"{oldest} to {newest}, whose limits are known"
-        version = f"{self.engine} {self.version} ({self.origin})"
+        version = f"{self.engine} {self.version} ({self.source})"
         if self.is_newer:
             return f"{version} is newer than {known_versions}; it is checked as {newest}."
         if self.is_older:
@@ -58,14 +60,14 @@ class EngineVersion:
         return None
 
     def __str__(self) -> str:
-        if self.origin == "not installed":
+        if self.source == "newest checked":
             return f"{self.engine} {self.version} (not installed: the newest known)"
-        return f"{self.engine} {self.version} ({self.origin})"
+        return f"{self.engine} {self.version} ({self.source})"
 
 
 def split_engine(engine: str) -> tuple[str, str | None]:
     """
-    An engine as the user names it, `"vllm"` or `"vllm==0.26.0"`: its name, and the version if there is one.
+    Split an engine as the user names it, `"vllm"` or `"vllm==0.26.0"`, into its name and the version, if there is one.
 
     Raises:
         `ValueError`: an unknown engine, or something that is not a version of it.
@@ -107,13 +109,13 @@ def engine_versions(engines: Iterable[str]) -> list[EngineVersion]:
         elif installed is not None:
             version = EngineVersion(name, installed, "installed")
         else:
-            version = EngineVersion(name, CHECKED_VERSIONS[name][-1], "not installed")
+            version = EngineVersion(name, CHECKED_VERSIONS[name][-1], "newest checked")
         versions.append(version)
     return versions
 
 
 def _installed_version(engine: str) -> str | None:
-    """The version of an engine in this environment, if it is there and says which it is."""
+    """The version of an engine that is installed in this environment; `None` if it is unknown."""
     try:
         return str(Version(importlib.metadata.version(engine)))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
@@ -121,5 +123,5 @@ def _installed_version(engine: str) -> str | None:
 
 
 def _release(version: str) -> Version:
-    """A version without what marks its builds: `0.33.0` for `0.33.0rc1` and `0.33.0+cu130`."""
+    """A version without pre-release and build suffixes: `0.33.0` for `0.33.0rc1` and `0.33.0+cu130`."""
     return Version(Version(version).base_version)

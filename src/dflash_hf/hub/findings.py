@@ -1,4 +1,4 @@
-"""What `dflash check` reports of a drafter."""
+"""The findings of `dflash check`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Finding:
         engines (`tuple[str, ...]`): The engines affected.
         key (`str`): Key of `config.json`, tensor or file.
         message (`str`): The problem and the remedy.
-        leaves_open (`bool`): Whether it is not known if these engines can read the drafter.
+        leaves_open (`bool`): Whether it remains unknown if these engines can read the drafter.
     """
 
     severity: str
@@ -24,7 +24,7 @@ class Finding:
     leaves_open: bool = False
 
 
-def readers(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool | None]:
+def can_read_by_engine(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool | None]:
     """
     Whether each engine can read the drafter: it can, if no error concerns it.
 

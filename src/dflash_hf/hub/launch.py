@@ -18,9 +18,9 @@ def launch_command(
         engine (`str`): `"vllm"`, `"sglang"` or `"llama.cpp"`.
         target, draft (`str`): Folders or Hub names; for llama.cpp, GGUF files or Hub names.
         config (`DFlashDraftConfig`): The drafter's configuration.
-        loading (`Loading`, *optional*): Dtype and revisions; devices are left to the engine. Its `trust_remote_code`
-            is for both models there: neither vLLM nor SGLang has one for the target alone.
-        template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang accepts them
+        loading (`Loading`, *optional*): Dtype and revisions; the engine chooses devices. `trust_remote_code` holds
+            for both models: neither vLLM nor SGLang has an option for the target only.
+        template (`dict`, *optional*): Default arguments of the chat template; ignored for SGLang, which accepts them
             only in requests.
 
     Returns:
@@ -46,7 +46,7 @@ def launch_command(
 
 
 def _llama_cpp_command(target: str, draft: str, config, template: dict | None) -> list[str]:
-    """llama.cpp's server; of files on this machine and of those on the Hub, it has different options."""
+    """llama.cpp's server, whose options differ for local files and for repositories."""
     target_option = "-m" if is_gguf(target) else "-hf"
     draft_option = "-md" if is_gguf(draft) else "-hfd"
     command = ["llama-server", target_option, target, draft_option, draft]
@@ -58,7 +58,7 @@ def _llama_cpp_command(target: str, draft: str, config, template: dict | None) -
 
 
 def _vllm_command(target: str, draft: str, config, loading: Loading, template: dict | None) -> list[str]:
-    """vLLM's server, without the options that SGLang has, too."""
+    """vLLM's server, without the options that SGLang has as well."""
     speculative_config = {
         "method": engine_method(config),
         "model": draft,
@@ -73,7 +73,7 @@ def _vllm_command(target: str, draft: str, config, loading: Loading, template: d
 
 
 def _sglang_command(target: str, draft: str, config, loading: Loading) -> list[str]:
-    """SGLang's server, without the options that vLLM has, too; only of DFlash does its block count the anchor."""
+    """SGLang's server, without the options that vLLM has as well. Only DFlash's block size includes the anchor."""
     method = engine_method(config)
     command = ["python", "-m", "sglang.launch_server", "--model-path", target]
     command += ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", draft]

@@ -1,19 +1,19 @@
 """
-What engines cannot read in a drafter's folder, or read otherwise than it was trained: one table, `LIMITS`.
+What engines cannot read in a drafter's folder, or read differently from how it was trained: one table, `LIMITS`.
 
 Engines do not report a wrong drafter: vLLM never reports a missing tensor, SGLang skips an unknown tensor, and a key
-that they interpret differently only costs acceptance.
+that they interpret differently only lowers acceptance.
 
 **To add a limit, add one record to `LIMITS`.** It names the engines, each with the range of versions that have the
 limit; the condition; what happens; the source files that show it; and an example: changes to the `config.json` of a
-right drafter that `dflash check` must report. The record is checked when this file is imported. Its example is checked
+valid drafter that `dflash check` must report. The record is checked when this file is imported. Its example is checked
 by `tests/hub/test_limits.py`: it is reported in the newest version of the range, and not in the versions beside it.
 
 **A limit that a new version lifts stays**, with `<VERSION` as the end of its range: people run old servers.
 
 **`CHECKED_VERSIONS`** lists the versions whose source was read. Newer engines are checked as the newest of them, with
-a warning. So a limit that a newer version brings needs this version in the list, and whoever adds a version has read
-the sources of all records in it.
+a warning. A limit of a newer version needs this version in the list. Add a version only after reading its source for
+all records: each still holds in the version, or gets an end of its range.
 """
 
 from collections.abc import Mapping
@@ -65,9 +65,13 @@ CHECKED_VERSIONS = {
 # The layouts of drafters that a limit may concern.
 PUBLISHED_LAYOUTS = ("DFlash", "DFlash 2", "Muse", "DSpark", "Domino")
 ALL_LAYOUTS = (*PUBLISHED_LAYOUTS, "speculators")
-ALL_BUT_MUSE = ("DFlash", "DFlash 2", "DSpark", "Domino")
-ALL_BUT_DFLASH2 = ("DFlash", "Muse", "DSpark", "Domino")
-ALL_BUT_DSPARK = ("DFlash", "DFlash 2", "Muse", "Domino")
+
+
+def layouts_except(excluded: str) -> tuple[str, ...]:
+    """The published layouts but one."""
+    return tuple(layout for layout in PUBLISHED_LAYOUTS if layout != excluded)
+
+
 # Heads that vLLM or SGLang has.
 SERVED_HEADS = ("path selector", "Markov head", "Domino head")
 
@@ -107,7 +111,7 @@ class Limit:
         severity (`str`): `"error"`: the drafter will not load, or not draft as trained. `"warning"`: check before
             serving.
         layouts (`tuple[str, ...]`): The layouts that it concerns, of `ALL_LAYOUTS`.
-        example (`Mapping`, *optional*): Keys of `config.json` that make a right drafter of the first layout meet it;
+        example (`Mapping`, *optional*): Keys of `config.json` that make a valid drafter of the first layout meet it;
             `None` removes a key, and those in `dflash_config` are a mapping of their own. Default: the condition needs
             more than `config.json`, such as weights or the target, and has a test of its own.
 
@@ -241,7 +245,7 @@ _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 50_000.0}
 _V2_RUNNER = "for which vLLM needs its V2 model runner."
 _KEEP_V2_RUNNER = "Do not set VLLM_USE_V2_MODEL_RUNNER=0."
-# Findings of the same words are one, of several engines.
+# Findings with the same message are merged into one for several engines.
 _REDUCED_VOCABULARY = "{value} is a reduced vocabulary, which is not supported."
 _WITHOUT_OWN_HEAD = "`dflash convert DRAFT OUTPUT --share-head` writes a drafter without it."
 _NOT_READ = "{value!r} is not read; it drafts as with {default!r}, or not at all."
@@ -320,7 +324,7 @@ LIMITS: tuple[Limit, ...] = (
         "is missing: engines use their default instead of the target's.",
         "Write the target's vocab_size.",
         sources=(VLLM_MODEL, SGLANG_MODEL),
-        layouts=ALL_BUT_MUSE,
+        layouts=layouts_except("Muse"),
         example={"vocab_size": None},
     ),
     Limit(
@@ -431,7 +435,7 @@ LIMITS: tuple[Limit, ...] = (
         "is not true, so Qwen3Config drops the windows.",
         "Write true.",
         sources=(VLLM_READER, SGLANG_READER),
-        layouts=ALL_BUT_MUSE,
+        layouts=layouts_except("Muse"),
         example={**_SLIDING, "use_sliding_window": False},
     ),
     Limit(
@@ -625,7 +629,7 @@ LIMITS: tuple[Limit, ...] = (
         conditions.has_dflash2_field,
         "{architecture} has no {dflash2_field}; engines need DFlash2DraftModel to build it.",
         sources=(VLLM_REGISTRY, SGLANG_MODEL),
-        layouts=ALL_BUT_DFLASH2,
+        layouts=layouts_except("DFlash 2"),
         example={"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 4}},
     ),
     *(
@@ -658,7 +662,7 @@ LIMITS: tuple[Limit, ...] = (
         Comparison("markov_rank", "set"),
         "{architecture} has no Markov head in vLLM; it needs Qwen3DSparkModel.",
         sources=(VLLM_REGISTRY,),
-        layouts=ALL_BUT_DSPARK,
+        layouts=layouts_except("DSpark"),
         example={"dflash_config": {"markov_rank": 6, "sample_from_anchor": False}},
     ),
     Limit(
@@ -751,7 +755,7 @@ LIMITS: tuple[Limit, ...] = (
         "names no AutoModel: without this package the folder loads as a Qwen3 model with random weights.",
         sources=(TRANSFORMERS_CODE,),
         severity="warning",
-        layouts=ALL_BUT_MUSE,
+        layouts=layouts_except("Muse"),
         example={"auto_map": None},
     ),
     Limit(
@@ -762,7 +766,7 @@ LIMITS: tuple[Limit, ...] = (
         "Publish it, or save it again.",
         sources=(TRANSFORMERS_CODE,),
         severity="warning",
-        layouts=ALL_BUT_MUSE,
+        layouts=layouts_except("Muse"),
         example={"auto_map": {"AutoModel": "elsewhere.Model"}},
     ),
     Limit(
@@ -773,7 +777,7 @@ LIMITS: tuple[Limit, ...] = (
         "`dflash publish --code-only REPO` replaces it; a folder is saved again.",
         sources=(TRANSFORMERS_CODE,),
         severity="warning",
-        layouts=ALL_BUT_MUSE,
+        layouts=layouts_except("Muse"),
     ),
     Limit(
         ANY_TRANSFORMERS,
@@ -820,7 +824,7 @@ LIMITS: tuple[Limit, ...] = (
         IsNotDefault("input_embedding_scale"),
         _NOT_READ,
         sources=(VLLM_MODEL,),
-        layouts=ALL_BUT_DFLASH2,
+        layouts=layouts_except("DFlash 2"),
         example={"dflash_config": {"input_embedding_scale": 2.0}},
     ),
     Limit(

@@ -1,32 +1,41 @@
-"""Publishing a drafter: the preflight, the card, what changes in the repository, and one commit that holds it all."""
+"""
+`publish`: check a drafter's folder, render its model card, and upload both in one commit.
+
+The calls of the Hub that `code_only` needs as well are in `commits`.
+"""
 
 import filecmp
-import fnmatch
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers.dynamic_module_utils import get_relative_imports
 
-from dflash_hf import __version__
 from dflash_hf._io.errors import one_line
 from dflash_hf._io.files import read_json
-from dflash_hf._io.names import LLAMA_CPP
+from dflash_hf._io.names import LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
 from dflash_hf._io.weights import check_finite
 from dflash_hf.conversion.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE, check_report
+from dflash_hf.evaluation.report_files import check_report
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
 from dflash_hf.hub.check import check
-from dflash_hf.hub.code_version import is_older, version_of
+from dflash_hf.hub.code_version import CODE_ENTRY, CODE_MODULES, check_not_newer, with_version
+from dflash_hf.hub.commits import (
+    Changes,
+    HubError,
+    PublishError,
+    compare_with_repository,
+    explain_hub_errors,
+    matches_any,
+    upload,
+)
 from dflash_hf.hub.findings import Finding
 from dflash_hf.layouts.checkpoint_files import checkpoint_files
 from dflash_hf.layouts.heads import engine_method
@@ -35,12 +44,9 @@ from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.targets.digests import digest_of_parameters
 
 
-_MODULES = "*_dflash.py"
-_ENTRY = "custom_generate/generate.py"
-CODE = (_MODULES, _ENTRY)
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_DRAFTER_FILES = ("model.safetensors.index.json", _ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+_DRAFTER_FILES = ("model.safetensors.index.json", CODE_ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights and code. Everything else in the folder is not uploaded:
 # optimizer states, logs, training arguments with their paths, and code that is not the drafter's.
 _PUBLISHED = (
@@ -50,47 +56,26 @@ _PUBLISHED = (
     "adapters/*/adapter_model.safetensors",
     f"adapters/*/{_ADAPTER}",
 )
-_MODEL = ("config.json", "*.safetensors", "*.safetensors.index.json")
-# Files of a former version of the drafter: readers would take them for the new one's.
-_FORMER = (*_DRAFTER_FILES, _MODULES, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
-
-
-class PublishError(RuntimeError):
-    """A drafter was not published; says why, and what to do."""
-
-
-class HubError(PublishError):
-    """The Hub refused, or could not be reached."""
-
-
-@dataclass
-class Changes:
-    """
-    What a commit changes in a repository. Files that it does not name stay as they are.
-
-    Args:
-        added (`list[str]`), replaced (`list[str]`), deleted (`list[str]`): Names of files.
-        parent (`str`, *optional*): The commit that was compared, which must still be the newest when the change
-            arrives; `None` if there is no such repository.
-        operations (`list`): The same for `HfApi.create_commit`; empty if nothing changes.
-    """
-
-    added: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    deleted: list[str] = field(default_factory=list)
-    parent: str | None = None
-    operations: list = field(default_factory=list)
+_MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+# Files of a former version of the drafter, which are deleted: readers would take them for the new one's.
+_OBSOLETE_FILES = (
+    *_DRAFTER_FILES,
+    CODE_MODULES,
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    ".eval_results/dflash.yaml",
+)
 
 
 @dataclass
 class Publication:
     """
-    What was, or would be, published.
+    The result of [`publish`].
 
     Args:
         repo (`str`): The repository.
         contents (`dict[str, Path | bytes]`): The files, by their paths in it.
-        left_out (`list[str]`): Files of the folder that are not uploaded.
+        left_out (`list[str]`): Names of the files of the folder that are not uploaded.
         card (`ModelCard`): Its README.md.
         findings (`list[Finding]`): Findings of the preflight: warnings, and engines that cannot serve it.
         changes (`Changes`, *optional*): What it changes there; `None` if a dry run could not reach the Hub.
@@ -109,7 +94,7 @@ class Publication:
 
     @property
     def files(self) -> dict[str, int]:
-        """Sizes in bytes."""
+        """Sizes of the files in bytes, by their paths in the repository."""
         sizes = {}
         for name, content in self.contents.items():
             sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -128,12 +113,12 @@ def publish(
     announce: Callable[[Publication], None] = lambda publication: None,
 ) -> Publication:
     """
-    Check a drafter's folder, render its card and upload both in one commit, with this package's code if `config.json`
-    names it; code of its own, which `auto_map` names, is uploaded as it is.
+    Check a drafter's folder, render its card and upload both in one commit. If `config.json` names this package's
+    code, the current version of it is uploaded; other code that `auto_map` names is uploaded as it is.
 
-    Of the repository's files, those of the same names are replaced and those of a former version of the drafter
-    deleted; all others stay. Call again to finish an interrupted upload: uploaded weights are not sent twice, and
-    unchanged files make no commit.
+    Files of the same names are replaced in the repository, and files of a former version of the drafter are deleted;
+    all others stay. To finish an interrupted upload, call it again: uploaded weights are not sent twice, and there is
+    no commit if nothing changes.
 
     Args:
         folder (`str` or `Path`): The drafter.
@@ -167,12 +152,12 @@ def publish(
         result.not_compared_because = one_line(error.__cause__)
     announce(result)
     if not dry_run:
-        result.url = _upload(api, result, changes, private)
+        result.url = upload(api, repo, changes, private)
     return result
 
 
 def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> Publication:
-    """The preflight, the card and the files, in this order: a card is rendered only of a folder without errors."""
+    """The preflight, then the weights and the card, then the files: only a folder without errors gets a card."""
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
@@ -187,7 +172,7 @@ def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> P
     findings = [finding for finding in check(folder) if finding.key not in (*code, "dflash_hf_version")]
     for name, current in code.items():
         if (folder / name).is_file() and not filecmp.cmp(folder / name, current, shallow=False):
-            message = "is replaced by this version's; code of your own needs another name, in auto_map too."
+            message = "is replaced by this version's; code of your own needs another name, also in auto_map."
             findings.append(Finding("warning", ("transformers",), name, message))
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
@@ -219,36 +204,12 @@ def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> P
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
 
 
-def check_not_newer(config: dict, where: str | Path) -> None:
-    """
-    Raises:
-        `PublishError`: a drafter has code of a newer version than this one, which would replace it.
-    """
-    version = version_of(config)
-    if is_older(__version__, than=version):
-        raise PublishError(f"{where} has code of {version}; this is {__version__}: install the newer version.")
-
-
-def with_version(text: str) -> str:
-    """The text of a `config.json` with the version of this package's code, and otherwise unchanged where possible."""
-    config = json.loads(text)
-    expected = {**config, "dflash_hf_version": __version__}
-    entry = f'"dflash_hf_version": {json.dumps(__version__)}'
-    if "dflash_hf_version" in config:
-        edited = re.sub(r'"dflash_hf_version":\s*("[^"]*"|null)', entry, text, count=1)
-    else:
-        edited = text.replace("{", "{\n  " + entry + ",", 1)
-    try:
-        is_right = json.loads(edited) == expected
-    except ValueError:  # an object that was empty
-        is_right = False
-    return edited if is_right else json.dumps(expected, indent=2) + "\n"
-
-
 def _write_and_check_gguf(
     folder: Path, draft: DFlashDraftModel, repo: str, target: str | Path | None
 ) -> list[Finding]:
-    """Create the file for llama.cpp, and check that every such file is a drafter, and this one."""
+    """
+    Create the GGUF file if there is a `target`, and check that each GGUF file of the folder was made of this drafter.
+    """
     if target is not None:
         name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
         write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
@@ -273,16 +234,16 @@ def _write_and_check_gguf(
 
 
 def _changed_fields(config, before: dict) -> list[str]:
-    """The fields in which a drafter's configuration differs from that of a file made of it."""
+    """The fields in which a drafter's configuration differs from the one in its GGUF file."""
     fields = config.to_dict()
     fields_before = type(config).from_dict(before).to_dict()
-    unread = ("auto_map", "transformers_version", "dtype", "trained_length", "_name_or_path")
-    keys = sorted({*fields, *fields_before} - {*unread})
+    irrelevant = ("auto_map", "transformers_version", "dtype", "trained_length", "_name_or_path")
+    keys = sorted({*fields, *fields_before} - {*irrelevant})
     return [key for key in keys if fields.get(key) != fields_before.get(key)]
 
 
 def _card(folder: Path, draft: DFlashDraftModel, repo: str, facts: CardFacts | None) -> ModelCard:
-    """The card from `facts`, else the folder's own card, else from the facts in it."""
+    """The card rendered from `facts`; without them, the folder's own card, else one rendered from its facts."""
     try:
         if facts is None and has_own_card(folder):
             card = ModelCard((folder / "README.md").read_text(encoding="utf-8"))
@@ -320,7 +281,7 @@ def _select(folder: Path, code: dict[str, Path]) -> tuple[dict[str, Path], list[
 
 
 def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
-    """Files besides `code` that `auto_map` names, with the named class, and those that they import."""
+    """Files besides `code` that hold a class that `auto_map` names, and the files that these import."""
     own_code: set[str] = set()
     waiting: list[Path] = []
     auto_map = read_json(folder / "config.json").get("auto_map")
@@ -338,67 +299,13 @@ def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
     return own_code
 
 
-# ------------------------------------------------------------------------------------------------------------- the Hub
-
-
-@contextmanager
-def explain_hub_errors(repo: str, remedy: str) -> Iterator[None]:
-    """Around calls of the Hub: what went wrong there, as a `HubError` with the remedy."""
-    try:
-        yield
-    except PublishError:
-        raise
-    except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None:
-            reason = f"the Hub answered {status}"
-        elif isinstance(error, ValueError):
-            reason = "the Hub rejected it"
-        else:
-            reason = "the connection was interrupted"
-        message = one_line(getattr(error, "server_message", None) or str(error) or repr(error), 160)
-        if status in (401, 403, 404):
-            remedy = "Log in with `hf auth login`, or set HF_TOKEN: its token must have access there. " + remedy
-        raise HubError(f"{repo} was not published: {reason} ({message}). {remedy}") from error
-
-
-def compare_with_repository(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
-    """
-    What a commit of some files changes in a repository.
-
-    Args:
-        info (`ModelInfo`): The repository, with `files_metadata`.
-        contents (`dict`): The files, by their paths in it.
-        deletable (`Sequence[str]`): Patterns of the files that are deleted there if `contents` lacks them.
-    """
-    files = {file.rfilename: file for file in info.siblings or []}
-    changes = Changes(parent=info.sha)
-    for name, content in contents.items():
-        operation = CommitOperationAdd(name, content)
-        if name not in files:
-            changes.added.append(name)
-        elif not _is_same(operation, files[name]):
-            changes.replaced.append(name)
-        else:
-            continue
-        changes.operations.append(operation)
-    changes.deleted = sorted(name for name in files if name not in contents and matches_any(name, deletable))
-    changes.operations += map(CommitOperationDelete, changes.deleted)
-    return changes
-
-
-def _is_same(operation: CommitOperationAdd, file_there) -> bool:
-    """Whether a file of a repository has the content to be committed."""
-    if file_there.lfs is not None:
-        return file_there.lfs.sha256 == operation.upload_info.sha256.hex()
-    with operation.as_file() as file:
-        content = file.read()
-    # Git's own digest of a blob.
-    return file_there.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool) -> Changes:
-    """What the commit changes in the repository, unless that is another model's, or its card somebody else's."""
+    """
+    What the commit changes in the repository.
+
+    Raises:
+        `PublishError`: it is public and should be private, it holds another model, or a card written by hand.
+    """
     repo = result.repo
     try:
         info = api.repo_info(repo, files_metadata=True, timeout=SECONDS)
@@ -407,14 +314,14 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
         return Changes(list(result.contents), operations=operations)
     if private and not info.private:
         raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
-    changes = compare_with_repository(info, result.contents, _FORMER)
+    changes = compare_with_repository(info, result.contents, _OBSOLETE_FILES)
 
     def read(name: str) -> str:
         file = api.hf_hub_download(repo, name, revision=info.sha)
         return Path(file).read_text(encoding="utf-8", errors="replace")
 
     names = [file.rfilename for file in info.siblings or []]
-    model_files = [name for name in changes.replaced if matches_any(name, _MODEL)] + changes.deleted
+    model_files = [name for name in changes.replaced if matches_any(name, _MODEL_FILES)] + changes.deleted
     if model_files and not ("config.json" in names and _is_drafter(read("config.json"))):
         raise PublishError(
             f"{repo} holds another model, whose {', '.join(model_files[:3])} would be replaced or deleted: name a "
@@ -434,21 +341,3 @@ def _is_drafter(config: str) -> bool:
         return is_drafter_config(json.loads(config))
     except (ValueError, AttributeError, TypeError):  # damaged
         return False
-
-
-def _upload(api: HfApi, result: Publication, changes: Changes, private: bool) -> str | None:
-    """One commit on top of the one that was compared; huggingface_hub shows the progress of large files."""
-    if not changes.operations:
-        return None
-    with explain_hub_errors(result.repo, "Nothing was committed; run the same command again to upload the rest."):
-        if changes.parent is None:
-            api.create_repo(result.repo, private=private or None)
-            changes.parent = api.repo_info(result.repo).sha
-        options = {"commit_message": "Upload DFlash drafter", "parent_commit": changes.parent}
-        return api.create_commit(result.repo, changes.operations, **options).commit_url
-
-
-def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a file matches a pattern of its own level: `*` would also match a slash."""
-    same_level = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_level)
