@@ -32,7 +32,7 @@ ACME = SourceLayout(
     architectures=("AcmeBlockDrafter",),
     read=read,
     tensor_names={r"^blocks\.(\d+)\.(.+)$": r"layers.\1.\2", r"^adapter\.": "fc.", r"^adapter_norm\.": "hidden_norm."},
-    target_copies=r"^embed_tokens\.",
+    ignored_target_tensors=r"^embed_tokens\.",
 )
 
 

@@ -14,7 +14,7 @@ from support.rows import counting_rows
 from support.runs import make_trainer
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.layouts.heads import schema_of
+from dflash_hf.layouts.head_schemas import schema_of
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, TokenHead
 from dflash_hf.training.head_presets import head_presets

@@ -33,7 +33,7 @@ from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.hub.check import check
-from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
+from dflash_hf.layouts.head_schemas import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.heads_dflash import DominoHead, TokenHead
 from dflash_hf.training.objective import forced_queries

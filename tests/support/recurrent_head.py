@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from dflash_hf.layouts.heads import HEAD_SCHEMAS, HeadSchema
+from dflash_hf.layouts.head_schemas import HEAD_SCHEMAS, HeadSchema
 from dflash_hf.modeling.heads_dflash import TokenHead
 
 

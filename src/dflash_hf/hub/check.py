@@ -26,7 +26,7 @@ from dflash_hf.hub.findings import Finding
 from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
 from dflash_hf.layouts.checkpoint_files import checkpoint_files, read_header
 from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.layouts.heads import UnknownDrafterError
+from dflash_hf.layouts.errors import UnknownDrafterError
 from dflash_hf.layouts.read import canonical_config, is_drafter_config
 from dflash_hf.layouts.tensor_names import published_name, tensor_names
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
@@ -82,9 +82,8 @@ def check(
 def _local_folder(name: str, revision: str | None) -> Path:
     """The local folder of a drafter; a repository is downloaded into the cache."""
     config = small_file(name, name, revision)
-    if Path(name).expanduser().exists() or not is_drafter_config(
-        read_json(config)
-    ):  # another model may be large to download
+    is_local = Path(name).expanduser().exists()
+    if is_local or not is_drafter_config(read_json(config)):  # another model may be large to download
         return config.parent
     patterns = ("*.json", "*.py", "*.safetensors", MASK_EMBEDDING)
     options = {"allow_patterns": patterns, "ignore_patterns": "*/*.safetensors"}

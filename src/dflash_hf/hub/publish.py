@@ -38,7 +38,7 @@ from dflash_hf.hub.commits import (
 )
 from dflash_hf.hub.findings import Finding
 from dflash_hf.layouts.checkpoint_files import checkpoint_files
-from dflash_hf.layouts.heads import engine_method
+from dflash_hf.layouts.head_schemas import engine_method
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.targets.digests import digest_of_parameters

@@ -1,8 +1,13 @@
 """
-Files of other projects as the one layout that the rest of the code knows, z-lab's.
+Drafters in the layouts of other projects.
 
-`source_layout.py` says what a layout is, `all_layouts.py` lists them, and each of the other projects has a file.
-`read.py` converts a `config.json`, in the order that is numbered in `canonical_config`; `configuration.py` and
-`check.py` are the configuration and its rules. `tensor_names.py`, `checkpoint_files.py` and `checkpoint.py` are about
-tensors.
+The *published layout* is that of z-lab's drafters. It is the only one that the rest of the code knows, and the one in
+which drafters are saved. A `config.json` that was converted to it is *canonical*. The others are *source layouts*.
+
+    source_layout.py   what a layout is; all_layouts.py lists them, each project has a file
+    read.py            from a `config.json` in any layout to the published layout: `canonical_config`
+    precedence.py      which value is used where a file gives several
+    head_schemas.py    names, keys and checks of the token heads
+    configuration.py   `DFlashDraftConfig`, checked by check.py when it is created
+    tensor_names.py, checkpoint_files.py, checkpoint.py   names of tensors, and checks of weights
 """

@@ -1,4 +1,4 @@
-"""The layouts that are read besides the published one. A new layout is a `SourceLayout`, and its name in this list."""
+"""The list of layouts that can be read. To add a layout, add its `SourceLayout` to `SOURCE_LAYOUTS`."""
 
 from dflash_hf.layouts.automodel import AUTOMODEL
 from dflash_hf.layouts.deepspec import DEEPSPEC
@@ -8,9 +8,9 @@ from dflash_hf.layouts.speculators import SPECULATORS
 from dflash_hf.layouts.torchspec import TORCHSPEC
 
 
-# z-lab's, in which drafters are saved, and whose keys and tensor names the rest of the code uses.
+# z-lab's layout, in which drafters are saved, and whose keys and tensor names the rest of the code uses.
 PUBLISHED = SourceLayout("z-lab")
-# The first layout that matches a file reads it. A layout with `architectures` of its own can be at the end.
+# In order: a file is read by the first layout that matches it. A layout with its own `architectures` can be last.
 SOURCE_LAYOUTS: list[SourceLayout] = [SPECULATORS, MUSE, TORCHSPEC, DEEPSPEC, AUTOMODEL]
 
 

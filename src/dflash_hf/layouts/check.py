@@ -1,4 +1,4 @@
-"""What a drafter's configuration must satisfy; each error names key, value and rule."""
+"""The rules for a drafter's configuration. The checks change nothing; each error names key, value and rule."""
 
 import math
 from dataclasses import fields
@@ -10,13 +10,14 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.layouts.heads import require, schema_of
+from dflash_hf.layouts.errors import require
+from dflash_hf.layouts.head_schemas import schema_of
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-# Bounds far above any real drafter; a wrong size must not become an allocation.
+# Far above the sizes of any real drafter: a wrong size must not become an allocation.
 _MAX_LAYERS = 1024
 _MAX_SIZE = 2**24
 _MAX_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
@@ -24,20 +25,14 @@ _MAX_OF_FIELD = {
     **dict.fromkeys(("num_hidden_layers", "num_target_layers", "block_size"), _MAX_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), math.inf),
 }
-# Ids and a rate may be 0, a block has at least two tokens.
-_OTHER_RULES = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout")
-
-
-def check_nested(nested):
-    """`dflash_config` is a dictionary."""
-    example = '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}'
-    require(isinstance(nested, dict), f"a dictionary such as {example}", dflash_config=nested)
+# Fields that may be 0, which the rules for integers and numbers forbid.
+_MAY_BE_ZERO = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout")
 
 
 def check_fields(config):
     """
-    Sizes, numbers and switches, by the types that the fields are declared with, `None` only where they allow it; then
-    the fields with rules of their own. Fields that every configuration has are upstream's, in other versions others.
+    Check sizes, numbers and switches by the declared types of the fields, of which some allow `None`; then the fields
+    with special rules. Fields of `PreTrainedConfig`, which differ between versions, are left to upstream.
     """
     upstream = {field.name for field in fields(PreTrainedConfig)}
     own = [field for field in fields(config) if field.name not in upstream]
@@ -46,7 +41,7 @@ def check_fields(config):
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
-        if key in _OTHER_RULES or (value is None and NoneType in kinds):
+        if key in _MAY_BE_ZERO or (value is None and NoneType in kinds):
             continue
         if bool in kinds:
             require(isinstance(value, bool), "true or false", **{key: value})
@@ -62,18 +57,16 @@ def check_fields(config):
     require(fits, f"a multiple of num_key_value_heads={kv_heads}", num_attention_heads=heads)
     width = config.hidden_size
     fits = config.head_dim is not None or width % heads == 0
-    require(fits, f"a multiple of num_attention_heads={heads}, or head_dim be set", hidden_size=width)
+    require(fits, f"a multiple of num_attention_heads={heads}, or head_dim must be set", hidden_size=width)
     rate = config.attention_dropout
     require(_is_number(rate) and 0 <= rate < 1, "a rate from 0 to below 1", attention_dropout=rate)
     fits = isinstance(config.hidden_act, str) and config.hidden_act in ACT2FN
     require(fits, "an activation of transformers, such as silu", hidden_act=config.hidden_act)
-    dtype = config.dtype
-    config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-    require(config.dtype in (None, *_DTYPES), f"one of {_DTYPES}", dtype=dtype)
+    require(config.dtype in (None, *_DTYPES), f"one of {_DTYPES}", dtype=config.dtype)
 
 
 def check_parts(config):
-    """Fields of one part are set together, fit each other and the sizes; at most one head is set."""
+    """The fields of an optional part are set together, and fit the other sizes; at most one token head is set."""
     for part in parts_by_sizes():
         sizes = {key: getattr(config, key) for key in part}
         require(all(sizes.values()) or not any(sizes.values()), "set together, or not at all", **sizes)
@@ -100,7 +93,7 @@ def check_parts(config):
 
 
 def check_quantization(config):
-    """A quantisation names its method; whether it can be read is checked with the weights."""
+    """`quantization_config` names its method. Whether that can be read is checked with the weights."""
     value = getattr(config, "quantization_config", None)
     method = value.get("quant_method") if isinstance(value, dict) else getattr(value, "quant_method", None)
     names_method = value is None or isinstance(method, str)
@@ -108,7 +101,10 @@ def check_quantization(config):
 
 
 def check_rope_is_one_table(rope_parameters, rope_scaling):
-    """Before upstream reads them: older files say `rope_scaling`, in which nothing (`0`, `[]`) is none."""
+    """
+    `rope_parameters`, which older files call `rope_scaling` (with 0 or `[]` for none), is one table for all layers.
+    Called before upstream reads it.
+    """
     example = '{"rope_type": "default", "rope_theta": 10000.0}'
     for key, rope in {"rope_parameters": rope_parameters, "rope_scaling": rope_scaling or None}.items():
         is_one_table = rope is None or (isinstance(rope, dict) and not rope.keys() & {*LAYER_TYPES})
@@ -116,7 +112,7 @@ def check_rope_is_one_table(rope_parameters, rope_scaling):
 
 
 def check_rope(config):
-    """`rope_parameters` have a known type, and rotate an even number of channels."""
+    """`rope_parameters` have a known type and a positive base, and rotate an even number of channels."""
     rope = config.rope_parameters
     size = config.head_dim
     theta = rope.get("rope_theta")
@@ -147,14 +143,18 @@ def check_rotary_table(config):
 
 
 def check_layers(config):
-    """Each draft layer has a type, and the layers that are read are distinct layers of the target."""
+    """Draft layers have a type, sliding layers a window; `target_layer_ids` are distinct layers of the target."""
     types = config.layer_types
     number = config.num_hidden_layers
     fits = isinstance(types, list | tuple) and len(types) == number and all(kind in LAYER_TYPES for kind in types)
     rule = f"a list that names one of {LAYER_TYPES} for each of the num_hidden_layers={number}"
     require(fits, rule, layer_types=types)
     has_window = config.sliding_window is not None or "sliding_attention" not in types
-    require(has_window, "the number of keys that sliding layers see", sliding_window=config.sliding_window)
+    require(
+        has_window,
+        "the number of keys that a query of a sliding layer attends to",
+        sliding_window=config.sliding_window,
+    )
     ids = config.target_layer_ids
     depth = config.num_target_layers
     require(ids is not None, "set, or num_target_layers for the default rule", target_layer_ids=ids)
@@ -163,7 +163,6 @@ def check_layers(config):
     require(distinct, "distinct layer numbers, counted from 0; -1 is the embedding", target_layer_ids=ids)
     require(max(ids) < _MAX_LAYERS, f"below {_MAX_LAYERS}, more layers than any target has", target_layer_ids=ids)
     require(depth is None or max(ids) < depth, f"below num_target_layers={depth}", target_layer_ids=ids)
-    config.target_layer_ids = list(ids)
 
 
 def check_tokens(config):

@@ -1,6 +1,6 @@
 """
-Whether a drafter's weights are those of its configuration. Names, shapes and dtypes are compared before anything is
-loaded, so that a wrong file is rejected by name before memory is allocated; after loading, nothing may be left random.
+Checks that a drafter's weights fit its configuration. Names, shapes and dtypes are compared before anything is loaded:
+the error for a wrong file names the tensor, and no memory is allocated. After loading, no weight may be random.
 """
 
 import os
@@ -12,27 +12,28 @@ import torch
 from transformers.quantizers import AutoHfQuantizer
 
 from dflash_hf.layouts.checkpoint_files import checkpoint_files, read_header, read_mask_embedding
-from dflash_hf.layouts.tensor_names import is_not_loaded, published_name, tensor_names
+from dflash_hf.layouts.tensor_names import is_ignored, published_name, tensor_names
 
 
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_TENSOR = "mask_embedding"
-# Methods whose weights upstream can turn into plain ones as it loads them. Else their layers need kernels of some GPU,
-# or wait for a forward of the whole model, which drafting never calls.
+# Methods whose weights upstream can turn into plain ones while loading. Otherwise their layers would need kernels for
+# certain GPUs, or would be unpacked by a forward of the whole model, which drafting never calls.
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "nvfp4", "mxfp4")
 
 
 @dataclass
 class Checkpoint:
     """
-    What a drafter's files hold, as far as it is known before the weights are loaded.
+    What is known of a drafter's files before the weights are loaded.
 
     Args:
         name (`str`): Folder or repository, for errors.
-        renamings (`dict[str, str]`): For `key_mapping` of transformers' loader: a regular expression for the name of
-            each tensor that has another published name, and that name.
-        mask_embedding (`torch.Tensor`, *optional*): `[H]`, the drafter's own, if it is in a file of its own.
+        renamings (`dict[str, str]`): The `key_mapping` for transformers' loader. Its keys are regular expressions that
+            match exactly one tensor name of the files; its values are the published names.
+        mask_embedding (`torch.Tensor`, *optional*): `[H]`, the drafter's own mask embedding, if a separate file holds
+            one.
         is_quantized (`bool`): Whether `config.json` names a quantisation.
     """
 
@@ -50,7 +51,7 @@ class Checkpoint:
             info (`dict`): From `output_loading_info` of `from_pretrained`.
 
         Raises:
-            `ValueError`: one was not: a layer would be random, or, of a quantised checkpoint, no plain weights.
+            `ValueError`: a parameter or tensor was not loaded, or a quantised layer was not turned into plain weights.
         """
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             keys = set(info[problem])
@@ -73,7 +74,7 @@ def read_checkpoint(
     state_dict: dict | None = None,
 ) -> Checkpoint:
     """
-    Read what a drafter's files hold, and compare it with its configuration.
+    Read the headers of a drafter's files, and compare them with its configuration.
 
     Args:
         name_or_path (`str` or `Path`, *optional*): Folder or repository; `None` for a `state_dict`.
@@ -98,11 +99,11 @@ def read_checkpoint(
     headers = {path: read_header(path) for path in files}
     stored_names = [stored for header in headers.values() for stored in header]
     checkpoint.renamings = _exact_renamings(stored_names, names)
-    # This file overrides a tensor of the same name, as in the engines.
+    # The separate file overrides a tensor of the same name, as in the engines.
     checkpoint.mask_embedding = read_mask_embedding(checkpoint.name, config, **hub_arguments)
     config.own_mask_embedding |= checkpoint.mask_embedding is not None
     config.has_embed_tokens |= _has_own_embedding(stored_names, config, names)
-    if not checkpoint.is_quantized:  # else they have other tensors, and what transformers reports decides
+    if not checkpoint.is_quantized:  # quantised files have other tensors; `check_loaded` checks them after loading
         stored_elsewhere = () if checkpoint.mask_embedding is None else (_MASK_TENSOR,)
         _check_tensors(headers, model_class, config, names, stored_elsewhere)
     elif config.interleaved_rotary:
@@ -112,23 +113,23 @@ def read_checkpoint(
 
 def _exact_renamings(stored_names, names: dict[str, str]) -> dict[str, str]:
     """
-    Renamings of single tensors, for `key_mapping` of transformers. Its own renaming differs from `re.sub`: it replaces
-    the first group alone, and a pattern ends where a word ends. With whole names, it loads what was checked.
+    A renaming for each tensor, for `key_mapping` of transformers. Its patterns do not work as in `re.sub`: only the
+    first group is replaced, and a pattern ends where a word ends. With complete names, both do the same.
     """
     renamed = {}
     for stored in stored_names:
         published = published_name(stored, names)
         if published != stored:
             renamed[stored] = published
-    # Rules are applied one after the other: a tensor is renamed away before another tensor takes its name.
+    # Renamings are applied one after the other, so a tensor must be renamed before another tensor takes its name.
     order = TopologicalSorter({stored: [published] for stored, published in renamed.items()}).static_order()
     return {f"^{re.escape(name)}$": renamed[name] for name in order if name in renamed}
 
 
 def _prepare_quantization(name: str, config) -> bool:
     """
-    Prepare a configuration for loading a quantised checkpoint by upstream's quantisers: weights in 8 or 4 bits of
-    compressed-tensors and the like are loaded as plain ones.
+    Prepare a configuration for a quantised checkpoint, which upstream's quantisers load; those of `_DEQUANTIZED` are
+    asked for plain weights.
 
     Args:
         name (`str`): Folder or repository, for errors.
@@ -138,7 +139,7 @@ def _prepare_quantization(name: str, config) -> bool:
         `bool`: Whether the checkpoint is quantised.
 
     Raises:
-        `ValueError`: upstream has no quantiser for it, and would take the stored numbers for weights.
+        `ValueError`: upstream has no quantiser for it, and would load the codes as weights.
     """
     remedy = "load its weights in bf16 if they are published, or have the engine that they were made for serve it"
     if isinstance(getattr(config, "quantization", None), dict):
@@ -163,7 +164,7 @@ def _check_plain_weights(name: str, model) -> None:
     Check that upstream's quantisers left plain weights in all layers.
 
     Raises:
-        `ValueError`: a plain layer of a quantised checkpoint holds numbers that are no weights.
+        `ValueError`: the layer of a quantised checkpoint holds codes instead of weights.
     """
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -176,9 +177,9 @@ def _check_plain_weights(name: str, model) -> None:
 
 
 def _has_own_embedding(stored_names: list[str], config, names: dict[str, str]) -> bool:
-    """Whether a checkpoint has token embeddings other than the target's; engines use them too."""
+    """Whether a checkpoint has its own token embeddings, which engines then use as well."""
     name = "embed_tokens.weight"
-    if config.vocab_size is None or is_not_loaded(name, config):
+    if config.vocab_size is None or is_ignored(name, config):
         return False
     return any(published_name(stored, names) == name for stored in stored_names)
 
@@ -208,7 +209,7 @@ def _check_tensors(
     for path, tensors in headers.items():
         for name in tensors:
             published = published_name(name, names)
-            if is_not_loaded(published, config):
+            if is_ignored(published, config):
                 continue
             if published in stored:
                 raise ValueError(f"{path}: tensors {sources[published]} and {name} are both {published}; remove one.")

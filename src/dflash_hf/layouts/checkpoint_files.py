@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, and what their headers say."""
+"""The files of a checkpoint, and their headers."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_arguments) -> list[str]:
     """
-    The safetensors files of a folder or repository, downloaded if necessary.
+    Paths of the safetensors files of a folder or repository, which are downloaded if necessary.
 
     Args:
         name_or_path (`str`): Folder or repository.
@@ -60,7 +60,7 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
 
 def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Tensor | None:
     """
-    The drafter's own mask embedding `[H]`, if a folder or repository has one next to the weights.
+    The drafter's own mask embedding `[H]`, from the separate file beside the weights; `None` without such a file.
 
     Raises:
         `ValueError`: it is damaged, of the wrong width, or for another token.

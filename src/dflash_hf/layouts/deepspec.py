@@ -1,12 +1,12 @@
 """DSpark drafters of DeepSpec, SpecForge, ModelOpt and Automodel, with copies of the target's embedding and head."""
 
-from dflash_hf.layouts.heads import is_dspark
+from dflash_hf.layouts.head_schemas import is_dspark
 from dflash_hf.layouts.rotary import without_partial_rotary
 from dflash_hf.layouts.source_layout import SourceLayout
 
 
 def _detect(config: dict) -> bool:
-    """Every DSpark drafter that does not say that the embedding is its own; speculators' come first."""
+    """DSpark drafters, except those with their own embedding; files of speculators are matched before."""
     return is_dspark(config) and not config.get("has_embed_tokens")
 
 
@@ -20,5 +20,5 @@ DEEPSPEC = SourceLayout(
     "deepspec",
     detect=_detect,
     read=_read,
-    target_copies=r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
+    ignored_target_tensors=r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
 )

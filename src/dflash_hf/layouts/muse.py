@@ -8,7 +8,7 @@ _MAX_LAYERS = 1000  # for which `layer_types` are filled in; the number itself i
 
 
 def _read(config: dict) -> dict:
-    """Flat keys with transformers' defaults. There is no causality key: attention in the block is bidirectional."""
+    """Reads flat keys and transformers' defaults. Attention in the block is bidirectional; there is no key for it."""
     result = defaults_of("muse_glimmer_assistant", _KEYS_WITH_DEFAULTS)
     result |= {key: value for key, value in config.items() if value is not None}
     if "rope_parameters" in result and config.get("rope_theta") is None:

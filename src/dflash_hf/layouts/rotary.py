@@ -1,15 +1,21 @@
-"""Rotary settings of other projects' files."""
+"""Rotary settings in the files of other projects."""
 
 from transformers.utils import logging
 
-from dflash_hf.layouts.heads import require
+from dflash_hf.layouts.errors import require
 
 
 logger = logging.get_logger(__name__)
 
 
 def shared_rope(rope, layer_types):
-    """The one of several tables by layer type that a drafter's layers share; tables of absent types are ignored."""
+    """
+    The table that all layers share, from `rope_parameters` with a table for each layer type; tables of types that no
+    layer has are ignored.
+
+    Raises:
+        `ValueError`: the tables differ.
+    """
     kinds = {"full_attention", "sliding_attention"}
     if not isinstance(rope, dict) or not rope or set(rope) - kinds:
         return rope
@@ -23,8 +29,8 @@ def shared_rope(rope, layer_types):
 
 def without_partial_rotary(config: dict) -> dict:
     """
-    A configuration without `partial_rotary_factor`, which is the target's: Qwen3's rotary module, with which drafters
-    of some projects are trained, rotates whole heads whatever the key says.
+    A configuration without `partial_rotary_factor`. Some projects copy the key from the target, but train drafters
+    with Qwen3's rotary module, which ignores it and rotates whole heads.
     """
     result = _without_factor(config)
     if result != config:
@@ -36,7 +42,7 @@ def without_partial_rotary(config: dict) -> dict:
 
 
 def _without_factor(table: dict) -> dict:
-    """A table and the tables in it, without the key."""
+    """A dictionary and all dictionaries in it, without the key."""
     result = {}
     for key, value in table.items():
         if key != "partial_rotary_factor":

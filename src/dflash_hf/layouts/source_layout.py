@@ -1,4 +1,4 @@
-"""What makes up the layout of another project, and what several of them need."""
+"""The description of a layout, and helpers for several layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from transformers import CONFIG_MAPPING
 
 
-# Keys that describe the layers, for which a file may rely on defaults of its own project.
+# Keys that describe the layers; files may leave them out where they equal defaults of their project.
 LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -29,10 +29,8 @@ def _unchanged(config: dict) -> dict:
 @dataclass(frozen=True)
 class SourceLayout:
     """
-    How a project writes a drafter, where that differs from the published layout.
-
-    A layout is one such object, and its place in [`~dflash_hf.layouts.all_layouts.SOURCE_LAYOUTS`]. Regular
-    expressions are those of `re.sub`.
+    How a project writes a drafter, where that differs from the published layout. To add a layout, create such an
+    object and add it to [`~dflash_hf.layouts.all_layouts.SOURCE_LAYOUTS`]. Regular expressions are those of `re.sub`.
 
     Args:
         name (`str`): Its name in `source_layout` of a configuration.
@@ -41,11 +39,11 @@ class SourceLayout:
         detect (`Callable[[dict], bool]`, *optional*): Whether a `config.json` is in this layout. Default: its only
             architecture is one of `architectures`.
         read (`Callable[[dict], dict]`): A new dictionary with the published keys, from a `config.json` in this
-            layout. Keys that are nested in `dflash_config` and have a field already are at the top level.
+            layout. Nested keys that have a field have been merged into the top level.
         tensor_names (`dict[str, str]`): Regular expressions of tensor names, and what replaces each match. They are
             applied in order, after the prefixes that trainers add (`model.`, `draft_model.` and others) are removed.
-        target_copies (`str`, *optional*): Regular expression of the tensors, by their published names, that copy the
-            target's weights; they are not loaded.
+        ignored_target_tensors (`str`, *optional*): Regular expression, for published names, of the tensors that are
+            copies of the target's weights, which are not loaded.
     """
 
     name: str
@@ -53,7 +51,7 @@ class SourceLayout:
     detect: Callable[[dict], bool] | None = None
     read: Callable[[dict], dict] = _unchanged
     tensor_names: dict[str, str] = field(default_factory=dict)
-    target_copies: str | None = None
+    ignored_target_tensors: str | None = None
 
     def matches(self, config: dict) -> bool:
         """Whether a `config.json` is in this layout."""
@@ -63,7 +61,7 @@ class SourceLayout:
 
 
 def defaults_of(model_type: str, keys: tuple[str, ...]) -> dict:
-    """What transformers' configuration of a model type says where a file says nothing."""
+    """The default values of `keys`, and of `rope_theta`, in transformers' configuration of a model type."""
     default = CONFIG_MAPPING[model_type]()
     result = {key: getattr(default, key) for key in keys if getattr(default, key, None) is not None}
     return {**result, "rope_theta": default.rope_parameters["rope_theta"]}

@@ -1,6 +1,6 @@
 """speculators: the draft layers are described in `transformer_layer_config`, or beside the other keys."""
 
-from dflash_hf.layouts.heads import require
+from dflash_hf.layouts.errors import require
 from dflash_hf.layouts.rotary import without_partial_rotary
 from dflash_hf.layouts.source_layout import LAYER_KEYS, SourceLayout, defaults_of
 
@@ -23,10 +23,10 @@ def _detect(config: dict) -> bool:
 
 
 def _read(config: dict) -> dict:
-    """Nested layer configuration, or a flat one, which may leave out Qwen3's defaults."""
+    """Reads a nested or a flat configuration; both may leave out defaults."""
     layers = config.get("transformer_layer_config")
     if layers is None and "hidden_size" in config:
-        layers = {}  # its keys are beside the others
+        layers = {}  # a flat file: its keys are at the top level
     require(isinstance(layers, dict), "a dictionary that describes the draft layers", transformer_layer_config=layers)
     model_type = layers.get("model_type", "qwen3")
     if model_type not in _LAYER_MODEL_TYPES:
@@ -49,5 +49,5 @@ SPECULATORS = SourceLayout(
     "speculators",
     detect=_detect,
     read=_read,
-    target_copies=r"^(?:embed_tokens\.|lm_head\.weight$|verifier_|t2d$|d2t$)",
+    ignored_target_tensors=r"^(?:embed_tokens\.|lm_head\.weight$|verifier_|t2d$|d2t$)",
 )

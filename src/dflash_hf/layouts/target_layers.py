@@ -8,8 +8,8 @@ logger = logging.get_logger(__name__)
 
 def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
     """
-    The target layers whose outputs a drafter reads by default: evenly spaced from the second layer to the third last
-    (DFlash, arXiv 2602.06036), `num_target_layers // 2` for a single feature.
+    The target layers whose outputs a drafter reads by default, by the rule of the paper (arXiv 2602.06036): evenly
+    spaced from the second layer to the third last; layer `num_target_layers // 2` for a single feature.
 
     Args:
         num_target_layers (`int`): Depth of the target.
@@ -30,13 +30,16 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[
 
 
 def fitting_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
-    """[`default_target_layer_ids`] of a fresh drafter; for a shallow target as many as fit, with a warning."""
-    for fitting in range(num_features, 0, -1):
+    """
+    [`default_target_layer_ids`] for a new drafter: as many as the target has layers for, with a warning if these are
+    fewer than `num_features`.
+    """
+    for count in range(num_features, 0, -1):
         try:
-            ids = default_target_layer_ids(num_target_layers, fitting)
+            ids = default_target_layer_ids(num_target_layers, count)
         except ValueError:  # too few layers
             continue
-        if fitting < num_features:
+        if count < num_features:
             logger.warning(
                 f"The paper's rule finds no {num_features} distinct layers in a target of {num_target_layers}: the "
                 f"drafter reads target_layer_ids={ids}. Pass `target_layer_ids` to choose others."

@@ -1,20 +1,20 @@
-"""Names of a drafter's tensors in the files of other projects, and which of those tensors are not loaded."""
+"""Names of tensors in the files of other projects, and which tensors are not loaded."""
 
 import re
 
 from dflash_hf.layouts.all_layouts import layout_named
-from dflash_hf.layouts.heads import head_schemas
+from dflash_hf.layouts.head_schemas import head_schemas
 
 
-# What trainers put before every name: the module that wraps the drafter.
+# Prefixes that trainers add to every name: the module that wraps the drafter.
 _TRAINER_PREFIXES = {r"^(?:(?:logit_head|dflash_module|draft_model|model)\.)+": ""}
 _ROTARY_TABLE = r"(?:^|\.)rotary_emb\."  # computed from the configuration
 
 
 def tensor_names(config) -> dict[str, str]:
     """
-    What turns the tensor names in a drafter's files into the published ones: regular expressions and replacements, in
-    the order of application.
+    Regular expressions and replacements that turn the tensor names in a drafter's files into the published names, in
+    order of application.
 
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration, whose `source_layout` names the layout.
@@ -26,15 +26,15 @@ def tensor_names(config) -> dict[str, str]:
 
 
 def published_name(name: str, names: dict[str, str]) -> str:
-    """The published name of a tensor, by renamings as those of [`tensor_names`]."""
+    """The published name of a tensor, by the renamings of [`tensor_names`]."""
     for pattern, replacement in names.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
-def is_not_loaded(name: str, config) -> bool:
+def is_ignored(name: str, config) -> bool:
     """
-    Whether a tensor of a drafter's files is not part of it: a rotary table, or a copy of the target's weights.
+    Whether a tensor in a drafter's files is ignored: a rotary table, or a copy of the target's weights.
 
     Args:
         name (`str`): Published name.
@@ -42,7 +42,7 @@ def is_not_loaded(name: str, config) -> bool:
     """
     if re.search(_ROTARY_TABLE, name):
         return True
-    copies = layout_named(config.source_layout).target_copies
+    copies = layout_named(config.source_layout).ignored_target_tensors
     if copies is None or (config.has_own_lm_head and name in ("lm_head.weight", "d2t")):
         return False
     return re.search(copies, name) is not None

@@ -4,7 +4,7 @@ from dflash_hf.layouts.source_layout import SourceLayout
 from dflash_hf.layouts.target_layers import default_target_layer_ids
 
 
-# Its own defaults, and Qwen3's: a file may leave out keys that equal them.
+# Defaults of TorchSpec and of Qwen3; a file may leave out keys with these values.
 _DEFAULTS = {
     "num_target_layers": 5,
     "intermediate_size": 14336,
@@ -15,7 +15,7 @@ _DEFAULTS = {
 
 
 def _detect(config: dict) -> bool:
-    """Whether a file gives the target's depth its own key, or an id exceeds what would be the depth elsewhere."""
+    """Whether the file has a key for the target's depth, or a layer id that is no layer of `num_target_layers`."""
     if "target_num_hidden_layers" in config:
         return True
     ids = config.get("target_layer_ids")
@@ -45,5 +45,5 @@ TORCHSPEC = SourceLayout(
         r"^context_norm\.": "hidden_norm.",
         r"^final_norm\.": "norm.",
     },
-    target_copies=r"^embed_tokens\.",
+    ignored_target_tensors=r"^embed_tokens\.",
 )

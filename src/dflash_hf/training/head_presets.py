@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dflash_hf.layouts.heads import schema_of
+from dflash_hf.layouts.head_schemas import schema_of
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 

@@ -1,26 +1,27 @@
-"""How others write each head: names of families, configuration keys and tensors, and what its fields must satisfy."""
+"""
+How other projects write the token heads: names of families, configuration keys and tensors; and checks of the fields
+of each head. The heads themselves are in `modeling/head_*_dflash.py`.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dflash_hf.layouts.errors import require
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, DominoHead, MarkovHead, PathSelector, TokenHead
-
-
-class UnknownDrafterError(ValueError):
-    """A drafter whose layout, head or drafting method this package does not know."""
 
 
 class HeadSchema(NamedTuple):
     """
-    What others call a head, and how they write it.
+    The names and keys of a head in the files of other projects.
 
     Attributes:
-        family (`str`): What drafters with this head are called; other families are refused.
-        speculators_model_type (`str`, *optional*): The type under which speculators writes it.
-        tensor_names (`dict[str, str]`): Other names of its tensors (regular expressions), and those in our files.
-        read (`Callable`): A `config.json` with this head's fields, from any published spelling. Keys of
-            `dflash_config` that have a field are already at the top level.
-        check (`Callable`): Check the head's fields in a configuration, beyond its `sizes`; raises `ValueError`.
+        family (`str`): The name of drafters with this head; other families are rejected.
+        speculators_model_type (`str`, *optional*): The `speculators_model_type` in files of speculators.
+        tensor_names (`dict[str, str]`): Regular expressions of other names of its tensors, and the published names.
+        read (`Callable`): Called with a `config.json` whose nested keys are merged into the top level; returns it with
+            this head's fields set from any project's keys.
+        check (`Callable`): Called with a configuration; raises `ValueError` if a field of the head is invalid. Its
+            `sizes` are checked before.
     """
 
     family: str
@@ -30,28 +31,11 @@ class HeadSchema(NamedTuple):
     check: Callable[..., None] = lambda config: None
 
 
-def require(fits: bool, rule: str, **values) -> None:
-    """
-    A rule of the configuration.
-
-    Args:
-        fits (`bool`): Whether it is kept.
-        rule (`str`): What the values must be.
-        values: Fields with their values.
-
-    Raises:
-        `ValueError`: it is not; names fields, values and rule.
-    """
-    if not fits:
-        received = " and ".join(f"{name}={value!r}" for name, value in values.items())
-        raise ValueError(f"{received} must be {rule}; correct the drafter's configuration.")
-
-
 # DFlash 2's path selector.
 
 
 def _read_selector(config: dict) -> dict:
-    """speculators leaves out its defaults."""
+    """Sets speculators' defaults, which its files leave out."""
     if config.get("speculators_model_type") == "dflash2":
         return {"selector_rank": 256, "selector_top_k": 16, **config}
     return config
@@ -69,12 +53,12 @@ def _check_selector(config) -> None:
 
 
 def _read_markov(config: dict) -> dict:
-    """DSpark's files, of several projects; the fields have DeepSpec's and Automodel's names."""
+    """Reads DSpark files of several projects; the fields have the names of DeepSpec and Automodel."""
     if not is_dspark(config):
         return config
     read_here = ("projector_type", "use_confidence_head", "confidence_head_alpha")
     file = {key: value for key, value in config.items() if key not in read_here}
-    # What the projects mean where their files say nothing, or null.
+    # The defaults of the projects, for keys that are missing or null.
     defaults: dict = {"sample_from_anchor": True}
     if file.get("speculators_model_type"):
         defaults = {
@@ -83,10 +67,10 @@ def _read_markov(config: dict) -> dict:
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
-    elif config.get("use_confidence_head") is not None:  # ModelOpt's always reads the codebook
+    elif config.get("use_confidence_head") is not None:  # ModelOpt; its confidence head always reads the codebook
         file["enable_confidence_head"] = config["use_confidence_head"]
         file["confidence_head_with_markov"] = config["use_confidence_head"]
-    elif config.get("confidence_head_alpha"):  # SpecForge's
+    elif config.get("confidence_head_alpha"):  # SpecForge
         defaults["enable_confidence_head"] = True
     stated = {key: value for key, value in file.items() if value is not None or key not in defaults}
     return {**defaults, **stated}
@@ -126,7 +110,7 @@ def _check_markov(config) -> None:
 
 
 def _read_domino(config: dict) -> dict:
-    """The files of SpecForge, Automodel and ModelOpt, which differ in the architecture's name."""
+    """Reads Domino files of SpecForge, Automodel and ModelOpt, which write different architectures."""
     names = [*(config.get("architectures") or []), config.get("projector_type")]
     if not any("domino" in str(name).lower() or name == "causal_v5" for name in names):
         return config
@@ -153,7 +137,7 @@ HEAD_SCHEMAS: dict[type[TokenHead], HeadSchema] = {
     PathSelector: HeadSchema(
         "DFlash2",
         "dflash2",
-        # As z-lab's code names them in drafters that it did not load.
+        # Names in drafters that z-lab's code saved without having loaded them.
         {
             rf"^candidate_selector\.{name}_codebook\.weight$": f"candidate_selector.{name}_codebook"
             for name in ("predecessor", "successor")
@@ -174,22 +158,22 @@ HEAD_SCHEMAS: dict[type[TokenHead], HeadSchema] = {
         _read_markov,
         _check_markov,
     ),
-    # speculators' "domino" fuses features layer by layer, as DFlare does.
+    # No `speculators_model_type`: the "domino" of speculators fuses features layer by layer, as DFlare does.
     DominoHead: HeadSchema("Domino", None, {}, _read_domino, _check_domino),
 }
 
 
 def schema_of(head: type[TokenHead]) -> HeadSchema:
-    """How others write a head; a head without an entry has no files but this package's."""
+    """The schema of a head; one without an entry in `HEAD_SCHEMAS` is written by this package only."""
     return HEAD_SCHEMAS.get(head, HeadSchema(head.architecture.removesuffix("DraftModel")))
 
 
 def head_schemas() -> list[HeadSchema]:
-    """Those of all heads that a drafter may have."""
+    """The schemas of all token heads."""
     return [schema_of(head) for head in TOKEN_HEADS]
 
 
 def engine_method(config) -> str:
-    """The engines' name for drafting with a configuration's head: `"dflash"` or `"dspark"`."""
+    """The speculative method by which engines serve a drafter: `"dflash"` or `"dspark"`."""
     plain = config.sample_from_anchor and not config.has_token_head
     return "dspark" if config.token_head_class is MarkovHead or plain else "dflash"
