@@ -1,4 +1,4 @@
-"""The project: what a build holds, which folder imports which, and that each line is one statement."""
+"""Rules of the project: the contents of a build, imports between folders, one statement per line."""
 
 import ast
 import configparser
@@ -29,8 +29,8 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf, and which others each may import besides the shared ones. Of the files beside the
-# folders only `cli` imports folders that are not shared.
+# The folders of src/dflash_hf, and which others each may import: a folder of `SHARED_FOLDERS` only those listed, the
+# others the shared folders as well. Of the files beside the folders, only `cli` imports folders that are not shared.
 SHARED_FOLDERS = {"_io", "decoding", "layouts", "targets", "_registration", "pairs", "conversion"}
 FOLDERS: dict[str, set[str]] = {
     "_io": set(),
@@ -146,7 +146,7 @@ def wheel_metadata(wheel: Path, file: str) -> str:
     return (folder / file).read_text(encoding="utf-8")
 
 
-def test_wheel_holds_the_package_alone(built):
+def test_wheel_holds_only_the_package(built):
     _, wheel = built
     expected = set()
     for folder, inside in ((SOURCE, "dflash_hf"), (MODELING, "dflash_hf/modeling"), (CARDS, "dflash_hf/hub_cards")):
@@ -213,7 +213,7 @@ def test_tested_floor_is_the_declared_one():
 
 
 def test_every_requirement_has_an_exact_pin():
-    """A forgotten pin would let CI drift, or let pip fetch a CUDA build of torch."""
+    """Without a pin, CI would use changing versions, and pip might download a CUDA build of torch."""
     required = requirement_names(configuration()["options"]["install_requires"])
     for extra in configuration()["options.extras_require"].values():
         required |= requirement_names(extra)
@@ -223,18 +223,18 @@ def test_every_requirement_has_an_exact_pin():
 
 # -------------------------------------------------------------------------------------------------------------- rules
 
-# A rule is a function of a file, which gives what breaks it.
+# A rule is named by what it requires. It is a function of a file, and returns the violations.
 
 
-def undeclared(path: Path) -> set[str]:
+def imports_only_declared_requirements(path: Path) -> set[str]:
     """
-    Imported with the module: a requirement, or the extra that is named as the folder. Imported inside a function: a
-    requirement or one of the extras.
+    At the top of a module only requirements and those of the extra with the folder's name are imported, inside
+    functions also those of all extras.
     """
     parser = configuration()
     tree = tree_of(path)
-    of_extra = parser["options.extras_require"].get(path.parent.name, "")
-    required = requirement_names(parser["options"]["install_requires"]) | requirement_names(of_extra)
+    folder_extra = parser["options.extras_require"].get(path.parent.name, "")
+    required = requirement_names(parser["options"]["install_requires"]) | requirement_names(folder_extra)
     optional = set().union(*map(requirement_names, parser["options.extras_require"].values()))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
@@ -243,128 +243,130 @@ def undeclared(path: Path) -> set[str]:
     return (third_party(ast.Module(at_import, [])) - required) | (third_party(tree) - required - optional)
 
 
-def foreign(path: Path) -> set[str]:
+def imports_only_what_remote_code_may(path: Path) -> set[str]:
     """
-    These files are also loaded by `trust_remote_code=True`, where every absolute import becomes a requirement and
-    relative imports are found by a regular expression: only the form with one dot and one name survives it.
+    These files are also loaded by `trust_remote_code=True`, where every absolute import becomes a requirement, and
+    relative imports are found by a regular expression, which recognises only the form with one dot and one name.
     """
-    breaches = (third_party(tree_of(path)) - {"torch", "transformers", "safetensors"}) | ours(path)
+    violations = (third_party(tree_of(path)) - {"torch", "transformers", "safetensors"}) | ours(path)
     for node in relative_imports(path):
         plain = node.level == 1 and node.module and (path.parent / f"{node.module}.py").is_file()
-        breaches |= set() if plain else {f"line {node.lineno}: write `from .x import y` of a file beside this one"}
-    return breaches
+        if not plain:
+            violations.add(f"line {node.lineno}: write `from .x import y` for a file beside this one")
+    return violations
 
 
-def unscanned(path: Path) -> set[str]:
-    """`transformers` does not parse: a line of a docstring that reads like an import sends it after a missing file."""
+def relative_imports_are_found_by_scanners(path: Path) -> set[str]:
+    """transformers does not parse a file: a line of a docstring that looks like an import makes it miss a file."""
     from transformers.dynamic_module_utils import get_relative_imports
 
-    meant = {node.module for node in relative_imports(path)}
+    imported = {node.module for node in relative_imports(path)}
     # Other scanners take any number of dots.
     scanned = set(re.findall(r"^\s*(?:from|import)\s+\.+\s*([\w.]*)\s*(?:import\b|$)", text_of(path), re.MULTILINE))
-    return meant ^ set(get_relative_imports(path)) | meant ^ scanned
+    return imported ^ set(get_relative_imports(path)) | imported ^ scanned
 
 
-def beside_torch(path: Path) -> set[str]:
+def imports_only_torch(path: Path) -> set[str]:
     return (third_party(tree_of(path)) - {"torch"}) | ours(path)
 
 
-def command_line(path: Path) -> set[str]:
-    return ours(path) & {"cli"} if path.name != "__main__.py" else set()  # the entry point's other name
+def does_not_import_the_command_line(path: Path) -> set[str]:
+    return ours(path) & {"cli"}
 
 
-def top_level(path: Path) -> set[str]:
+def imports_folders_as_parts_of_the_package(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(tree_of(path))} & {"modeling", "hub_cards", "src"}
 
 
-def relative(path: Path) -> list[str]:
+def imports_are_absolute(path: Path) -> list[str]:
     return [f"line {node.lineno}: write `from dflash_hf.folder.file import x`" for node in relative_imports(path)]
 
 
-def other_wings(path: Path) -> set[str]:
+def imports_only_allowed_folders(path: Path) -> set[str]:
     here = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     allowed = {here, *SHARED_FOLDERS, *FOLDERS.get(here, set())}
     return {name.partition(".")[0] for name in ours(path)} & (set(FOLDERS) - allowed)
 
 
-def above_ground(path: Path) -> set[str]:
+def shared_folder_imports_only_listed_names(path: Path) -> set[str]:
     folder = path.parent.name
     return {name for name in ours(path) if name.partition(".")[0] not in {"modeling", folder, *FOLDERS[folder]}}
 
 
-def other_tests(path: Path) -> set[str]:
-    """Nor does a script that a test writes for a process of its own, except for the test itself."""
+def does_not_import_other_tests(path: Path) -> set[str]:
+    """This includes scripts in strings, which tests run in a process of their own."""
     names = {test.stem for test in (ROOT / "tests").rglob("test_*.py")} | {"conftest"}
     return names & set(re.findall(r"^\s*(?:from|import) (\w+)", text_of(path), re.MULTILINE)) - {path.stem}
 
 
-# Names that say nothing of what a variable holds.
-EMPTY_NAMES = {"one", "found", "known", "given", "kept", "held", "said", "ours", "theirs", "thing"}
+# Names that do not tell what a variable holds.
+VAGUE_NAMES = {"one", "found", "known", "given", "kept", "held", "said", "ours", "theirs", "thing"}
 
 
-def folded(path: Path) -> list[str]:
-    """Statements that are several thoughts in one."""
-    places = []
+def has_one_statement_per_line(path: Path) -> list[str]:
+    """Nor are there conditional expressions in one another, unpacked tuples, or comparisons as factors."""
+    violations = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             targets = node.targets[0]
             if isinstance(targets, ast.Tuple) and len(targets.elts) >= 3:
-                places.append(f"line {node.lineno}: {len(targets.elts)} assignments in one")
+                violations.append(f"line {node.lineno}: {len(targets.elts)} assignments in one")
         if isinstance(node, ast.IfExp) and isinstance(node.body, ast.IfExp) | isinstance(node.orelse, ast.IfExp):
-            places.append(f"line {node.lineno}: a conditional expression in another")
+            violations.append(f"line {node.lineno}: a conditional expression in another")
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple):
-            places.append(f"line {node.lineno}: a tuple is written out with a star")
+            violations.append(f"line {node.lineno}: a tuple is written out with a star")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             if any(isinstance(side, ast.Compare) for side in (node.left, node.right)):
-                places.append(f"line {node.lineno}: a comparison is a factor")
-    return places
+                violations.append(f"line {node.lineno}: a comparison is a factor")
+    return violations
 
 
-def unnamed(path: Path) -> list[str]:
-    """Variables whose name says nothing."""
+def names_say_what_variables_hold(path: Path) -> list[str]:
     names = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)]
-    stored = [node for node in names if isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES]
-    return [f"line {node.lineno}: {node.id!r} is no name" for node in stored]
+    stored = [node for node in names if isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES]
+    return [f"line {node.lineno}: {node.id!r} does not tell what it holds" for node in stored]
 
 
 PACKAGE = sorted(SOURCE.rglob("*.py"))
-# Where statements are still folded and variables have no names.
-FOLDED = {SOURCE / "decoding" / f"{name}.py" for name in ("adaptive", "copies", "costs", "reliability", "sizes")}
-READABLE = [path for path in PACKAGE if path not in FOLDED]
+# Files that do not yet satisfy the two rules of readability.
+NOT_YET_READABLE = {
+    SOURCE / "decoding" / f"{name}.py" for name in ("adaptive", "copies", "costs", "reliability", "sizes")
+}
+READABLE = [path for path in PACKAGE if path not in NOT_YET_READABLE]
 RULES = {
-    undeclared: LIBRARY,
-    foreign: REMOTE_CODE,
-    unscanned: REMOTE_CODE,
-    beside_torch: [SOURCE / "training" / f"{name}.py" for name in ("blocks", "losses", "metrics")],
-    command_line: LIBRARY,
-    top_level: EVERYTHING,
-    relative: PACKAGE,
-    other_wings: [path for path in PACKAGE if path != SOURCE / "cli.py"],
-    above_ground: [path for path in PACKAGE if path.parent.name in SHARED_FOLDERS],
-    other_tests: EVERYTHING,
-    folded: READABLE,
-    unnamed: READABLE,
+    imports_only_declared_requirements: LIBRARY,
+    imports_only_what_remote_code_may: REMOTE_CODE,
+    relative_imports_are_found_by_scanners: REMOTE_CODE,
+    imports_only_torch: [SOURCE / "training" / f"{name}.py" for name in ("blocks", "losses", "metrics")],
+    does_not_import_the_command_line: LIBRARY,
+    imports_folders_as_parts_of_the_package: EVERYTHING,
+    imports_are_absolute: PACKAGE,
+    imports_only_allowed_folders: [path for path in PACKAGE if path != SOURCE / "cli.py"],
+    shared_folder_imports_only_listed_names: [path for path in PACKAGE if path.parent.name in SHARED_FOLDERS],
+    does_not_import_other_tests: EVERYTHING,
+    has_one_statement_per_line: READABLE,
+    names_say_what_variables_hold: READABLE,
 }
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_file_keeps_the_rule(rule):
     assert RULES[rule]
-    breaches = {name_of(path): rule(path) for path in RULES[rule]}
-    assert not {name: breach for name, breach in breaches.items() if breach}
+    violations = {name_of(path): rule(path) for path in RULES[rule]}
+    assert not {name: in_file for name, in_file in violations.items() if in_file}
 
 
-def test_root_holds_what_users_import():
+def test_root_holds_only_what_users_import():
     assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "cli.py", "drafter.py", "smollm2.py"}
 
 
-def test_package_folders_import_without_circles():
+def test_allowed_imports_have_no_cycle():
     assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(FOLDERS)
-    graphlib.TopologicalSorter(FOLDERS).prepare()  # raises where there is a circle
+    graphlib.TopologicalSorter(FOLDERS).prepare()  # raises if there is a cycle
 
 
-def test_remote_code_lies_in_one_folder():
-    """transformers' loader takes files beside each other."""
+def test_remote_code_is_in_one_folder():
+    """transformers' loader finds only files beside each other."""
     assert all(path.parent == MODELING for path in REMOTE_CODE)
 
 
@@ -375,9 +377,9 @@ def test_no_file_names_a_machine():
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     # In two parts, so that this file does not find itself.
     forbidden = ["/wo" + "rk/", "/.lib" + "rary", "/ro" + "ot/", "/opt/wh" + "eels"]
-    guilty = []
+    violations = []
     for path in [ROOT / name for name in listed if name]:
         if path.is_file():
             text = path.read_bytes().decode("utf-8", errors="ignore")
-            guilty += [f"{name_of(path)}: {words}" for words in forbidden if words in text]
-    assert not guilty
+            violations += [f"{name_of(path)}: {words}" for words in forbidden if words in text]
+    assert not violations

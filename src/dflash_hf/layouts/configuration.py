@@ -100,8 +100,8 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
 
         Args:
             use_swa (`bool`, *optional*): From `dflash_config`: true gives all layers the window if none is sliding.
-            first_sliding_layer (`int`): Qwen3's `max_window_layers`; ignored without `use_sliding_window` and a window,
-                and with `use_swa`.
+            first_sliding_layer (`int`): Qwen3's `max_window_layers`; ignored unless `use_sliding_window` and a window
+                are set, and `use_swa` is not.
         """
         if self.layer_types is None:
             require(isinstance(first_sliding_layer, int), "a number of layers", max_window_layers=first_sliding_layer)
