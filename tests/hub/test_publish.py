@@ -450,7 +450,10 @@ CODE_ERRORS = {
     "no drafter": (lambda files: files.clear(), "names no code of this package"),
     "other code": (lambda files: _edit(files, auto_map={"AutoModel": "x.Y"}), "names no code"),
     "newer code": (lambda files: _edit(files, dflash_hf_version="99.1"), "has code of 99.1; this is"),
-    "unreadable": (lambda files: _edit(files, num_attention_heads=0), "config.json that other code does not mend: "),
+    "unreadable": (
+        lambda files: _edit(files, num_attention_heads=0),
+        "an invalid config.json, with which new code would not load",
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 import copy
 
+import torch
+
 from dflash_hf.layouts.all_layouts import PUBLISHED
 from dflash_hf.layouts.check import (
     check_fields,
@@ -81,7 +83,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             self.draft_vocab_size = None
 
     def _derive_fields(self, kwargs: dict) -> None:
-        if self.dtype is not None:
+        if isinstance(self.dtype, str | torch.dtype):
             self.dtype = str(self.dtype).removeprefix("torch.")
         check_fields(self)
         self._derive_layer_types(kwargs.pop("use_swa"), kwargs.get("max_window_layers") or 0)
