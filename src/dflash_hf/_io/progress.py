@@ -49,7 +49,7 @@ def without_bars() -> Iterator[None]:
 
     downloads_shown = not are_progress_bars_disabled()
     bars_shown = logging.is_progress_bar_enabled()
-    datasets = sys.modules.get("datasets")  # whoever shows its bars has imported it
+    datasets = sys.modules.get("datasets")  # bars are shown only if it was imported
     datasets_shown = datasets is not None and datasets.are_progress_bars_disabled() is False
     logging.disable_progress_bar()  # and those of downloads
     if downloads_shown:

@@ -1,4 +1,4 @@
-"""The input of the doctor: a pair, prompts with the target's answers, and how the drafter was trained."""
+"""The input of a diagnosis: a pair, prompts with the target's answers, and how the drafter was trained."""
 
 import contextlib
 import copy
@@ -57,8 +57,8 @@ class Training:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Training | None":
         """
-        The facts that `dflash train` writes beside the weights, into `card_facts.json`, and into the log of the last
-        checkpoint; `None` if they are not there, or it is no folder.
+        Read what `dflash train` wrote beside the weights, into `card_facts.json`, and into the log of the last
+        checkpoint; `None` if it is not there, or `folder` is a repository's name.
         """
         try:
             training = read_json(Path(folder, FACTS_FILE))["training"]

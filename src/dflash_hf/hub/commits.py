@@ -121,6 +121,6 @@ def upload(api: HfApi, repo: str, changes: Changes, private: bool) -> str | None
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path matches a pattern with as many slashes; in `fnmatch` alone, `*` would match a slash too."""
+    """Whether a path matches a pattern with as many slashes; in `fnmatch`, `*` also matches a slash."""
     same_level = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_level)

@@ -386,7 +386,7 @@ LIMITS: tuple[Limit, ...] = (
             sources=(VLLM_SPECULATIVE, SGLANG_FIELDS, TRANSFORMERS_DFLASH),
             example={field: None, "dflash_config": {field: None}, "num_target_layers": 36},
         )
-        for field in ("block_size", "target_layer_ids")  # without a mask token it is no drafter
+        for field in ("block_size", "target_layer_ids")  # without a mask token, the file is rejected before
     ),
     *(
         Limit(

@@ -162,7 +162,7 @@ def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> P
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
         raise PublishError(
-            f"{folder} holds an adapter alone: publish the drafter that it is merged into, which "
+            f"{folder} holds only an adapter: publish the drafter that it is merged into, which "
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.

@@ -55,7 +55,7 @@ def with_rotary_width(rope: dict, head_dim: int) -> dict:
     Valid `rope_parameters` with both spellings of the rotated width of a head, in channels and as a share.
 
     `rope_dim` wins: it is the trained width, while `partial_rotary_factor` may be copied from the target. Both are
-    written: engines read `rope_dim` first, and SGLang under transformers 5.23 drops the factor if it stands alone.
+    written: engines read `rope_dim` first, and SGLang under transformers 5.23 drops a factor without `rope_dim`.
     """
     rope = dict(rope)
     if "rope_dim" in rope:

@@ -15,7 +15,7 @@ _DEFAULTS = {
 
 
 def _detect(config: dict) -> bool:
-    """Whether the file has a key for the target's depth, or a layer id that is no layer of `num_target_layers`."""
+    """Whether the file has a key for the target's depth, or a layer id that is not below `num_target_layers`."""
     if "target_num_hidden_layers" in config:
         return True
     ids = config.get("target_layer_ids")
