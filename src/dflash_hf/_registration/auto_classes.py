@@ -2,7 +2,7 @@
 Registration with the Auto classes of transformers, which recognise a drafter by its config, not by its `model_type`.
 
 Published drafters have `model_type: qwen3`. So without the package `AutoModel` builds a Qwen3 model with random
-embeddings, and the remote code of z-lab's drafters fails on current versions of transformers. After `import dflash_hf`,
+embeddings, and the remote code of z-lab's drafters fails on current versions of transformers. With the package,
 `AutoConfig` and `AutoModel` return `DFlashDraftConfig` and `DFlashDraftModel` for drafters in every layout, with or
 without `trust_remote_code=True`, and run no remote code.
 """
