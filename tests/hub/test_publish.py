@@ -450,6 +450,11 @@ CODE_ERRORS = {
     "no drafter": (lambda files: files.clear(), "names no code of this package"),
     "other code": (lambda files: _edit(files, auto_map={"AutoModel": "x.Y"}), "names no code"),
     "newer code": (lambda files: _edit(files, dflash_hf_version="99.1"), "has code of 99.1; this is"),
+    "damaged": (
+        lambda files: files.update({"config.json": b'{"block_size": 4,'}),
+        "config.json cannot be read: .* JSON",
+    ),
+    "no object": (lambda files: files.update({"config.json": b"[]"}), "config.json cannot be read: .* JSON object"),
     "unreadable": (
         lambda files: _edit(files, num_attention_heads=0),
         "an invalid config.json, with which new code would not load",

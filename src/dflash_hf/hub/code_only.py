@@ -1,6 +1,5 @@
 """`publish_code`: a pull request that replaces only the code beside published weights."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from huggingface_hub import HfApi
 
 from dflash_hf import __version__
 from dflash_hf._io.errors import one_line
+from dflash_hf._io.files import read_json
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.hub.code_version import (
     CODE_ENTRY,
@@ -63,11 +63,14 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
     remedy = "Nothing was changed; run the same command again."
     with explain_hub_errors(repo, remedy):
         info = api.repo_info(repo, files_metadata=True)
-        text = "{}"
-        if any(file.rfilename == "config.json" for file in info.siblings or []):
-            text = Path(api.hf_hub_download(repo, "config.json", revision=info.sha)).read_text(encoding="utf-8")
-    config = json.loads(text)
-    if not uses_package_code(config):
+        file = None
+        if any(sibling.rfilename == "config.json" for sibling in info.siblings or []):
+            file = Path(api.hf_hub_download(repo, "config.json", revision=info.sha))
+    try:
+        config = {} if file is None else read_json(file)
+    except ValueError as error:
+        raise PublishError(f"{repo}: its config.json cannot be read: {one_line(error)}") from error
+    if file is None or not uses_package_code(config):
         raise PublishError(f"{repo}: its config.json names no code of this package, so there is none to replace.")
     try:
         DFlashDraftConfig.from_dict(config)
@@ -77,7 +80,7 @@ def publish_code(repo: str, dry_run: bool = False) -> CodeChange:
         ) from error
     check_not_newer(config, repo)
     # 2. What differs.
-    contents = {**code_files(), "config.json": with_version(text).encode()}
+    contents = {**code_files(), "config.json": with_version(file.read_text(encoding="utf-8")).encode()}
     changes = compare_with_repository(info, contents, deletable=(CODE_MODULES, CODE_ENTRY))
     change = CodeChange(
         repo, version_of(config), files=sorted(changes.added + changes.replaced), removed=changes.deleted
