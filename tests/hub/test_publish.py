@@ -275,6 +275,14 @@ def test_publish_refuses_unreadable_folder(case, folder):
     assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_publish_names_a_damaged_configuration(content, folder):
+    """This was another error, which callers of `publish` did not expect."""
+    (folder / "config.json").write_text(content)
+    with pytest.raises(PublishError, match="cannot be published as it is: .*config.json .* JSON"):
+        publish(folder, REPO, facts=FACTS, dry_run=True)
+
+
 def test_publish_refuses_bad_weights_and_links(folder, draft, tmp_path):
     with pytest.raises(PublishError, match="repo='a/b--c' is not a repository id.* no '--'"):
         publish(folder, "a/b--c", dry_run=True, facts=FACTS)

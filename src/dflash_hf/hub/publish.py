@@ -166,7 +166,10 @@ def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> P
             "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
         )
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
-    code = code_of(folder)
+    try:
+        code = code_of(folder)
+    except ValueError as error:  # config.json is damaged
+        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 1000)}") from error
     if code:
         check_not_newer(read_json(folder / "config.json"), folder)
     findings = [finding for finding in check(folder) if finding.key not in (*code, "dflash_hf_version")]
