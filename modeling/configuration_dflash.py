@@ -147,7 +147,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             access. Keys without a field are kept for re-saving; to change one, assign a changed dictionary.
 
     Only part of each attention head's channels is rotated if `rope_parameters` has `partial_rotary_factor`, or
-    `rope_dim`, in channels. The remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which inference engines know.
+    `rope_dim`, in channels. The remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which
+    inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.

@@ -34,7 +34,7 @@ from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.modeling.modeling_dflash import additive, apply_rotary
+from dflash_hf.modeling.modeling_dflash import additive_mask, apply_rotary
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.training.losses import slot_weights
 
@@ -367,7 +367,7 @@ class Learner:
         if len(rounds) > 1:
             owner = torch.arange(len(rounds)).repeat_interleave(size)  # [n * B]
             past = torch.arange(last) < starts[owner, None]  # [n * B, last]
-            mask = additive(torch.cat([past, owner[:, None] == owner], dim=1), torch.float32)[None, None]
+            mask = additive_mask(torch.cat([past, owner[:, None] == owner], dim=1), torch.float32)[None, None]
         hidden = self.draft(
             noise_embeds=self.draft.embed(self.drafter.target, ids.flatten()[None]).detach(),
             context_hidden_states=features[None, last - fresh : last],

@@ -15,7 +15,7 @@ import torch
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.masks import in_window, tokens_in_slots
 from dflash_hf.decoding.slots import Ring, SlotCache
-from dflash_hf.modeling.modeling_dflash import additive, execution_device
+from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
 
 PROMPT_CHUNK = 2048  # prompt tokens, over all rows, that are projected at once: bounds memory
@@ -239,7 +239,7 @@ class DraftContext:
             visible = (key <= last_seen[:, :, None]) & in_window(key, block[:, :, None], window)
             if ring is not None:
                 visible = visible & (key >= 0)
-            return self.to_draft(additive(visible, self.dtype)[:, None])
+            return self.to_draft(additive_mask(visible, self.dtype)[:, None])
 
         return self.draft.config.by_layer_type(mask)
 

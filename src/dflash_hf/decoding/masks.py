@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from dflash_hf.decoding.slots import SlotCache
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 
 
 class MaskRule(NamedTuple):
@@ -48,7 +48,7 @@ def verification_mask(
         visible = _visible_in_tree(tokens, slots, rule, draft)
     if ring is not None:
         visible = visible & (tokens[:, None] >= 0)
-    return additive(visible, dtype)[:, None]
+    return additive_mask(visible, dtype)[:, None]
 
 
 def tokens_in_slots(cache: SlotCache, ring, last: torch.LongTensor) -> torch.LongTensor:
