@@ -338,7 +338,7 @@ class Learner:
             logits = self.draft.draft_logits(hidden[learned], None)  # [M, V]
         loss = (weights * -(target_probs * logits.log_softmax(-1)).sum(-1)).sum()
         if settings.path:
-            head = self.drafter.head
+            head = self.drafter.token_head
             before = torch.stack([drafted_round.tokens[:-1] for drafted_round in rounds])[learned]  # [M]
             ids, unary = head.candidates(logits)  # [M, k]
             query, _ = head.step(None, before, hidden[learned])
@@ -396,7 +396,7 @@ class Drafting(Drafter):
     def _masks(self, block):
         masks = super()._masks(block)
         if self.window:
-            unseen = torch.arange(self.cache.view) <= block[:, -1:] - self.window  # [R, view]
+            unseen = torch.arange(self.cache.num_attended) <= block[:, -1:] - self.window  # [R, view]
             least = torch.finfo(self.dtype).min
             masks = {name: mask.masked_fill(unseen[:, None, None], least) for name, mask in masks.items()}
         return masks
