@@ -26,8 +26,8 @@ from dflash_hf.targets.unsafe_hooks import collects_features
 logger = logging.get_logger(__name__)
 
 _MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-# The graphs of each model, as long as it lives. Without a lock: Dynamo compiles in one thread at a time, and at worst two
-# threads make the same graph.
+# The graphs of each model, as long as it lives. Without a lock: Dynamo compiles in one thread at a time, and at worst
+# two threads make the same graph.
 _graphs: "weakref.WeakKeyDictionary[nn.Module, ModelGraphs]" = weakref.WeakKeyDictionary()
 
 
