@@ -330,7 +330,7 @@ class SlotCache(Cache):
         """
         self.next_indices = indices
         self._slot_indices = {}
-        # Now, not in the layers' `update`: a compiled forward reads them, and must not build them.
+        # Built here, since the layers' `update` may be part of a compiled forward, which then only reads them.
         for ring in {self.ring, *(layer.ring for layer in self.slot_layers)}:
             self.slot_indices(ring)
 
