@@ -1,9 +1,12 @@
 """
 The engine: speculative decoding with a DFlash drafter, for any number of rows.
 
-Throughout, `draft` is the drafter's *model*, as `target` is the target's; `candidates` are the tokens of a round, a
-`Block` or a `Tree`; `indices` number the tokens of a row, see `slots`. `R` is rows, `n` candidates of a round, anchor
-included, `L` layers of features, `H` hidden size, `V` vocabulary, `K` KV slots that attention gets.
+Throughout, `draft` is the drafter's *model*, as `target` is the target's. `candidates` are the tokens of a round, a
+`Block` or a `Tree`; a *slot's* candidates are the tokens among which a token head chooses (`TokenHead.candidates`).
+`indices` number the tokens of a row, see `slots`.
+
+Shapes: `R` rows, `n` candidates of a round, anchor included, `L` layers of features, `H` hidden size, `V` vocabulary
+size, `K` KV slots that attention gets.
 
 Where to look:
 
