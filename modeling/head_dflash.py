@@ -145,7 +145,7 @@ class TokenHead:
         return torch.arange(logits.shape[-1], device=logits.device), logits
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
-        """The state of each row before any token is drafted, `[R, ...]`; the first `step` gets the anchors, too."""
+        """The state of each row before any token is drafted, `[R, ...]`; the first `step` also gets the anchors."""
         return None
 
     def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):

@@ -2,7 +2,7 @@
 Why a call decodes without its drafter, by the target's own `generate`. Each reason completes a log line.
 
 Drafters without the package have a list of their own, `_fallback_reasons` in `modeling/candidates_dflash.py`, since
-upstream's loop drafts fewer calls. A new reason that concerns the target may belong there, too.
+upstream's loop drafts fewer calls. A new reason that concerns the target may also belong there.
 """
 
 from collections.abc import Iterator

@@ -161,7 +161,7 @@ class SlotSession:
         if interrupted is not None:
             self.keep(interrupted)
         columns = max(length + pad for length, pad in zip(self.lengths, self.padding, strict=True))
-        self.cache.reserve(columns)  # rows that ended early are read up to here, too
+        self.cache.reserve(columns)  # also the rows that ended early are read up to here
         return self.cache.write_back(self.caller_cache, self.padding, columns)
 
     def free(self) -> None:
