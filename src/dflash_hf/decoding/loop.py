@@ -198,7 +198,7 @@ def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs:
             graph=None if graphs is None else graphs.target_forward(tap.layer_ids),
         )
         is_complete = False
-        # An exit stack runs its callbacks from the last to the first: 4, 3, 2, 1 of the docstring.
+        # Steps 4, 3, 2 and 1 of the docstring: an exit stack runs its callbacks from the last to the first.
         with contextlib.ExitStack() as on_exit:
             on_exit.callback(lambda: context.keep_for(cache) if is_complete and returns_cache else context.free())
             on_exit.callback(session.free)
