@@ -96,7 +96,7 @@ def config_keys() -> tuple[ConfigKey, ...]:
     return (*_KEYS, *(ConfigKey(field, field, NESTED) for field in head_fields()))
 
 
-def fields_by_nested_name() -> dict[str, str]:
+def nested_fields() -> dict[str, str]:
     """Key in `dflash_config` -> field, for all keys that may be nested."""
     return {key.nested_name: key.field for key in config_keys() if key.nested_name is not None}
 
@@ -221,7 +221,7 @@ class DFlashDraftConfig(PreTrainedConfig):
             kwargs (`dict`): The constructor's arguments without a field, for subclasses, which may change it.
         """
         nested = copy.deepcopy(self.__dict__["dflash_config"])
-        for key, field in fields_by_nested_name().items():
+        for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
         if nested.get("shift_label") is not None:  # Domino's name of the field
@@ -255,7 +255,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         # The caller's arguments override the file, its nested form included.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         nested = config_dict.get("dflash_config") or {}
-        nested = {key: value for key, value in nested.items() if fields_by_nested_name().get(key) not in changes}
+        nested = {key: value for key, value in nested.items() if nested_fields().get(key) not in changes}
         names = {*names, "rope_scaling"}
         accepted = {
             key: value

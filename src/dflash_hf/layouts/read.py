@@ -12,7 +12,7 @@ from dflash_hf.layouts.all_layouts import SOURCE_LAYOUTS, layout_of
 from dflash_hf.layouts.check import check_nested
 from dflash_hf.layouts.heads import HEAD_SCHEMAS, UnknownDrafterError, head_schemas, require
 from dflash_hf.layouts.rotary import shared_rope
-from dflash_hf.modeling.configuration_dflash import fields_by_nested_name
+from dflash_hf.modeling.configuration_dflash import nested_fields
 from dflash_hf.modeling.heads_dflash import TokenHead
 
 
@@ -133,7 +133,7 @@ def _lift_nested_keys(config: dict) -> dict:
     """
     nested = {} if config.get("dflash_config") is None else config["dflash_config"]
     check_nested(nested)
-    lifted_keys = {**fields_by_nested_name(), **_KEYS_WITHOUT_FIELD}
+    lifted_keys = {**nested_fields(), **_KEYS_WITHOUT_FIELD}
     stays_nested = {key: value for key, value in nested.items() if key not in lifted_keys}
     lifted = {key: value for key, value in config.items() if key not in _KEYS_WITHOUT_FIELD}
     # Nested keys come after those at the top level, and a key's first spelling after its others: the last one wins.
