@@ -106,7 +106,7 @@ def part_keys() -> tuple[str, ...]:
     return (*CONVOLUTION_KEYS, *head_fields())
 
 
-def sizes_of_parts() -> tuple[tuple[str, ...], ...]:
+def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
     """The fields of each optional part that are sizes. A file says 0 if it lacks the part."""
     return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
@@ -227,7 +227,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         if nested.get("shift_label") is not None:  # Domino's name of the field
             self.sample_from_anchor = nested.pop("shift_label")
         self.dflash_config = nested
-        for sizes in sizes_of_parts():
+        for sizes in parts_by_sizes():
             for key in sizes:
                 if getattr(self, key) == 0:
                     setattr(self, key, None)

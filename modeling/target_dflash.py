@@ -37,20 +37,19 @@ def check_pair(target, config) -> None:
             "`AutoModelForCausalLM`, or call `generate` without `assistant_model`."
         )
     text_config = target.config.get_text_config()
-    embedding_rows = len(embedding.weight)
+    rows = len(embedding.weight)
     num_layers = num_decoder_layers(target.config)
-    vocab_size = config.vocab_size or embedding_rows
-    resized_rows = abs(vocab_size - embedding_rows)
-    fits_vocabulary = vocab_size == text_config.vocab_size or resized_rows <= vocab_size * MAX_RESIZED_SHARE
+    vocab_size = config.vocab_size or rows
+    fits_vocabulary = vocab_size == text_config.vocab_size or abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
     mismatches = []
     if config.target_hidden_size != text_config.hidden_size:
         mismatches.append(f"target_hidden_size={config.target_hidden_size}, not {text_config.hidden_size}")
     if config.hidden_size != width:
         mismatches.append(f"hidden_size={config.hidden_size}, not {width} as its embedding")
     if not fits_vocabulary:
-        mismatches.append(f"vocab_size={vocab_size}, not {embedding_rows}")
-    if config.mask_token_id >= embedding_rows:
-        mismatches.append(f"mask_token_id={config.mask_token_id} of {embedding_rows} embeddings")
+        mismatches.append(f"vocab_size={vocab_size}, not {rows}")
+    if config.mask_token_id >= rows:
+        mismatches.append(f"mask_token_id={config.mask_token_id} of {rows} embeddings")
     if max(config.target_layer_ids) >= num_layers:
         mismatches.append(f"target_layer_ids={config.target_layer_ids} of {num_layers} layers")
     if config.num_target_layers not in (None, num_layers):

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.layouts.heads import require, schema_of
-from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, sizes_of_parts
+from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
@@ -42,7 +42,7 @@ def check_fields(config):
     upstream = {field.name for field in fields(PreTrainedConfig)}
     own = [field for field in fields(config) if field.name not in upstream]
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in own}
-    kinds_of |= dict.fromkeys(chain(*sizes_of_parts()), (int, NoneType))
+    kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
@@ -74,7 +74,7 @@ def check_fields(config):
 
 def check_parts(config):
     """Fields of one part are set together, fit each other and the sizes; at most one head is set."""
-    for part in sizes_of_parts():
+    for part in parts_by_sizes():
         sizes = {key: getattr(config, key) for key in part}
         require(all(sizes.values()) or not any(sizes.values()), "set together, or not at all", **sizes)
     width = config.hidden_size
