@@ -4,7 +4,12 @@ A drafter as a `CandidateGenerator`, and generation with it.
 The loop is upstream's own, `GenerationMixin._assisted_decoding`: it asks for candidates, verifies them with one
 forward of the target and keeps those that the target would have chosen. This is correct for one row, attention caches
 that can be cropped, and transformers' own stateless processors and criteria. Any other call decodes without the
-drafter, and logs why. The package `dflash-hf` has a decoding loop of its own, which drafts nearly all of these calls.
+drafter, and logs why.
+
+The package `dflash-hf` has a loop of its own, `dflash_hf.decoding`, which drafts nearly all of these calls, while this
+file must run without the package. So two things exist twice, and a change of one may concern the other: what reads
+features (here `reading_features`, there `FeatureTap`), and the reasons not to draft (here `_fallback_reasons`, there
+`decoding/fallback.py`, with fewer of them). Both loops give the target's own text.
 """
 
 import contextlib
@@ -66,8 +71,8 @@ UPSTREAM_ASSISTANT_TOKENS = 20  # upstream's default of `num_assistant_tokens`
 # Arguments of a target's forward that upstream's loop advances correctly over several tokens.
 _SUPPORTED_ARGUMENTS = {CACHE_NAME, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 
-# The generator that collects features in this thread or task. Calls of the same target may run in others.
-_running: ContextVar["DFlashCandidateGenerator | None"] = ContextVar("dflash_candidates", default=None)
+# The generator that reads features in this thread or task. Calls of the same target may run in others.
+_current_generator: ContextVar["DFlashCandidateGenerator | None"] = ContextVar("dflash_candidates", default=None)
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -97,49 +102,49 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # The drafter's keys and values of the tokens that it has read. No layer drops any: the drafter's own masks
         # apply its windows.
         self.cache = DynamicCache()
-        self.drafted_length = 0  # length of the sequence when the drafter last drafted; 0: it has read nothing
+        self.length_at_last_draft = 0  # of the sequence, in tokens; 0: the drafter has read nothing
         # Layer id -> output [1, n, H] of the target's first forward since the last draft, its verification. Later
         # forwards, such as those of a streamer that calls the target itself, are ignored.
         self.features: dict[int, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def reading_features(self):
-        """Collect the outputs of the target's layers in the forwards that run in this context."""
+        """Read the outputs of the target's layers in the forwards that run in this context."""
         layers = decoder_layers(self.target)
         handles = []
         for layer_id in sorted({*self.draft.config.target_layer_ids}):
             if layer_id < 0:
-                hook = functools.partial(self._collect_input, layer_id)
+                hook = functools.partial(self._read_input, layer_id)
                 handles.append(layers[0].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                hook = functools.partial(self._collect_output, layer_id)
+                hook = functools.partial(self._read_output, layer_id)
                 handles.append(layers[layer_id].register_forward_hook(hook))
-        token = _running.set(self)
+        token = _current_generator.set(self)
         try:
             yield self
         finally:
-            _running.reset(token)
+            _current_generator.reset(token)
             for handle in handles:
                 handle.remove()
 
     @property
     def is_reading(self) -> bool:
-        """Whether forwards of the target in this thread or task are collected."""
-        return _running.get() is self
+        """Whether forwards of the target in this thread or task are read."""
+        return _current_generator.get() is self
 
     @feature_hook
-    def _collect_input(self, layer_id: int, layer, args, kwargs) -> None:
+    def _read_input(self, layer_id: int, layer, args, kwargs) -> None:
         if self.is_reading:
             self.features.setdefault(layer_id, args[0] if args else kwargs["hidden_states"])
 
     @feature_hook
-    def _collect_output(self, layer_id: int, layer, args, output) -> None:
+    def _read_output(self, layer_id: int, layer, args, output) -> None:
         if self.is_reading:
             self.features.setdefault(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
     def get_candidates(self, input_ids, model_kwargs=None, is_first_iteration: bool = False, **kwargs):
         """
-        The sequence with a block of drafted tokens after it.
+        The sequence with a block of drafted tokens after it. Called by upstream's loop before each verification.
 
         Args:
             input_ids (`torch.LongTensor`): `[1, S]`, the sequence so far.
@@ -152,7 +157,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         if is_first_iteration:  # also of a generator that has drafted another sequence
             self.cache = DynamicCache()
-            self.drafted_length = 0
+            self.length_at_last_draft = 0
             self.features.clear()
             return input_ids, None
         num_drafted = min(self.block_tokens, self.max_length - input_ids.shape[1]) - 1
@@ -177,18 +182,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
 
     def _take_features(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """`[1, n, L * H]`, the collected features of the tokens that the drafter has not read, before the anchor."""
+        """`[1, n, L * H]`, features of the tokens that the drafter has not seen, before the anchor."""
         if not self.features:
             raise RuntimeError("No features of the target: run the loop in `with generator.reading_features():`.")
         layers = [self.features[layer_id] for layer_id in self.draft.config.target_layer_ids]
         self.features.clear()
-        if self.drafted_length == 0:  # of the prompt, without padding on the left
+        if self.length_at_last_draft == 0:  # of the prompt, without padding on the left
             padding = 0 if attention_mask is None else int(attention_mask.shape[1] - attention_mask.sum())
             layers = [layer[:, padding:] for layer in layers]
         else:  # of the last anchor and the accepted tokens, which come first
-            num_committed = input_ids.shape[1] - self.drafted_length
+            num_committed = input_ids.shape[1] - self.length_at_last_draft
             layers = [layer[:, :num_committed] for layer in layers]
-        self.drafted_length = input_ids.shape[1]
+        self.length_at_last_draft = input_ids.shape[1]
         weight = self.draft.fc.weight
         return torch.cat([layer.to(weight.device, weight.dtype) for layer in layers], dim=-1)
 
@@ -217,8 +222,10 @@ def generate_with_candidates(
     assistant_arguments = ("inputs_tensor", "tokenizer", "assistant_tokenizer", "assistant_model")
     model_kwargs = {key: value for key, value in kwargs.items() if key not in assistant_arguments}
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-    rules = (*logits_processor, *stopping_criteria)
-    reasons = _fallback_reasons(target, input_ids, rules, generation_config, synced_gpus, model_kwargs)
+    processors_and_criteria = (*logits_processor, *stopping_criteria)
+    reasons = _fallback_reasons(
+        target, input_ids, processors_and_criteria, generation_config, synced_gpus, model_kwargs
+    )
     reason = next(reasons, None)
     if reason is not None:
         logger.warning_once(f"Decoding without the drafter: {reason}; the package dflash-hf drafts most of this.")
@@ -232,20 +239,23 @@ def generate_with_candidates(
         return target._assisted_decoding(*arguments, assistant_model=generator, **model_kwargs)
 
 
-def _fallback_reasons(target, input_ids, rules, generation_config, synced_gpus, model_kwargs) -> Iterator[str]:
+def _fallback_reasons(
+    target, input_ids, processors_and_criteria, generation_config, synced_gpus, model_kwargs
+) -> Iterator[str]:
     """
     Why upstream's loop cannot draft this call, or would not give the target's own text. Each reason is sufficient, and
     the first is logged: what a caller can change most easily comes first.
 
     Args:
-        rules (`tuple`): Logits processors and stopping criteria of the call.
+        processors_and_criteria (`tuple`): Logits processors and stopping criteria of the call.
         model_kwargs (`dict`): Arguments of the target's forward, its cache included.
+        The others are those of `generate_with_candidates`.
     """
     name = type(target).__name__
     # 1. The call.
     if len(input_ids) > 1:
         yield f"{len(input_ids)} rows, and this loop has one"
-    if not model_kwargs["use_cache"]:
+    if not model_kwargs.get("use_cache", True):
         yield "use_cache=False"
     if synced_gpus:
         yield "the ranks of a sharded target must run the same number of forwards"
@@ -258,9 +268,9 @@ def _fallback_reasons(target, input_ids, rules, generation_config, synced_gpus, 
         if key not in _SUPPORTED_ARGUMENTS and value is not None:
             yield f"{key} is passed to the target"
     # Upstream's loop calls processors for tokens that it rejects later, and criteria once for several tokens.
-    for rule in rules:
+    for rule in processors_and_criteria:
         if type(rule) not in (*STATELESS_PROCESSORS, MaxLengthCriteria, EosTokenCriteria):
-            yield f"{type(rule).__name__} may keep a state, or stop inside of a block"
+            yield f"{type(rule).__name__} may keep state, or may stop in the middle of a block"
     # 2. The cache. Recurrent states cannot be cropped: up to transformers 5.23 that silently changed the text.
     cache = model_kwargs.get(CACHE_NAME)
     layers = [] if cache is None else cache.layers

@@ -3,12 +3,25 @@ Configuration of a DFlash drafter, in the one layout that is written.
 
 A *slot* is a position of the drafter's block, and `block_size` (`B`) counts slots: slot 0 holds the *anchor*, the last
 committed token, the others hold mask tokens. What one round verifies is counted in *tokens*, anchor included: at most
-`max_block_tokens`. That is `B`, or `B + 1` if the anchor's slot drafts a token, too (`sample_from_anchor`). So a block
+`max_block_tokens`. That is `B`, or `B + 1` if the anchor's slot also drafts a token (`sample_from_anchor`). So a block
 drafts `max_block_tokens - 1` tokens, which inference engines call `num_speculative_tokens`.
+
+Most keys of a `config.json` are fields at the top level. Those that may be nested in `dflash_config`, or are not
+always written, are in one table, `config_keys`. A file is read in this order:
+
+1. `from_dict`: keys of `_IGNORED` are dropped, and the caller's arguments replace the file's keys, nested ones too.
+2. The constructor sets the fields from the top level.
+3. `_read_nested`: keys in `dflash_config` set their fields, and so win over the top level.
+4. `_derive_fields`: fields that are still unset follow from others.
+
+`to_dict` writes in this order: the fields at the top level, without those that are nested or have their default;
+`dflash_config`; then the token head rewrites its own keys, as engines read them. `to_diff_dict` adds the names that
+transformers 4 expects.
 """
 
 import copy
 from dataclasses import fields
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -20,35 +33,6 @@ VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-# Keys that some projects nest in `dflash_config` and others keep at the top level. Nested ones win, as in the engines.
-_SAME_NAME = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_target_layers",
-    "conv_kernel_size",
-    "conv_group_size",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "attention_sink_bias",
-    "attention_value_scale",
-    "backbone_rotary_base",
-    "own_mask_embedding",
-    "has_embed_tokens",
-)
-# Key in `dflash_config` -> field of the configuration.
-NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
-# Those that are written at the top level. The others, and the token heads' fields, are written in `dflash_config`, and
-# only if they differ from the default.
-_TOP_LEVEL_KEYS = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_target_layers",
-    "swa_window_size",
-    "has_embed_tokens",
-)
 # Keys of a file that are ignored: its version, and those that would select other files, code or execution options,
 # which only the caller may select.
 _IGNORED = (
@@ -61,6 +45,60 @@ _IGNORED = (
     "distributed_config",
     "dflash_hf_version",
 )
+# Where a key is written.
+TOP_LEVEL = "top level"
+NESTED = "dflash_config"
+BOTH = "both"
+
+
+class ConfigKey(NamedTuple):
+    """
+    A key of `config.json` that may be nested in `dflash_config`, or is not always written.
+
+    Attributes:
+        field (`str`): The field of the configuration, and the key's name at the top level.
+        nested_name (`str`, *optional*): The key's name in `dflash_config`, where some projects write it. If a file has
+            it in both places, the nested one wins, as in the engines. `None`: it is read at the top level only.
+        written (`str`): Where it is written: `TOP_LEVEL`, `NESTED` or `BOTH`.
+        if_default (`bool`): Whether it is written even if the field has its default.
+    """
+
+    field: str
+    nested_name: str | None
+    written: str
+    if_default: bool = False
+
+
+_KEYS = (
+    ConfigKey("block_size", "block_size", BOTH, if_default=True),
+    ConfigKey("mask_token_id", "mask_token_id", BOTH, if_default=True),
+    ConfigKey("target_layer_ids", "target_layer_ids", BOTH, if_default=True),
+    ConfigKey("num_target_layers", "num_target_layers", TOP_LEVEL, if_default=True),
+    ConfigKey("sliding_window", "swa_window_size", TOP_LEVEL, if_default=True),
+    ConfigKey("has_embed_tokens", "has_embed_tokens", TOP_LEVEL),
+    ConfigKey("is_causal", None, TOP_LEVEL),
+    ConfigKey("draft_vocab_size", None, TOP_LEVEL),
+    ConfigKey("v_head_dim", None, TOP_LEVEL),
+    ConfigKey("conv_kernel_size", "conv_kernel_size", NESTED),
+    ConfigKey("conv_group_size", "conv_group_size", NESTED),
+    ConfigKey("output_multiplier", "output_multiplier", NESTED),
+    ConfigKey("final_logit_softcapping", "final_logit_softcapping", NESTED),
+    ConfigKey("input_embedding_scale", "input_embedding_scale", NESTED),
+    ConfigKey("attention_sink_bias", "attention_sink_bias", NESTED),
+    ConfigKey("attention_value_scale", "attention_value_scale", NESTED),
+    ConfigKey("backbone_rotary_base", "backbone_rotary_base", NESTED),
+    ConfigKey("own_mask_embedding", "own_mask_embedding", NESTED),
+)
+
+
+def config_keys() -> tuple[ConfigKey, ...]:
+    """All keys that may be nested or are not always written: those above, and the token heads' fields."""
+    return (*_KEYS, *(ConfigKey(field, field, NESTED) for field in head_fields()))
+
+
+def nested_fields() -> dict[str, str]:
+    """Key in `dflash_config` -> field, for all keys that may be nested."""
+    return {key.nested_name: key.field for key in config_keys() if key.nested_name is not None}
 
 
 def part_keys() -> tuple[str, ...]:
@@ -73,11 +111,6 @@ def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
     return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
 
-def nested_fields() -> dict[str, str]:
-    """Key in `dflash_config` -> field, for all keys that have one."""
-    return {**NESTED_KEYS, **{field: field for field in head_fields()}}
-
-
 class DFlashDraftConfig(PreTrainedConfig):
     r"""
     Configuration of a [`DFlashDraftModel`].
@@ -85,7 +118,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     Args:
         block_size (`int`, defaults to 16): Slots of a block, including that of the anchor.
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
-            own slot included (DSpark), instead of the token at `anchor + k`.
+            own slot included (DSpark), instead of the token at `anchor + k`. Such a block is called *anchor-first*.
         mask_token_id (`int`): Id whose embedding fills all slots but the anchor's; a row of the target's embedding.
         target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 the input of the
             first. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
@@ -93,12 +126,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
         layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
         sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
-        is_causal (`bool`): Causality *inside* the block for all layers. Absent: sliding layers are causal, full layers
+        is_causal (`bool`): Causality *inside* the block for all layers. `None`: sliding layers are causal, full layers
             bidirectional.
         draft_vocab_size (`int`): Size of a reduced vocabulary, for which the drafter has its own LM head.
         conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
-            that share a dynamic kernel. Absent: no convolution.
-        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. The
+            that share a dynamic kernel. `None`: no convolution.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. `None`: no selector. The
             fields of the other token heads are documented in their files.
         output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
         input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
@@ -108,12 +141,14 @@ class DFlashDraftConfig(PreTrainedConfig):
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: the block's rotary base.
         own_mask_embedding (`bool`): Whether the drafter has its own mask embedding instead of the target's.
         has_embed_tokens (`bool`): Whether the drafter has its own embedding table over the target's vocabulary.
-        trained_length (`int`): Tokens of the longest training text. Absent: unknown; the whole text is then seen.
-        dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields.
-            Unknown keys are kept for re-saving.
+        trained_length (`int`): Tokens of the longest training text. 0: not trained yet. `None`: unknown; the drafter
+            then attends to the whole text.
+        dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields at each
+            access. Keys without a field are kept for re-saving; to change one, assign a changed dictionary.
 
-    Heads are rotated partially if `rope_parameters` has `partial_rotary_factor`, or `rope_dim`, in channels. The
-    remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which inference engines know.
+    Only part of each attention head's channels is rotated if `rope_parameters` has `partial_rotary_factor`, or
+    `rope_dim`, in channels. The remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which
+    inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.
@@ -179,7 +214,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _read_nested(self, kwargs: dict) -> None:
-        """Set the fields from `dflash_config`, whose other keys are kept. `kwargs`: arguments without a field."""
+        """
+        Set the fields from `dflash_config`, whose other keys are kept.
+
+        Args:
+            kwargs (`dict`): The constructor's arguments without a field, for subclasses, which may change it.
+        """
         nested = copy.deepcopy(self.__dict__["dflash_config"])
         for key, field in nested_fields().items():
             if nested.get(key) is not None:
@@ -193,7 +233,7 @@ class DFlashDraftConfig(PreTrainedConfig):
                     setattr(self, key, None)
 
     def _derive_fields(self, kwargs: dict) -> None:
-        """The fields that follow from others, unless they are set."""
+        """Set the fields that follow from others, unless they are set; `kwargs` as for `_read_nested`."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.v_head_dim = self.v_head_dim or self.head_dim
@@ -239,7 +279,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @property
     def has_token_head(self) -> bool:
-        """Whether the tokens of a block are chosen by a token head, rather than by the draft logits alone."""
+        """Whether a token head chooses the tokens of a block, instead of the argmax of the draft logits."""
         return self.token_head_class is not TokenHead
 
     @property
@@ -260,39 +300,32 @@ class DFlashDraftConfig(PreTrainedConfig):
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
 
-    def by_layer_type(self, make) -> dict:
+    def by_layer_type(self, factory) -> dict:
         """
-        Layer type -> `make(window, is_causal)`, for what all layers of a type share, such as a mask. `window`: tokens
-        that a query sees, or `None`; `is_causal`: whether a slot sees only the slots before it and itself.
+        Layer type -> `factory(window, is_causal)`, for what all layers of a type share, such as a mask. `window`:
+        tokens that a query sees, or `None`; `is_causal`: whether a slot sees only the slots before it and itself.
         """
         values = {}
         for layer_idx, layer_type in enumerate(self.layer_types):
             if layer_type not in values:
                 window = self.sliding_window if layer_type == "sliding_attention" else None
-                values[layer_type] = make(window, self.layer_is_causal(layer_idx))
+                values[layer_type] = factory(window, self.layer_is_causal(layer_idx))
         return values
 
     def to_dict(self) -> dict:
-        """The written form: nested and top-level keys, both rotary spellings, a model type that engines know."""
+        """The content of `config.json`; see the top of this file for what is written where."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
         architecture = self.token_head_class.architecture
         if self.conv_kernel_size is not None and not self.has_token_head:
             architecture = "DFlash2DraftModel"
         output["architectures"] = [architecture]
-        for key in _written_nested():
-            del output[key]
+        for key in config_keys():
+            is_omitted = not key.if_default and _has_default(self, key.field)
+            if key.written == NESTED or is_omitted:
+                del output[key.field]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.token_head_class.write_config(output, self)
-        written_unless_default = {
-            "is_causal": None,
-            "draft_vocab_size": None,
-            "v_head_dim": self.head_dim,
-            "has_embed_tokens": False,
-        }
-        for key, default in written_unless_default.items():
-            if output[key] == default:
-                del output[key]
         if not self.trained_length:  # 0: a new drafter, not trained yet
             del output["trained_length"]
         # Without this flag Qwen3Config drops the window.
@@ -302,7 +335,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         return output | {key: value for key, value in self.rope_parameters.items() if key in top_level}
 
     def to_diff_dict(self) -> dict:
-        """The content of `config.json`, with the names that transformers 4 expects too."""
+        """The content of `config.json`, also with the names that transformers 4 expects."""
         output = super().to_diff_dict()
         output["dflash_hf_version"] = VERSION
         if output.get("dtype") is not None:
@@ -313,35 +346,39 @@ class DFlashDraftConfig(PreTrainedConfig):
         return output
 
 
-def _written_nested() -> dict:
-    """The fields that are written in `dflash_config` and not at the top level, and their defaults."""
-    keys = [key for key in NESTED_KEYS if key not in _TOP_LEVEL_KEYS]
-    return {key: getattr(DFlashDraftConfig, key) for key in keys} | head_fields()
+def _has_default(config: DFlashDraftConfig, field: str) -> bool:
+    if field == "v_head_dim":
+        default = config.head_dim
+    elif field in head_fields():
+        default = head_fields()[field]
+    else:
+        default = getattr(DFlashDraftConfig, field)
+    return getattr(config, field) == default
 
 
-def _nested_keys(config: DFlashDraftConfig) -> dict:
+def _nested_form(config: DFlashDraftConfig) -> dict:
     """
-    Getter of `dflash_config`, complete even if no file was read: SGLang uses the object that remote code creates, and
-    reads these keys only here. Keys that have a field get the field's value; others are kept, and may be changed in
-    place.
+    `config.dflash_config`: a new dictionary at each access, complete even if no file was read, since SGLang uses the
+    object that remote code creates, and reads these keys only here. Keys that have a field get the field's value; the
+    others are those that were assigned or read from a file.
     """
-    nested = config.__dict__["dflash_config"]
-    nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
-    for key, default in _written_nested().items():
-        value = getattr(config, key)
-        nested.pop(key, None)
-        if value != default:
-            nested[key] = value
-    if "causal_head" in nested:
+    nested = dict(config.__dict__["dflash_config"])
+    for key in config_keys():
+        if key.nested_name is None or key.written == TOP_LEVEL:
+            continue
+        nested.pop(key.nested_name, None)
+        if key.if_default or not _has_default(config, key.field):
+            nested[key.nested_name] = getattr(config, key.field)
+    if "causal_head" in nested:  # JetSpec's name of `is_causal`
         nested["causal_head"] = bool(config.is_causal)
-    nested |= config.token_head_class.extra_nested_keys(config)
-    return nested
+    return nested | config.token_head_class.extra_nested_keys(config)
 
 
-def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
-    """Setter of `dflash_config`; fields are set from it at construction only."""
+def _set_nested_form(config: DFlashDraftConfig, nested: dict | None) -> None:
+    """Keeps the keys without a field; the others set their fields at construction only."""
     config.__dict__["dflash_config"] = {} if nested is None else nested
 
 
-# A property of a dataclass field: in the class body it would become the field's default.
-DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]
+# Assigned after the class because `dflash_config` is a dataclass field: in the class body, the property would become
+# its default.
+DFlashDraftConfig.dflash_config = property(_nested_form, _set_nested_form)  # type: ignore[assignment]

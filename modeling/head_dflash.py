@@ -1,12 +1,12 @@
 """
 The base class of token heads. A token head chooses the tokens of a block from the hidden states of its slots and their
-draft logits; it is not the LM head, which computes these logits. The base class takes the argmax of each slot. Every
-other token head has a file of its own: parameters, initial values, scores and loss.
+draft logits. It is not the LM head, which computes these logits, nor an attention head. The base class takes the
+argmax of each slot. Every other token head has a file of its own: parameters, initial values, scores and loss.
 
 One parallel pass of the drafter gives the hidden state `h_k` of every slot. `decode_block` then goes through the slots
 from left to right. With `U_k` the draft logits of a slot and `x_{k-1}` the previous token:
 
-    query_k, state = step(state, x_{k-1}, h_k)     a small vector, independent of the vocabulary
+    query_k, state = step(state, x_{k-1}, h_k)     a small vector, independent of the vocabulary; no attention query
     S_k            = scores(query_k, ids, U_k)     over the whole vocabulary, or over the candidates of the slot
 
 The token is the argmax of `S_k`. When the target samples, `U_k` may include the noise of its next sample. In training
@@ -24,8 +24,9 @@ class TokenHead:
     """
     Chooses the tokens of a block; this class takes the likeliest token of each slot.
 
-    A token head owns no parameters: its modules belong to the drafter, under their published names. An instance is
-    cheap, and made for each call. `heads_dflash.TOKEN_HEADS` lists the classes.
+    A token head owns no parameters: its modules belong to the drafter, under their published names. An instance holds
+    no state of a sequence either (`start` and `step` return it), so it is made for each call of `generate` or each run
+    of training by whoever needs it, and shared by all rows. `heads_dflash.TOKEN_HEADS` lists the classes.
 
     Class attributes:
         name (`str`): Name in messages.
@@ -33,14 +34,15 @@ class TokenHead:
         fields (`dict`): Configuration fields of this head and their defaults; a file nests them in `dflash_config`. A
             drafter has this head if the first of them is set.
         sizes (`tuple[str]`): Those of the fields that are sizes: all are positive integers, or all are 0 or unset.
-        order (`int`): How many previous tokens the scores of a slot depend on: 0, 1 (then there is no state), or
-            `ALL_PREVIOUS`. An instance may override it, if the head has several variants.
+        order (`float`): How many previous tokens the scores of a slot depend on: 0, 1 (then there is no state), or
+            `ALL_PREVIOUS`, infinity. An instance may override it, if the head has several variants.
         drafts_last_slot (`bool`): Whether the last slot of a block with `sample_from_anchor` drafts a token, or is
             only trained.
         preset (`dict`): The configuration fields that `--head NAME` of `dflash train` sets for this head, and their
-            values. NAME is the architecture without `DraftModel`, in lower case, unless published drafters have
-            another name. Empty: `--head` does not offer it.
-        preset_loss_type (`str`, *optional*): The `loss_type` that `--head NAME` sets. `None`: that of the run.
+            values; only the trainer reads it. NAME is the architecture without `DraftModel`, in lower case, unless
+            published drafters have another name. Empty: `--head` does not offer it.
+        preset_loss_type (`str`, *optional*): The `loss_type` that `--head NAME` sets; only the trainer reads it.
+            `None`: that of the run.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
@@ -108,7 +110,7 @@ class TokenHead:
 
     def loss(self, rows, progress: float) -> torch.Tensor:
         """
-        The training loss of each drafted token, `[M]`, differentiable.
+        The training loss of each drafted token, `[M]`, differentiable. Called by the trainer only.
 
         Args:
             rows (`dflash_hf.training.losses.Rows`): Scores, logits, labels and teacher of `M` drafted tokens.
@@ -121,7 +123,7 @@ class TokenHead:
 
     @classmethod
     def needs_teacher(cls, config) -> bool:
-        """Whether its loss needs the target's distribution."""
+        """Whether its loss needs the target's distribution (`rows.teacher`)."""
         return False
 
     @property
@@ -134,8 +136,8 @@ class TokenHead:
         The tokens among which the head chooses.
 
         Args:
-            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary; without its last tokens if the target's
-                embedding has lost their rows.
+            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary, or its first `V` tokens if the target's
+                embedding has fewer rows.
 
         Returns:
             Ids in the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
@@ -143,7 +145,7 @@ class TokenHead:
         return torch.arange(logits.shape[-1], device=logits.device), logits
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
-        """The state of each row before any token is drafted, `[R, ...]`; the first `step` gets the anchors, too."""
+        """The state of each row before any token is drafted, `[R, ...]`; the first `step` also gets the anchors."""
         return None
 
     def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):
@@ -163,7 +165,7 @@ class TokenHead:
 
     def scores(self, query, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         """
-        Scores of a slot's candidates, of which the highest is chosen.
+        Scores of a slot's candidates; the candidate with the highest is chosen.
 
         Args:
             query (`torch.Tensor`): `[..., q]`, from `step`.

@@ -82,7 +82,10 @@ class DominoHead(TokenHead):
         return progress * rows.divergence(rows.scores) + (1.0 - progress) * rows.divergence(rows.logits)
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor:
-        """The GRU's state and, in the last channel, the number of slots drafted so far: `[R, G + 1]`."""
+        """
+        The GRU's state `[R, G]` and, in one more channel, the number of slots drafted so far: one tensor `[R, G + 1]`,
+        since trees select rows of a head's state, and training stacks them.
+        """
         weight = self.draft.prefix_gru.weight_hh_l0
         return torch.zeros(len(anchors), weight.shape[1] + 1, dtype=weight.dtype, device=weight.device)
 

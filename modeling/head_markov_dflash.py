@@ -9,8 +9,8 @@ from .head_dflash import TokenHead
 
 class MarkovTables(nn.Module):
     """
-    Parameters: codebooks `W1` of the previous token and `W2` of the next, and the layer that mixes in the hidden
-    state, if the variant has one.
+    Parameters: the embedding `W1` of the previous token, the output table `W2` of the next, and, in some variants, the
+    layer that mixes in the hidden state.
 
     Args:
         config (`DFlashDraftConfig`): `markov_rank`, `markov_head_type`, the vocabularies of target and drafter.
@@ -37,7 +37,7 @@ class MarkovHead(TokenHead):
         rnn       S = U + W2 tanh(o), [g; c; o] = J [s; w; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), s_0 = 0
 
     At initialisation `W2` is zero, so that the argmax of every slot is drafted. `markov_rank` is the rank of the
-    codebooks, `markov_head_type` the variant. `enable_confidence_head` adds a confidence: the logit of the probability
+    tables, `markov_head_type` the variant. `enable_confidence_head` adds a confidence: the logit of the probability
     that the target accepts the token of a slot, from its hidden state and optionally the previous token. Drafting does
     not use it; it is trained and saved for engines that do.
     """
@@ -53,6 +53,18 @@ class MarkovHead(TokenHead):
     }
     preset = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
     preset_loss_type = "dspark"
+
+    def __init__(self, draft, embed):
+        super().__init__(draft, embed)
+        config = self.config
+        self.rank = config.markov_rank or 0
+        self.variant = config.markov_head_type if self.rank else None  # None: a confidence without a bias
+        if self.variant is None:
+            self.order = 0
+        elif self.variant == "rnn":
+            self.order = self.ALL_PREVIOUS
+        else:
+            self.order = 1
 
     @classmethod
     def is_set(cls, get) -> bool:
@@ -98,18 +110,6 @@ class MarkovHead(TokenHead):
     @classmethod
     def needs_teacher(cls, config) -> bool:
         return bool(config.enable_confidence_head)
-
-    def __init__(self, draft, embed):
-        super().__init__(draft, embed)
-        config = self.config
-        self.rank = config.markov_rank or 0
-        self.variant = config.markov_head_type if self.rank else None  # None: a confidence without a bias
-        if self.variant is None:
-            self.order = 0
-        elif self.variant == "rnn":
-            self.order = self.ALL_PREVIOUS
-        else:
-            self.order = 1
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
         if self.variant != "rnn":

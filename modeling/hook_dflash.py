@@ -2,9 +2,13 @@
 The hook into `target.generate(assistant_model=draft)`: three methods of `GenerationMixin` are wrapped.
 
 The protocol: `generate` calls `draft.dflash_validate(target, mode, config, arguments)`, then
-`draft.dflash_decode(target, *arguments)`, which returns the output. Every assistant without `dflash_decode`, and every
-other generation mode, is unaffected. Drafters saved by earlier versions bring a hook of their own, which uses the same
-protocol.
+`draft.dflash_decode(target, *arguments)`, which returns the output. An assistant that is a `CandidateGenerator` drives
+upstream's loop as it is; upstream itself would reject it. Everything else is unaffected: every other assistant and
+generation mode, and upstream's own use of a drafter, which `speculation_type="dflash"` requests.
+
+One process may hold several copies of this file, of the package and beside the weights of several drafters. The first
+one that installs the hook serves all of them. So the hook recognises drafters and generators by their attributes, and
+never by a class, of which each copy has its own.
 """
 
 import functools
@@ -14,12 +18,14 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation import CandidateGenerator, GenerationMode
 
-from .candidates_dflash import DFlashCandidateGenerator
 
-
-def check_mode(generation_mode, generation_config) -> None:
+def check_mode(generation_mode, generation_config, assistant: str = "DFlash drafter") -> None:
     """
     Check that the arguments of `generate` request greedy decoding or sampling.
+
+    Args:
+        generation_mode (`GenerationMode`), generation_config (`GenerationConfig`): As `generate` has them.
+        assistant (`str`): What the assistant is, for the message.
 
     Raises:
         `ValueError`: the arguments of `generate` ask for something that a drafter cannot speed up.
@@ -31,18 +37,18 @@ def check_mode(generation_mode, generation_config) -> None:
         )
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
+            f"assistant_model is a {assistant}, which decodes greedily or by sampling, but the arguments of "
             f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and the like."
         )
 
 
-def install_hook() -> None:
-    """Wrap methods of `GenerationMixin`. Installing twice is a no-op; [`remove_hook`] undoes it."""
+def wrap_generation() -> None:
+    """Wrap methods of `GenerationMixin`. Wrapping twice is a no-op; [`unwrap_generation`] undoes it."""
     for name in wrap_methods(_WRAPPERS):  # the drafter can still be loaded, trained and converted
         warnings.warn(f"transformers has no GenerationMixin.{name}: `generate` cannot draft.", stacklevel=2)
 
 
-def remove_hook() -> None:
+def unwrap_generation() -> None:
     """Put upstream's methods back."""
     unwrap_methods(_WRAPPERS)
 
@@ -85,7 +91,7 @@ def unwrap_methods(names: Iterable[str]) -> None:
 def drafter_of(assistant_model):
     """
     The assistant, without wrappers of `torch.compile`, PEFT and distributed training, if it implements the protocol;
-    `None` if it is no drafter.
+    `None` if it is not a drafter.
 
     Raises:
         `ValueError`: a model that other code has built from a drafter's folder.
@@ -116,10 +122,10 @@ def _wrapped_by(model):
     if callable(getattr(type(model), "get_base_model", None)):  # PEFT; the adapters stay, inside the base model
         return model.get_base_model()
     modules = getattr(model, "_modules", {})
-    return modules.get("_orig_mod", modules.get("module"))  # of `torch.compile`, of DDP and the like
+    return modules.get("_orig_mod", modules.get("module"))  # `_orig_mod`: `torch.compile`; `module`: DDP
 
 
-def _drafter_for(generation_config, assistant_model):
+def _drafter_of_call(generation_config, assistant_model):
     """The drafter that decodes a call; `None` if upstream does, also on request by `speculation_type="dflash"`."""
     if assistant_model is None or isinstance(assistant_model, CandidateGenerator):
         return None
@@ -131,9 +137,10 @@ def _drafter_for(generation_config, assistant_model):
 def _wrap_validation(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        if isinstance(generation_mode_kwargs.get("assistant_model"), CandidateGenerator):
-            return check_mode(generation_mode, generation_config)
-        draft = _drafter_for(generation_config, generation_mode_kwargs.get("assistant_model"))
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, CandidateGenerator):
+            return check_mode(generation_mode, generation_config, type(assistant).__name__)
+        draft = _drafter_of_call(generation_config, assistant)
         if draft is not None:
             return draft.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -144,12 +151,13 @@ def _wrap_validation(original):
 def _wrap_decoding(original):
     @functools.wraps(original)
     def _assisted_decoding(self, *args, **kwargs):
-        draft = _drafter_for(kwargs.get("generation_config"), kwargs.get("assistant_model"))
+        draft = _drafter_of_call(kwargs.get("generation_config"), kwargs.get("assistant_model"))
         if draft is not None:
             kwargs.pop("assistant_model")
             return draft.dflash_decode(self, *args, **kwargs)
         generator = kwargs.get("assistant_model")
-        if isinstance(generator, DFlashCandidateGenerator) and not generator.is_reading:
+        reads_features = callable(getattr(type(generator), "reading_features", None))
+        if reads_features and not generator.is_reading:
             with generator.reading_features():
                 return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)

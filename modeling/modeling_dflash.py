@@ -9,9 +9,23 @@ The files beside this one: `configuration_dflash` defines the terms of a block, 
 `candidates_dflash` drafts in transformers' own loop, `hook_dflash` and `custom_generate_dflash` connect it to
 `generate`, and `target_dflash` says what a target must have.
 
-Shapes: `N` sequences (`R` rows in decoding), `B` slots of a block, `A` blocks of a sequence in training, `C` tokens of
-the context that are not in the cache, `L` layers of the target whose outputs are read, `H` hidden size, `V` vocabulary
-size.
+These files are saved beside a drafter's weights and run without the package `dflash-hf`. With the package, `AutoModel`
+returns its subclasses instead, which have the same names:
+
+    published, in this folder                 with the package
+    configuration_dflash.DFlashDraftConfig <- layouts.configuration.DFlashDraftConfig   reads every layout, and checks
+    modeling_dflash.DFlashDraftModel       <- drafter.DFlashDraftModel                  loads every layout; own loop
+
+Only the package's drafter has a `decoding_config`. Both use the token heads of this folder, `TokenHead` and its
+subclasses, and both save the same files.
+
+Shapes: `N` sequences (`R` rows in decoding), `B` slots of a block, `Q` queries of a forward (`B` in decoding, `A * B`
+for `A` blocks of a sequence in training), `C` tokens of the context that are not in the cache, `L` layers of the
+target whose outputs are read, `H` hidden size, `V` vocabulary size.
+
+Precision: weights and activations have the drafter's dtype, draft logits that of the LM head. Three things are
+computed in fp32 whatever the dtype: cosines and sines of the rotary embedding, which are then cast; RMS norms, inside;
+and the sum of draft logits and a token head's correction.
 """
 
 import copy
@@ -31,7 +45,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eag
 from .candidates_dflash import CACHE_NAME, generate_with_candidates
 from .configuration_dflash import DFlashDraftConfig
 from .custom_generate_dflash import generate as custom_generate
-from .hook_dflash import check_mode, install_hook
+from .hook_dflash import check_mode, wrap_generation
 from .target_dflash import check_pair
 
 
@@ -61,8 +75,8 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
         module._hf_hook.post_forward(module, None)
 
 
-def additive(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask from a boolean one, which eager attention would silently *add* as 0 and 1."""
+def additive_mask(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive mask from a boolean one, true where visible, which eager attention would *add* as 0 and 1."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
@@ -131,27 +145,33 @@ class DFlashAttention(nn.Module):
     def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
         """
         Args:
-            hidden_states (`torch.Tensor`): `[N, B, H]`, of the block, or of several blocks side by side.
+            hidden_states (`torch.Tensor`): `[N, Q, H]`, of the block, or of several blocks side by side.
             context (`torch.Tensor`, *optional*): `[N, C, H]`, from `project_context`.
-            position_embeddings (`tuple[torch.Tensor]`): Cosines and sines of context and block, `[N, C + B, d]` each.
+            position_embeddings (`tuple[torch.Tensor]`): Cosines and sines of context and block, `[N, C + Q, d]` each.
             attention_mask: As in [`DFlashDraftModel.forward`], for this layer.
         """
-        block_size = hidden_states.shape[1]
+        num_queries = hidden_states.shape[1]
         cos, sin = position_embeddings
-        states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + B, H]
+        states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + Q, H]
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, B, head_dim]
-        query = apply_rotary(query, cos[:, -block_size:], sin[:, -block_size:])
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, Q, head_dim]
+        query = apply_rotary(query, cos[:, -num_queries:], sin[:, -num_queries:])
         key, value = self.keys_values(states, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        # Training and decoding with the package pass masks of their own. Without one, the block's keys are the last.
+        # Training and decoding with the package pass masks of their own. If no mask is passed, as by transformers' own
+        # loop, the block's keys are the last ones.
         if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
-            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
+            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], query)
 
         if self.config.attention_sink_bias:
+            if isinstance(attention_mask, BlockMask):
+                raise ValueError(
+                    "attention_mask is a BlockMask, which has no scores to which attention_sink_bias could be added: "
+                    "pass an additive mask."
+                )
             key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
         implementation = self.config._attn_implementation
         if isinstance(attention_mask, BlockMask):  # in training; only flex attention reads it, in one dtype
@@ -174,24 +194,26 @@ class DFlashAttention(nn.Module):
 
     def _with_sink(self, key, value, attention_mask, query):
         """
-        A sink is an extra key whose score is a learned constant per head and whose value is zero: it takes weight from
-        the others and adds nothing. As a mask column it works with every attention function that takes a mask.
+        A sink is an extra key whose score is a learned constant per attention head and whose value is zero: it takes
+        weight from the others and adds nothing. As a mask column it works with every attention function that takes an
+        additive mask.
         """
-        batch, heads, block_size, _ = query.shape
+        batch, heads, num_queries, _ = query.shape
         num_keys = key.shape[2]
         mask = query.new_zeros(()) if attention_mask is None else attention_mask[..., :num_keys]
-        mask = mask.to(query.dtype).expand(batch, heads, block_size, num_keys)
-        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(batch, heads, block_size, 1)
+        mask = mask.to(query.dtype).expand(batch, heads, num_queries, num_keys)
+        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(batch, heads, num_queries, 1)
         one_more_key = (0, 0, 0, 1)
         key = nn.functional.pad(key, one_more_key)  # a key of zeros scores 0 before the mask is added
         value = nn.functional.pad(value, one_more_key)
-        return key, value, torch.cat([mask, sink], dim=-1)  # the mask: [N, heads, B, keys + 1]
+        return key, value, torch.cat([mask, sink], dim=-1)  # the mask: [N, heads, Q, keys + 1]
 
-    def _mask_from_padding(self, padding, num_keys, block_size, query):
+    def _mask_from_padding(self, padding, num_keys, query):
         """
-        The additive mask `[N, 1, B, keys]` of a block whose keys are the last `block_size` of `num_keys`; `None` if
-        every slot sees all keys. `padding`: `[N, keys]`, 0 for padding, or `None`.
+        The additive mask `[N, 1, B, keys]` of a block whose keys are the last of `num_keys`; `None` if every slot sees
+        all keys. `padding`: `[N, keys]`, 0 for padding, or `None`; `query`: `[N, heads, B, head_dim]`.
         """
+        block_size = query.shape[2]
         is_padded = padding is not None and not padding.all()
         window = self.sliding_window
         if not (is_padded or self.causal_in_block or (window is not None and num_keys > window)):
@@ -202,7 +224,7 @@ class DFlashAttention(nn.Module):
         visible = key_index <= last_visible
         if window is not None:
             visible = visible & (slot_index - key_index < window)
-        mask = additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
+        mask = additive_mask(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
         if is_padded:
             mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
         return mask
@@ -339,11 +361,11 @@ class DFlashDraftModel(PreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             # Draft id `i` is the target's id `i + d2t[i]`.
             self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        install_hook()
+        wrap_generation()
         self.post_init()
 
     def get_input_embeddings(self):
-        """`None` if the embedding is the target's. Required by upstream's quantisers."""
+        """`None` if the embedding is the target's. Upstream's quantisers call it."""
         return getattr(self, "embed_tokens", None)
 
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
@@ -382,8 +404,8 @@ class DFlashDraftModel(PreTrainedModel):
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
-        Logits `[..., V]` over the drafter's vocabulary; without its last tokens if the target's embedding has lost
-        their rows.
+        Logits `[..., V]` over the drafter's vocabulary, or over its first tokens if the target's LM head has lost the
+        rows of the others.
 
         Args:
             hidden_states (`torch.Tensor`): `[..., H]`, after the final norm.
@@ -404,7 +426,7 @@ class DFlashDraftModel(PreTrainedModel):
             return draft_ids
         return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
 
-    # The protocol of `hook_dflash`. The package's subclass overrides both methods.
+    # The protocol of `hook_dflash`: both methods. The package's subclass overrides them.
     def dflash_decode(self, target, *args, **kwargs):
         """What `target.generate(assistant_model=self)` runs: upstream's loop, with this drafter's candidates."""
         return generate_with_candidates(self, target, *args, **kwargs)
@@ -446,17 +468,18 @@ class DFlashDraftModel(PreTrainedModel):
 
         Args:
             noise_embeds (`torch.Tensor`): `[N, B, H]`, raw embeddings of `[anchor, MASK, ..., MASK]`, see
-                [`embed_block`]; of `A` blocks, `[N, A * B, H]`. `config.input_embedding_scale` is applied here.
+                [`embed_block`]; of `A` blocks, `[N, A * B, H]`. `config.input_embedding_scale` is applied here. The
+                name is that of the reference implementation; nothing in it is random.
             context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
                 the cache yet; `None` when all are.
             attention_mask: `None`, or padding `[N, keys]`, if the block's keys are the last ones. Otherwise an
-                additive mask `[N, 1, B, keys]` or a `BlockMask`, or a dictionary with one of them per layer type.
-            position_ids (`torch.LongTensor`): `[N, C + B]`. Default: continue the cache.
+                additive mask `[N, 1, Q, keys]` or a `BlockMask`, or a dictionary with one of them per layer type.
+            position_ids (`torch.LongTensor`): `[N, C + Q]`. Default: continue the cache.
             past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.
             cache (`Cache`): The same, as transformers' own loop names it from 5.24 on.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, the input of the LM head.
+            `BaseModelOutputWithPast`: `last_hidden_state` `[N, Q, H]` after the final norm, the input of the LM head.
 
         Raises:
             `ValueError`: neither context nor cache, or features of the wrong width.
@@ -470,9 +493,9 @@ class DFlashDraftModel(PreTrainedModel):
             )
         context = None if context_hidden_states is None else self.project_context(context_hidden_states)
         if position_ids is None:
-            new = noise_embeds.shape[1] + (0 if context is None else context.shape[1])
-            position_ids = torch.arange(past_length, past_length + new, device=noise_embeds.device)[None]
-        position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # [N, C + B, d]
+            new_length = noise_embeds.shape[1] + (0 if context is None else context.shape[1])
+            position_ids = torch.arange(past_length, past_length + new_length, device=noise_embeds.device)[None]
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # [N, C + Q, d]
         if context is not None and self.context_rotary_emb is not None:
             context_length = context.shape[1]
             context_cos, context_sin = self.context_rotary_emb(context, position_ids[:, :context_length])
@@ -536,7 +559,7 @@ class DFlashDraftModel(PreTrainedModel):
     def _get_files_timestamps(self, working_dir):
         """
         Upstream's list of files that were there before, which `push_to_hub=True` does not upload. `save_pretrained`
-        has written the code and the mask embedding by then; they must be uploaded, and are left out.
+        has written the code and the mask embedding by then; they must be uploaded, so they are removed from the list.
         """
         timestamps = super()._get_files_timestamps(working_dir)
         written = [name for name in timestamps if name.endswith("_dflash.py")]

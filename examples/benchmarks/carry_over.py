@@ -29,7 +29,7 @@ from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.targets.features import FeatureTap
 from dflash_hf.targets.frozen import freeze
@@ -164,7 +164,7 @@ def verified(batch: dict, pair, drafted: torch.LongTensor, accepted: torch.LongT
     size = config.block_size
     length = mask.shape[1]
     # 1. The target reads each block after its own prefix, with the keys and values of the text.
-    seen = additive(block_mask(begun, batch["attention_mask"], size, causal=True), pair.target.dtype)
+    seen = additive_mask(block_mask(begun, batch["attention_mask"], size, causal=True), pair.target.dtype)
     positions = (begun[..., None] + torch.arange(size)).flatten(1)
     features, _ = read(
         pair.target, config.target_layer_ids, drafted.flatten(1), seen, positions, copy.deepcopy(batch["cache"])

@@ -95,7 +95,7 @@ class Replay(GenerationState):
         """Follow the recorded answers as far as the draft does."""
         paths = []
         for row, (length, alive) in enumerate(zip(self.lengths, self.unfinished, strict=True)):
-            children, place, path = draft.children(row), 0, []
+            children, place, path = draft.child_by_token(row), 0, []
             while alive and place is not None and length + len(path) < self.limit:
                 path.append(place)
                 place = children.get((place, self.rows[row].answer[length + len(path) - 1]))

@@ -30,7 +30,7 @@ from torch import nn
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.smollm2 import drafter_folder, load_pair
 from dflash_hf.targets.frozen import TargetOutput, target_features
 from dflash_hf.training import losses, train
@@ -166,7 +166,7 @@ class DFlow(Objective):
         own = torch.eye(seen.shape[1], dtype=torch.bool)[:, :, None] & seen[:, None] & self.sees_rejected
         own = own.flatten(2).repeat_interleave(size, dim=1)[:, None]  # [N, 1, A*B, A * (B - 1)]
         visible = torch.cat([visible[..., :length], own, visible[..., length:]], dim=-1)
-        return additive(visible, self.draft.dtype)
+        return additive_mask(visible, self.draft.dtype)
 
 
 class Blind(DFlow):
@@ -211,7 +211,7 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     hidden = draft(
         noise_embeds=draft.embed(pair.target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=row["stored"].read("features")[None].to(draft.dtype),
-        attention_mask=additive(visible, draft.dtype),
+        attention_mask=additive_mask(visible, draft.dtype),
         position_ids=blocks.position_ids,
     ).last_hidden_state.unflatten(1, (-1, size))[0, :, 1:]  # [A, B - 1, H]
     drafted = draft.target_ids(draft.draft_logits(hidden, pair.target.get_output_embeddings()).argmax(-1))
@@ -239,7 +239,7 @@ def rejected_of(pair, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pair.target,
         draft.config.target_layer_ids,
         torch.cat([ids[0], tokens])[None],
-        attention_mask=additive(seen[None, None], pair.target.dtype),
+        attention_mask=additive_mask(seen[None, None], pair.target.dtype),
         position_ids=torch.cat([torch.arange(length), places])[None],
     )[0]
     rejected = torch.zeros(*is_rejected.shape, features.shape[-1], dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ from dflash_hf.decoding import draft_context
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.draft_context import DraftContext
 from dflash_hf.decoding.drafter import Drafter
-from dflash_hf.decoding.masks import MaskRule, verification_mask
+from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.evaluation.measure import variant
@@ -57,7 +57,7 @@ class Windowed(DraftContext):
     def _masks(self, block):
         masks = super()._masks(block)
         if self.seen is not None:
-            key = torch.arange(self.cache.view)
+            key = torch.arange(self.cache.num_attended)
             hidden = (key < block[:, :1] - self.seen) & (key >= self.sink)  # [R, view]
             masks = {
                 name: mask.masked_fill(hidden[:, None, None], torch.finfo(mask.dtype).min)
@@ -191,8 +191,8 @@ def times(pair: Pair, repeats: int = 30) -> None:
 
     def verify(slots):
         cache.reserve(int(slots[0, -1]) + 1)
-        cache.set_next_tokens(slots)
-        mask = verification_mask(cache, slots, MaskRule(), pair.target.dtype, Block(slots))
+        cache.set_next_indices(slots)
+        mask = verification_mask(cache, slots, LayerMaskRule(), pair.target.dtype, Block(slots))
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):

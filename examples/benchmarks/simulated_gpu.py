@@ -115,8 +115,8 @@ class World:
 
     block_tokens = BLOCK
     OTHERS = 500  # tokens that share what the candidates leave
-    head = SimpleNamespace(order=0)
-    context = SimpleNamespace(offset=torch.zeros(1, 1))
+    token_head = SimpleNamespace(order=0)
+    context = SimpleNamespace(device=torch.device("cpu"))
     draft = SimpleNamespace(config=SimpleNamespace(max_block_tokens=BLOCK), target_ids=lambda ids: ids)
 
     def __init__(self, sure: float, others: float, rows: int):

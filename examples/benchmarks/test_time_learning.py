@@ -34,7 +34,7 @@ from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.modeling.modeling_dflash import additive, apply_rotary
+from dflash_hf.modeling.modeling_dflash import additive_mask, apply_rotary
 from dflash_hf.smollm2 import data_folder, load_pair
 from dflash_hf.training.losses import slot_weights
 
@@ -338,7 +338,7 @@ class Learner:
             logits = self.draft.draft_logits(hidden[learned], None)  # [M, V]
         loss = (weights * -(target_probs * logits.log_softmax(-1)).sum(-1)).sum()
         if settings.path:
-            head = self.drafter.head
+            head = self.drafter.token_head
             before = torch.stack([drafted_round.tokens[:-1] for drafted_round in rounds])[learned]  # [M]
             ids, unary = head.candidates(logits)  # [M, k]
             query, _ = head.step(None, before, hidden[learned])
@@ -367,7 +367,7 @@ class Learner:
         if len(rounds) > 1:
             owner = torch.arange(len(rounds)).repeat_interleave(size)  # [n * B]
             past = torch.arange(last) < starts[owner, None]  # [n * B, last]
-            mask = additive(torch.cat([past, owner[:, None] == owner], dim=1), torch.float32)[None, None]
+            mask = additive_mask(torch.cat([past, owner[:, None] == owner], dim=1), torch.float32)[None, None]
         hidden = self.draft(
             noise_embeds=self.draft.embed(self.drafter.target, ids.flatten()[None]).detach(),
             context_hidden_states=features[None, last - fresh : last],
@@ -396,7 +396,7 @@ class Drafting(Drafter):
     def _masks(self, block):
         masks = super()._masks(block)
         if self.window:
-            unseen = torch.arange(self.cache.view) <= block[:, -1:] - self.window  # [R, view]
+            unseen = torch.arange(self.cache.num_attended) <= block[:, -1:] - self.window  # [R, view]
             least = torch.finfo(self.dtype).min
             masks = {name: mask.masked_fill(unseen[:, None, None], least) for name, mask in masks.items()}
         return masks

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import Qwen3Config
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.training.anchors import sample_anchors
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
@@ -128,7 +128,7 @@ def measure_time(shape: dict, pairs: int) -> dict:
         hidden = draft(
             noise_embeds=embedding[blocks.input_ids],
             context_hidden_states=features,
-            attention_mask=additive(block_mask(anchors, ones, shape["block"]), torch.float32),
+            attention_mask=additive_mask(block_mask(anchors, ones, shape["block"]), torch.float32),
             position_ids=blocks.position_ids,
         ).last_hidden_state.view(*blocks.labels.shape, -1)
         loss = LOSSES[kind](hidden, head, blocks.labels, blocks.counted, weights)

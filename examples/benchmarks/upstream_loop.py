@@ -31,7 +31,7 @@ from support.scripted_draft import scripted
 from support.tiny_models import tiny_model
 
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME, DFlashCandidateGenerator
-from dflash_hf.modeling.hook_dflash import remove_hook
+from dflash_hf.modeling.hook_dflash import unwrap_generation
 
 
 NEW_TOKENS = 30
@@ -77,7 +77,7 @@ class Upstream:
 
         if hasattr(draft, "begin"):
             draft.begin(options["input_ids"])
-        remove_hook()
+        unwrap_generation()
         kind = type(self.target)
         with (
             mock.patch.object(kind, "_get_candidate_generator", candidates, create=True),

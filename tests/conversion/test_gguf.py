@@ -398,7 +398,7 @@ def test_tokenizer_of_another_target_is_refused(saved, tmp_path):
     file = tmp_path / "dflash.gguf"
     target = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    draft.config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
+    draft.config.dflash_config = {**draft.config.dflash_config, "trained_with": digests_of_tokenizer(tokenizer)}
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
     ids = vocabulary["model"]["vocab"]
     first, second = list(ids)[-2:]

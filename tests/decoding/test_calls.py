@@ -359,7 +359,7 @@ def test_context_is_cut_with_its_cache(target, draft):
 
     before = opened(56, 0).context
     before.read(features[:, 56:71], Acceptance([15]))
-    before.release(cache)
+    before.keep_for(cache)
     after = opened(44, 40, cache)
     expected = opened(44, 0)
     for drafter in (after, expected):

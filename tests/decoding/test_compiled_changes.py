@@ -184,13 +184,13 @@ def test_hooks_and_replaced_forwards_decode_eagerly(pair, caplog):
     target, draft = pair
     assert why_not_compiled(target) is None
     with contextlib.closing(_Hook(target.model.norm)):
-        assert why_not_compiled(target) == "a hook lies on a Qwen3RMSNorm"
+        assert why_not_compiled(target) == "a hook is registered on a Qwen3RMSNorm"
     target.model.norm.forward = target.model.norm.forward
     assert why_not_compiled(target) == "the forward of a Qwen3RMSNorm is replaced"
     del target.model.norm.forward
     handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
     try:
-        assert why_not_compiled(target) == "a hook lies on all modules"
+        assert why_not_compiled(target) == "a hook is registered on all modules"
     finally:
         handle.remove()
     model = lora(target, "a")
@@ -199,7 +199,7 @@ def test_hooks_and_replaced_forwards_decode_eagerly(pair, caplog):
     draft.decoding_config.compile = "eager"
     checked_text(model, draft, adapter_names=["a"])
     assert not ModelGraphs.for_model(target).compiled
-    assert "Qwen3ForCausalLM are not compiled: a hook lies on a Linear" in caplog.text
+    assert "Qwen3ForCausalLM are not compiled: a hook is registered on a Linear" in caplog.text
 
 
 class _Hook:

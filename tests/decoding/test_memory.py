@@ -52,7 +52,7 @@ def test_moving_a_cache_copies_one_tensor_at_a_time(padding):
         assert prompt < counted.now < prompt * 1.3 and counted.peak < prompt * 1.3 + of_one_tensor
         of_slots = counted.now
         counted.peak = 0
-        slots.release(cache, padding, 1034)
+        slots.write_back(cache, padding, 1034)
         assert (
             counted.peak < of_slots + 2.1 * of_one_tensor
         )  # a row's padding is put before it, then rows are put together

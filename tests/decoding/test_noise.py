@@ -76,7 +76,7 @@ def test_unused_draws_are_undone():
     for _ in range(3):
         torch.multinomial(torch.ones(2, 10), 1, generator=plain)
     ahead.sample(scores, 0, 8)
-    ahead.close(3)
+    ahead.rewind(3)
     assert torch.equal(plain.get_state(), generator.get_state())
     for further in (0, 2):
         ahead = SamplingNoise(generator, 2)
@@ -84,7 +84,7 @@ def test_unused_draws_are_undone():
         torch.rand(1, generator=generator)
         ahead.sample(scores, 0, 5 + further)
         state = generator.get_state()
-        ahead.close(3)
+        ahead.rewind(3)
         assert torch.equal(generator.get_state(), state)
 
 

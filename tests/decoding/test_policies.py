@@ -98,3 +98,25 @@ def test_time_in_the_streamer_is_measured(monkeypatch):
     assert isinstance(timed, TimedStreamer) and timed.streamer is collecting and timed.ends == 1
     assert timed.seconds == NEW  # one tick for each token
     assert collecting.tokens == output[0].tolist()
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_prompt_leaves_the_calls_arguments_alone(chunk):
+    """Policies read them: a Gemma with shared keys found another `logits_to_keep`, a prompt in chunks more keys."""
+    arguments = []
+
+    class Comparing(DraftPolicy):
+        def __init__(self, call, drafter):
+            super().__init__(call, drafter)
+            arguments.append(dict(call.model_kwargs))
+
+        def finish(self):
+            arguments.append(dict(self.call.model_kwargs))
+
+    target = make_target("gemma4", num_kv_shared_layers=1)
+    draft = make_draft(target, target_layer_ids=[0, 1])
+    draft.decoding_config.policy = Comparing
+    target.generate(ROW, assistant_model=draft, max_new_tokens=6, do_sample=False, prefill_chunk_size=chunk)
+    before, after = arguments
+    assert before.keys() == after.keys() and "logits_to_keep" in before
+    assert all(before[name] is after[name] for name in before)

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dflash_hf.decoding import slots as slots_module
 from dflash_hf.decoding.acceptance import Block
-from dflash_hf.decoding.masks import MaskRule, in_window, verification_mask
+from dflash_hf.decoding.masks import LayerMaskRule, in_window, verification_mask
 from dflash_hf.decoding.slots import Ring, SlotCache
 
 
@@ -44,10 +44,10 @@ class RecordedCache:
         self.cache.reserve(int(lengths.max()) + size)
         slots = lengths[:, None] + torch.arange(size)
         numbers = self.numbers(rows, size)
-        self.cache.set_next_tokens(slots)
+        self.cache.set_next_indices(slots)
         keys, values = self.cache.update(*self.states(numbers), 0)
         assert torch.equal(keys, -values)
-        mask = verification_mask(self.cache, slots, MaskRule(window, chunk), torch.float64, draft)
+        mask = verification_mask(self.cache, slots, LayerMaskRule(window, chunk), torch.float64, draft)
         assert mask.shape == (rows, 1, size, keys.shape[2])
         stored = keys[:, 0, :, 0].long()
         seen = [[sorted(stored[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
@@ -111,7 +111,7 @@ def test_queries_see_exactly_their_context(window, chunk, kind, padding, monkeyp
             start = torch.tensor(starts)[:, None]
             recorded.cache.copy_tokens(start + path, start + torch.arange(most))
     columns = max(len(text) + pad for text, pad in zip(recorded.texts, padding, strict=True))
-    layer = recorded.cache.release(recorded.source, padding, columns).layers[0]
+    layer = recorded.cache.write_back(recorded.source, padding, columns).layers[0]
     assert recorded.source.get_seq_length() == columns
     for row, pad in enumerate(padding):
         expected_keys = [0] * pad + recorded.texts[row] + [0] * columns
@@ -141,7 +141,7 @@ def test_ring_holds_the_last_tokens_and_the_first(sink):
     slots = {}
     for token in range(45):
         slots[int(ring.slots(torch.tensor(token)))] = token
-        tokens = ring.tokens(16, torch.tensor([[token]]))[0].tolist()
+        tokens = ring.indices(16, torch.tensor([[token]]))[0].tolist()
         expected = [slots.get(slot, -1) for slot in range(16)]
         assert [max(number, -1) if number <= token else -1 for number in tokens] == expected
 
@@ -151,7 +151,7 @@ def test_later_slot_groups_overwrite_earlier_ones(rows):
     cache = SlotCache(rows, 20)
     recorded = torch.arange(9)[None, None, :, None].float().expand(rows, 2, 9, 4)
     cache.reserve(7)
-    cache.set_next_tokens(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
+    cache.set_next_indices(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
     keys, values = cache.update(recorded, -recorded, 0)
     assert keys.shape == (rows, 2, 8, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
@@ -160,7 +160,7 @@ def test_later_slot_groups_overwrite_earlier_ones(rows):
 def test_dropped_tokens_are_never_seen():
     cache = SlotCache(1, 20)
     cache.reserve(19)
-    cache.set_next_tokens(torch.tensor([[-1, 4, -1]]))
+    cache.set_next_indices(torch.tensor([[-1, 4, -1]]))
     keys, _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
     assert keys[0, 0, :, 0].nonzero().flatten().tolist() == [4] and keys.shape[2] < cache.capacity
 
@@ -171,7 +171,7 @@ def test_layers_of_other_heads_and_widths_share_slots():
     source = torch.tensor([[4, 0], [2, 2], [9, 3]])
     goal = torch.tensor([[5, 6], [11, 12], [0, 1]])
     cache.reserve(13)
-    cache.set_next_tokens(slots)
+    cache.set_next_indices(slots)
     for layer, (heads, width, of_values) in enumerate(((2, 4, 4), (5, 3, 6), (1, 8, 2))):
         written = torch.randn(3, heads, 2, width), torch.randn(3, heads, 2, of_values)
         read = cache.update(*written, layer)

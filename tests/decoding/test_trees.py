@@ -173,7 +173,7 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
     counts, path = tree.longest_match(chosen)
     along = Acceptance(counts.tolist(), path).select(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
-        children = tree.children(row)
+        children = tree.child_by_token(row)
         expected = [0]
         assert len(children) == 20
         assert all(tree.parents[row, node] == at and tree.tokens[row, node] == t for (at, t), node in children.items())
@@ -203,7 +203,7 @@ def test_logits_of_a_node_are_those_of_its_path(family, nodes):
     offset = torch.zeros(2, 1, dtype=torch.long)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     target(**inputs, position_ids=positions, past_key_values=cache)
-    session = SlotSession(target, cache, pads, offset, {}, largest_draft=nodes + 1)
+    session = SlotSession(target, cache, pads, offset, {}, max_candidates=nodes + 1)
     logits = session.verify(tree)[0]
     deepest = [int(tree.depths[row].argmax()) for row in range(2)]
     prompts = [ids[row, pad:] for row, pad in enumerate(pads)]

@@ -103,11 +103,11 @@ def test_ring_continues_after_a_cut_conversation(length, cut, fits, target):
     drafter = read(0, length)
     anchor = torch.tensor([7])
     drafter.hidden_states(anchor)  # a block takes slots past the text
-    drafter.context.release(cache)
+    drafter.context.keep_for(cache)
     after = read(length - cut, length - cut + 3, cache)
     expected = read(0, length - cut + 3)
     same = torch.allclose(after.hidden_states(anchor), expected.hidden_states(anchor), atol=1e-5)
-    assert (after.context.first_column == 0) == fits == same
+    assert (after.context.first_index == 0) == fits == same
 
 
 def test_contexts_are_freed_with_their_caches(target):
@@ -138,7 +138,7 @@ def test_context_that_failed_to_copy_can_be_freed(monkeypatch):
         def __deepcopy__(self, memo):
             raise MemoryError
 
-    context = KeptContext(first_column=0, length=0, pending=[Uncopyable()])
+    context = KeptContext(first_index=0, length=0, pending=[Uncopyable()])
     with pytest.raises(MemoryError):
         copy.deepcopy(context)
     gc.collect()

@@ -19,7 +19,7 @@ def pair(chat_pair, tmp_path_factory):
     tokenizer.save_pretrained(folder / "target")
     draft.save_pretrained(folder / "draft")
     config = DFlashDraftConfig.from_pretrained(folder / "draft")
-    config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
+    config.dflash_config = {**config.dflash_config, "trained_with": digests_of_tokenizer(tokenizer)}
     config.save_pretrained(folder / "draft")
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in requests(16, seed=9)]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -69,7 +69,7 @@ ALIKE = [name for name in VARIANTS if name not in ("JetSpec", "own mask embeddin
 @pytest.mark.parametrize("variant", ALIKE)
 def test_written_folder_passes_check(variant, target, tmp_path):
     draft = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant])
-    draft.config.dflash_config["num_anchors"] = 512  # a training-only key survives
+    draft.config.dflash_config = {**draft.config.dflash_config, "num_anchors": 512}  # a training-only key survives
     draft.save_pretrained(tmp_path, max_shard_size="20KB" if variant == "mixed" else "50GB")
     findings = check(tmp_path, target=target.config)
     expected = {"mixed": ["layer_types"], "DFlash 2": ["architectures"]}  # both need vLLM's V2 runner

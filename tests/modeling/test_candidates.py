@@ -164,8 +164,8 @@ def test_generator_drafts_what_the_engine_drafts(matches):
     ("options", "reason"),
     [
         ({"rows": 2}, "2 rows"),
-        ({"logits_processor": [EveryOther()]}, "EveryOther may keep a state"),
-        ({"stopping_criteria": [StopAfter(11)]}, "StopAfter may keep a state"),
+        ({"logits_processor": [EveryOther()]}, "EveryOther may keep state"),
+        ({"stopping_criteria": [StopAfter(11)]}, "StopAfter may keep state"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states of each token"),
         ({"cache_implementation": "static"}, "StaticCache"),
         ({"family": "qwen3_5_text"}, "cannot be cropped"),

@@ -1,5 +1,6 @@
 """The configuration: published spellings, defaults, and errors that name key, value and remedy."""
 
+import copy
 import json
 
 import pytest
@@ -62,6 +63,17 @@ def test_keyword_overrides_the_file(nested, changes, tmp_path):
     ((name, value),) = changes.items()
     assert getattr(before, name) != value == getattr(config, name)
     assert config.dflash_config.get(name, value) == value and config.dflash_config["of_another"] == 1
+
+
+def test_reading_nested_keys_changes_nothing():
+    """The getter wrote into the stored dictionary, and threads that read one configuration disturbed each other."""
+    config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
+    config.output_multiplier = 2.0
+    before = copy.deepcopy(vars(config))
+    config.dflash_config["loss"] = "ce"
+    config.to_dict()
+    assert config.dflash_config["output_multiplier"] == 2.0 and config.dflash_config["loss"] == "kl"
+    assert vars(config) == before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from support.pairs import make_draft, make_draft2, make_target
 from support.reference import convolve
 from support.rows import ragged_prompts
 
-from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
+from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive_mask
 from dflash_hf.training.block_mask import block_mask
 
 
@@ -58,7 +58,7 @@ def test_blocks_of_one_forward_equal_separate_blocks():
     features = torch.randn(1, 10, 96)
     noise = torch.randn(1, 12, 32)
     anchors = torch.tensor([[3, 6, 9]])
-    mask = additive(block_mask(anchors, torch.ones(1, 10), 4), torch.float32)
+    mask = additive_mask(block_mask(anchors, torch.ones(1, 10), 4), torch.float32)
     positions = torch.cat([torch.arange(10)[None], (anchors[..., None] + torch.arange(4)).view(1, -1)], dim=1)
     together = draft(noise, features, attention_mask=mask, position_ids=positions).last_hidden_state
     for i, anchor in enumerate(anchors[0].tolist()):

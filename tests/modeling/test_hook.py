@@ -1,14 +1,20 @@
 """The hook changes nothing for anybody else, and bad calls get a sentence that names the remedy."""
 
+import importlib
+import importlib.util
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
+from dflash_hf.modeling import hook_dflash
 
 
 @pytest.fixture
@@ -214,3 +220,41 @@ def test_frequent_mistakes_name_the_remedy(target, draft, tmp_path):
     with pytest.raises(AttributeError, match="swap the models: `target.generate"):
         draft.generate(PROMPT, assistant_model=target)
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
+
+
+def test_hook_of_another_copy_serves_generators():
+    """A drafter's own code, loaded first, knew generators by its class; one of the package then had no features."""
+    folder = Path(hook_dflash.__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "copied_modeling", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    sys.modules["copied_modeling"] = importlib.util.module_from_spec(spec)
+    copied_hook = importlib.import_module("copied_modeling.hook_dflash")
+    target = make_target()
+    expected = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    generator = DFlashCandidateGenerator(make_draft(target), target, PROMPT.shape[1] + 12)
+    remove_hook()
+    try:
+        copied_hook.wrap_generation()
+        output = target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=generator)
+    finally:
+        copied_hook.unwrap_generation()
+        install_hook()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "copied_modeling"]:
+            del sys.modules[name]
+    assert torch.equal(output, expected)
+
+
+def test_mode_error_names_the_generator(target, draft):
+    """It called every generator a DFlash drafter."""
+    generator = DFlashCandidateGenerator(draft, target, 20)
+    with pytest.raises(ValueError, match="assistant_model is a DFlashCandidateGenerator, .* beam"):
+        target.generate(PROMPT, max_new_tokens=5, num_beams=3, assistant_model=generator)
+
+
+def test_sinks_refuse_a_block_mask():
+    """It failed with "'BlockMask' object has no attribute 'expand'"."""
+    draft = make_draft(make_target(), attention_sink_bias=True, block_size=4)
+    mask = create_block_mask(lambda batch, head, query, key: query >= 0, 1, 1, 4, 9, device="cpu")
+    with pytest.raises(ValueError, match="attention_mask is a BlockMask"):
+        draft(torch.zeros(1, 4, 32), torch.zeros(1, 5, draft.fc.in_features), attention_mask=mask)

@@ -78,6 +78,6 @@ def train_chat_draft(target, tokenizer, folder, trainer_class=DFlashTrainer, ste
     """Trained with thinking off, which its configuration says."""
     draft = make_draft(target, block_size=6, target_layer_ids=[1, 2, 3], intermediate_size=128)
     draft.config.mask_token_id = len(tokenizer)
-    draft.config.dflash_config["chat_template_kwargs"] = OFF
+    draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": OFF}
     data = [make_example(prompt, reply) for prompt, reply in conversations(tokenizer, 600, False, 1)]
     return fit_draft(draft, target, data, folder, trainer_class, loss_type="dpace", max_steps=steps)

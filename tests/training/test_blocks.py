@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.modeling.modeling_dflash import additive, raw_embedding
+from dflash_hf.modeling.modeling_dflash import additive_mask, raw_embedding
 from dflash_hf.training.anchors import example_seeds, sample_anchors
 from dflash_hf.training.block_mask import block_groups, block_mask, flex_mask
 from dflash_hf.training.blocks import build_blocks
@@ -24,7 +24,7 @@ def draft_blocks(target, draft, input_ids, features, anchors, valid=None, attent
     for i, kind in enumerate(config.layer_types):
         window = config.sliding_window if kind == "sliding_attention" else None
         rule = (anchors, attention_mask, config.block_size, window, config.layer_is_causal(i))
-        masks[kind] = flex_mask(*rule) if flex else additive(block_mask(*rule), draft.dtype)
+        masks[kind] = flex_mask(*rule) if flex else additive_mask(block_mask(*rule), draft.dtype)
     hidden = draft(
         noise_embeds=raw_embedding(target, blocks.input_ids),
         context_hidden_states=features,

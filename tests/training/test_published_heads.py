@@ -144,11 +144,11 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     for i, j in counted.any(-1).nonzero().tolist():
         anchors, states = before[i, j, 1:2], hidden[i, j : j + 1, slots]
         ids, logits = drafter.candidates(states, [])
-        state = drafter.head.start(anchors)
+        state = drafter.token_head.start(anchors)
         x = anchors
         for k in range(1, draft.config.max_block_tokens):
-            query, state = drafter.head.step(state, x, states[:, k - 1])
-            scores = drafter.head.scores(query, ids[:, k - 1], logits[:, k - 1])[0].double()
+            query, state = drafter.token_head.step(state, x, states[:, k - 1])
+            scores = drafter.token_head.scores(query, ids[:, k - 1], logits[:, k - 1])[0].double()
             x = labels[i, j, k][None]
             if counted[i, j, k]:
                 is_label = ids[0, k - 1] == x

@@ -10,7 +10,7 @@ from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.targets.frozen import check_fit, target_features
 from dflash_hf.training import objective
@@ -173,7 +173,7 @@ def test_groups_have_the_gradients_of_the_dense_mask(attention, tmp_path, monkey
 
         def mask(anchors, *shape, kind=kind):
             if kind == "dense":
-                return additive(block_mask(anchors, *shape), torch.float32)
+                return additive_mask(block_mask(anchors, *shape), torch.float32)
             return block_groups(anchors, *shape, queries=2 * BLOCK)
 
         monkeypatch.setattr(objective, "block_groups", mask)

@@ -42,12 +42,12 @@ def generate(model, assistant_model=None, **kwargs):
     hub_arguments = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
     hub_arguments = {name: value for name, value in hub_arguments.items() if value is not None}
     if assistant_model is None or isinstance(assistant_model, str | os.PathLike):
-        assistant_model = _drafter_for(model, assistant_model, hub_arguments)
+        assistant_model = _load_drafter(model, assistant_model, hub_arguments)
     return model.generate(**kwargs, assistant_model=assistant_model)
 
 
-def _drafter_for(target, name: str | os.PathLike | None, hub_arguments: dict):
-    """The drafter of this name, or else of the name in `custom_generate`; loaded again only if something changed."""
+def _load_drafter(target, name: str | os.PathLike | None, hub_arguments: dict):
+    """The drafter of this name, or else of the name in `custom_generate`; a loaded one unless something changed."""
     trusted_name = custom_generate_argument()
     name = str(name or trusted_name or "")
     if not name:

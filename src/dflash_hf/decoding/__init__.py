@@ -1,5 +1,14 @@
 """
-The engine: speculative decoding with a DFlash drafter, for any number of rows. Where to look:
+The engine: speculative decoding with a DFlash drafter, for any number of rows.
+
+Throughout, `draft` is the drafter's *model*, as `target` is the target's. `candidates` are the tokens of a round, a
+`Block` or a `Tree`; a *slot's* candidates are the tokens among which a token head chooses (`TokenHead.candidates`).
+`indices` number the tokens of a row, see `slots`.
+
+Shapes: `R` rows, `n` candidates of a round, anchor included, `L` layers of features, `H` hidden size, `V` vocabulary
+size, `K` KV slots that attention gets.
+
+Where to look:
 
 - A call: `generate_hook` (how `generate` gets here), `call` (its models and arguments), `fallback` (why it decodes
   without the drafter), `settings` (what a user may set), `arguments` (what goes to the target's forwards).
@@ -18,7 +27,7 @@ What belongs to one call. `decode` creates it, and nothing of it is shared with 
   generator to where decoding without a drafter would have left it.
 - `GenerationState` owns the sequences.
 - `SlotSession` owns the `SlotCache` of the target. It takes the keys and values out of the caller's cache, leaves that
-  cache empty during the call, and writes them back in `close`.
+  cache empty during the call, and moves them back in `write_back`.
 - `Drafter` owns its `DraftContext`: the drafter's `SlotCache`, and features that the drafter has not read yet.
 - `FeatureTap` owns its hooks on the target's layers, which do nothing outside of this call's forwards.
 - `DraftPolicy` owns what it has learned in this call, until `finish`.
@@ -29,4 +38,24 @@ What outlives a call:
   continues the cache takes the context over.
 - Per model, as long as it lives: `TargetCapabilities` (what a probe found), `ModelGraphs` (compiled forwards), and
   what the default policy has learned of costs and acceptance.
+
+Threads. Any number of calls may decode at once, with the same target and drafter: none changes weights, a
+configuration or the caller's arguments. Module globals that calls share, and what guards them:
+
+- Hooks on a target's modules (`targets.features._hooks`): counted under a lock, so that they stay while any call needs
+  them. For whom they work is in context variables (`targets.features`, `recurrent`): every thread has its own.
+- `recurrent._stateful`: a lock. `probe._capabilities` and `graphs._graphs` need none, since results do not depend on
+  who computes them; at worst the work is done twice. Dynamo compiles under a lock of its own.
+- `draft_context.KEPT_CONTEXTS`: `pop` is atomic, so that one call takes a context. Another one does without.
+- `packing._packs` and `_owners`: a lock, and Dynamo's, for whoever packs or restores. Forwards read without it; a
+  packed copy is replaced as a whole.
+- What the default policy has learned: a call works on a copy, and writes at its end. If two end at once, one counts.
+- Torch's generators: samples of calls in several threads draw from the same generator, as without a drafter. A call
+  rewinds it only if no other code has used it meanwhile.
+
+Precision. Forwards run in the dtype of their model. In fp32, whatever that dtype: logits for the caller's processors,
+all that samples (probabilities and noise), draft logits with noise, log-probabilities in trees, and what
+`modeling_dflash` lists. Greedy choices without processors take the argmax of the logits as they are. In an fp32 model
+the output is the target's own. In bf16 and fp16 a forward over several tokens may round differently than one over a
+single token, so that two logits which are nearly equal may change places.
 """

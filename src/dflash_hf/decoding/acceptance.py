@@ -1,4 +1,6 @@
-"""A draft, and what the target accepts of it: the longest path of its own choices, and one token more."""
+"""
+A round's candidates, and what the target accepts of them: the longest path of its own choices, and one more token.
+"""
 
 import math
 from typing import NamedTuple
@@ -12,14 +14,14 @@ MIN_ARGMAX_CHUNK = 32  # below, `argmax_token` does without chunks
 
 class Block(NamedTuple):
     """
-    A draft: one path of tokens for each row. A [`~dflash_hf.decoding.trees.Tree`] has these attributes and methods,
-    too. Throughout, a *node* is the index of a token in its draft; node 0 is the anchor.
+    Candidates that are one path of tokens for each row. A [`~dflash_hf.decoding.trees.Tree`] also has these attributes
+    and methods. Throughout, a *node* is the number of a token among the candidates; node 0 is the anchor.
 
     Attributes:
-        tokens (`torch.LongTensor`): `[R, n]`, the anchor first: the last committed token of each row.
-        depths (`torch.LongTensor`, *optional*): `[R, n]`, each token's distance from the anchor; `None`: its index.
-        ancestors (`torch.BoolTensor`, *optional*): `[R, n, n]`, whether a token attends to another of the draft,
-            itself included; `None`: to all before it.
+        tokens (`torch.LongTensor`): `[R, n]` token ids, the anchor first: the last committed token of each row.
+        depths (`torch.LongTensor`, *optional*): `[R, n]`, each node's distance from the anchor; `None`: its number.
+        ancestors (`torch.BoolTensor`, *optional*): `[R, n, n]`, whether a node attends to another, itself included;
+            `None`: to all before it.
     """
 
     tokens: torch.LongTensor
@@ -31,7 +33,7 @@ class Block(NamedTuple):
         The longest path on which every drafted token is the target's own choice.
 
         Args:
-            target_tokens (`torch.LongTensor`): `[R, n]`, the target's choice after each drafted token.
+            target_tokens (`torch.LongTensor`): `[R, n]`, the target's choice after each candidate.
 
         Returns:
             The number of its tokens, anchor included, `[R]`; and its nodes `[R, m]`, `None` for the first ones.
@@ -39,14 +41,14 @@ class Block(NamedTuple):
         matches = target_tokens[:, :-1] == self.tokens[:, 1:]
         return 1 + matches.long().cumprod(dim=1).sum(dim=1), None
 
-    def children(self, row: int) -> dict[tuple[int, int], int]:
-        """The nodes of a row, by parent node and token."""
+    def child_by_token(self, row: int) -> dict[tuple[int, int], int]:
+        """The nodes of a row, by (parent node, token id)."""
         return {(parent, token): parent + 1 for parent, token in enumerate(self.tokens[row, 1:].tolist())}
 
 
 class Acceptance(NamedTuple):
     """
-    What the target accepts of a draft.
+    What the target accepts of a round's candidates.
 
     Attributes:
         counts (`list[int]`): Tokens committed in each row, the target's own (bonus) token included; 0 for rows that
@@ -69,7 +71,7 @@ class Acceptance(NamedTuple):
         return cls(counts, torch.tensor(padded, device=device))
 
     def select(self, states: torch.Tensor) -> torch.Tensor:
-        """`[R, max(counts), F]` of the accepted path, from `[R, n, F]` of all drafted tokens."""
+        """`[R, max(counts), F]` of the accepted path, from `[R, n, F]` of all candidates."""
         longest = max(self.counts)
         if self.path is None:
             return states[:, :longest]

@@ -18,7 +18,7 @@ from dflash_hf.targets.features import cache_argument
 @dataclass(frozen=True)
 class GenerateCall:
     """
-    The models and arguments of a call. It refers to them and changes none of them.
+    The models and arguments of a call. It refers to them, and nobody changes them during the call.
 
     Args:
         target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.

@@ -18,7 +18,7 @@ SUPPORT_QUERIES = {
 
 
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this CPU has no units for products in a dtype: they take several times as long as in fp32."""
+    """Whether this CPU has no instructions for products in a dtype: they take several times as long as in fp32."""
     query = SUPPORT_QUERIES.get(dtype)
     if query is None:
         return False

@@ -4,7 +4,12 @@ The drafter's context: what it has read of the sequences in one call, and what i
 The life of a feature. The target's forward over the prompt passes it to [`DraftContext.append`], which projects it;
 `prefill` turns the projections into the drafter's keys and values. After each round, `read` adds the features of the
 accepted tokens to the `pending` ones: reading one token costs as much as reading many, so they wait for the next block
-and are read in the same forward. `release` frees everything, or keeps it as a [`KeptContext`].
+and are read in the same forward. At the end `free` drops everything, or `keep_for` keeps it as a [`KeptContext`].
+
+Columns, indices, slots and positions are those of `slots.py`, in the drafter's own cache: an index counts from the
+first token that the drafter has read, which is in slot 0. That is the row's first token, unless the call continues a
+cache without its features. If such a cache holds 3 tokens, the drafter's index 0 is index 3 of
+the target, `first_index` is 3, and `first_positions` are the target's plus 3.
 """
 
 import weakref
@@ -13,17 +18,20 @@ from dataclasses import dataclass
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.masks import in_window, tokens_in_slots
+from dflash_hf.decoding.masks import in_window, indices_in_slots
 from dflash_hf.decoding.slots import Ring, SlotCache
-from dflash_hf.modeling.modeling_dflash import additive, execution_device
+from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
 
 PROMPT_CHUNK = 2048  # prompt tokens, over all rows, that are projected at once: bounds memory
 MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; then they are read without one
-SINK = 4  # tokens at the start of each row that a drafter attends to besides those in its window
+# With a window, tokens at the start of each row that a drafter attends to besides those in the window ("attention
+# sinks"). Unlike `config.attention_sink_bias`, which is a key without a token.
+SINK_TOKENS = 4
 
 # For each cache that a call returned, and each drafter, what the drafter has read of its tokens. The call that
-# continues the cache takes it out; otherwise it lives as long as both.
+# continues the cache takes it out; otherwise it lives as long as both. Calls in several threads may share it: `pop`
+# gives a context to one of them.
 KEPT_CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
@@ -36,29 +44,27 @@ class KeptContext:
     layers and cache refer to each other, and would wait for the garbage collector.
     """
 
-    first_column: int  # index of the first token that the drafter read, in the row that the target's cache holds
+    first_index: int  # index of the first token that the drafter read, in the target's cache
     length: int  # tokens
     pending: list  # as [`DraftContext.pending`]
-    cache: SlotCache | None = None  # the default is for `__del__` after a copy that failed
+    cache: SlotCache | None = None  # a default, since `__del__` also runs after a copy that failed halfway
 
     def __del__(self):
         if self.cache is not None:
-            self.cache.clear()
+            self.cache.free()
 
 
 class DraftContext:
     """
     What a drafter has read in one call.
 
-    A row's tokens are counted from the first one that the drafter has read, which lies in slot 0.
-
     Args:
         draft (`DFlashDraftModel`): The drafter.
         fixed_shapes (`bool`): For graphs: always read as many features as a block has tokens.
 
     Attributes:
-        lengths (`list[int]`): Tokens of each row before its anchor.
-        offset (`torch.LongTensor`): `[R, 1]`, position of a row's slot 0.
+        lengths (`list[int]`): Tokens of each row before its anchor, from the first that the drafter has read.
+        first_positions (`torch.LongTensor`): `[R, 1]`, the position of the token in each row's slot 0.
         prompt (`list[torch.Tensor]`): Projected features `[R, n, H]` of the prompt that are not in the cache yet.
         pending (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and the indices of their
             tokens `[R, n]`; negative: rejected.
@@ -76,8 +82,13 @@ class DraftContext:
         self.pending: list[tuple[torch.Tensor, torch.LongTensor]] = []
         self.lengths: list[int] = []
         self.cache = SlotCache(0, 0)
-        self.first_column = 0
-        self.offset = torch.zeros(0, 1, dtype=torch.long)
+        self.first_index = 0
+        self.first_positions = torch.zeros(0, 1, dtype=torch.long)
+
+    @property
+    def device(self) -> torch.device:
+        """Where indices and positions are: the device of the call's prompt."""
+        return self.first_positions.device
 
     # ---------------------------------------------------------------------------------------------------- the prompt
 
@@ -98,44 +109,47 @@ class DraftContext:
         """Columns of the prompt appended so far."""
         return sum(states.shape[1] for states in self.prompt)
 
-    def prefill(self, padding: list[int], prompt_length: int, offset: torch.LongTensor, continued_cache=None) -> None:
+    def prefill(
+        self, padding: list[int], prompt_length: int, first_positions: torch.LongTensor, continued_cache=None
+    ) -> None:
         """
         Write the appended columns of a prompt into the drafter's cache.
 
         Args:
             padding (`list[int]`): Padding columns at the start of each row.
             prompt_length (`int`): Columns of the prompt and of a prefilled cache, whose features are not available.
-            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
+            first_positions (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of each row's first token.
             continued_cache (`Cache`, *optional*): The prefilled cache. If a call of this drafter returned it, the
                 context of that call is continued, as far as the cache still holds its tokens.
         """
         past_length = prompt_length - self.appended_length
         ring = None
-        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
+        if self.window is not None:
+            # The margin keeps a block and what is read before it from overwriting keys inside the window.
             margin = 2 * (self.draft.config.max_block_tokens + MAX_PENDING)
-            ring = Ring(self.window, self.window + margin, SINK)
-        pads = torch.tensor(padding, device=offset.device)[:, None]  # [R, 1]
-        # Slots are counted from the first token read, positions from a row's first token: rotary attention depends on
-        # differences only.
-        start = (past_length - pads).clamp(min=0)  # [R, 1], the first token read
+            ring = Ring(self.window, self.window + margin, SINK_TOKENS)
+        pads = torch.tensor(padding, device=first_positions.device)[:, None]  # [R, 1]
+        start = (past_length - pads).clamp(min=0)  # [R, 1], the target's index of the first token that is read
         previous = self._take_previous(continued_cache)
         if previous is not None and padding == [0] and self._can_continue(previous, past_length, ring):
             self.cache = previous.cache
             previous.cache = None
-            self.first_column = previous.first_column
+            self.first_index = previous.first_index
             # Of what was pending, the tokens that the prefilled cache still holds.
-            cut = past_length - previous.first_column
-            self.pending = [(states, tokens.masked_fill(tokens >= cut, -1)) for states, tokens in previous.pending]
-            start = torch.full_like(start, previous.first_column)
+            cut = past_length - previous.first_index
+            for states, indices in previous.pending:
+                self.pending.append((states, indices.masked_fill(indices >= cut, -1)))
+            start = torch.full_like(start, previous.first_index)
         else:
             previous = None  # frees its slots before others are allocated
-            self.first_column = max(past_length - padding[0], 0)
+            self.first_index = max(past_length - padding[0], 0)
             capacity = prompt_length + self.draft.config.max_block_tokens
             self.cache = SlotCache(len(padding), capacity, ring, self.fixed_shapes)
-        row_offset = offset if offset.dim() == 2 else offset[0]
-        self.offset = row_offset + start
+        row_positions = first_positions if first_positions.dim() == 2 else first_positions[0]  # [R, 1]
+        self.first_positions = row_positions + start
         self.lengths = (prompt_length - pads - start)[:, 0].tolist()
-        self._write_prompt(torch.arange(past_length, prompt_length, device=pads.device) - pads - start)
+        appended_columns = torch.arange(past_length, prompt_length, device=pads.device)
+        self._write_prompt(appended_columns - pads - start)
 
     def _take_previous(self, continued_cache) -> KeptContext | None:
         """The context of the call that returned this cache."""
@@ -153,105 +167,109 @@ class DraftContext:
         max_dropped = previous.length
         if ring is not None and previous.length + self.draft.config.block_size > ring.size:  # slots are reused
             max_dropped = ring.size - ring.window - self.draft.config.block_size
-        dropped = previous.first_column + previous.length - past_length
+        dropped = previous.first_index + previous.length - past_length
         return 0 <= dropped <= max_dropped
 
-    def _write_prompt(self, tokens: torch.LongTensor) -> None:
-        """Write the appended features, which are those of tokens `[R, n]`."""
+    def _write_prompt(self, indices: torch.LongTensor) -> None:
+        """Write the appended features, which belong to the tokens with indices `[R, n]`; negative: padding."""
         self.cache.reserve(max(self.lengths) + self.draft.config.max_block_tokens)
         ring = self.cache.ring
         if ring is not None:  # of the tokens that share a slot, only the last is written
-            last = torch.tensor(self.lengths, device=tokens.device)[:, None]
-            tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
-        for part in tokens.split([states.shape[1] for states in self.prompt], dim=1):
+            last = torch.tensor(self.lengths, device=indices.device)[:, None]
+            indices = indices.masked_fill((indices >= SINK_TOKENS) & (indices < last - ring.size), -1)
+        for part in indices.split([states.shape[1] for states in self.prompt], dim=1):
             self._write(self.prompt.pop(0), part)
 
     # ------------------------------------------------------------------------------------------------------- a round
 
     def block_inputs(self, size: int) -> dict:
-        """Arguments of the drafter's forward: all that is pending, and a block of `size` tokens after it."""
-        features, context = self._take_pending()
-        start = torch.tensor(self.lengths, device=self.offset.device)[:, None]
-        block = start + torch.arange(size, device=start.device)  # [R, B]
+        """Arguments of the drafter's forward: all that is pending, and a block of `size` slots after it."""
+        features, pending_indices = self._take_pending()
+        start = torch.tensor(self.lengths, device=self.device)[:, None]
+        block_indices = start + torch.arange(size, device=start.device)  # [R, B]
         self.cache.reserve(max(self.lengths) + size)
-        groups = [block] if features is None else [context, block]
-        self.cache.set_next_tokens(*groups)
-        positions = torch.cat([context, block], dim=1) + self.offset
+        groups = [block_indices] if features is None else [pending_indices, block_indices]
+        self.cache.set_next_indices(*groups)
+        positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
         return {
             "context_hidden_states": None if features is None else self.to_draft(features),
-            "attention_mask": self._masks(block),
+            "attention_mask": self._masks(block_indices),
             "position_ids": self.to_draft(positions.clamp(min=0)),
             "past_key_values": self.cache,
         }
 
     def read(self, features: torch.Tensor, acceptance: Acceptance) -> None:
         """Collect the features `[R, n, L * H]` of each row's accepted tokens; the first is that of the last anchor."""
-        device = self.offset.device
+        device = self.device
         steps = torch.arange(features.shape[1], device=device)
         counts = torch.tensor(acceptance.counts, device=device)[:, None]
         start = torch.tensor(self.lengths, device=device)[:, None]
         self.pending.append((features, torch.where(steps < counts, start + steps, -1)))
         self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
-        if sum(tokens.shape[1] for _, tokens in self.pending) > MAX_PENDING:
-            features, tokens = self._take_pending()
+        if sum(indices.shape[1] for _, indices in self.pending) > MAX_PENDING:
+            features, indices = self._take_pending()
             self.cache.reserve(max(self.lengths))
-            self._write(self.draft.project_context(self.to_draft(features)), tokens)
+            self._write(self.draft.project_context(self.to_draft(features)), indices)
 
     def _take_pending(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
-        """The pending features `[R, n, L * H]` and their tokens `[R, n]`; no features are `None`."""
+        """The pending features `[R, n, L * H]`, `None` if there are none, and the indices of their tokens `[R, n]`."""
         parts = self.pending
         self.pending = []
         if len(parts) == 1:
-            features, tokens = parts[0]
+            features, indices = parts[0]
         elif parts:
-            features = torch.cat([states for states, _ in parts], dim=1)
-            tokens = torch.cat([indices for _, indices in parts], dim=1)
+            features = torch.cat([part_features for part_features, _ in parts], dim=1)
+            indices = torch.cat([part_indices for _, part_indices in parts], dim=1)
         else:
             features = None
-            tokens = self.offset.new_zeros(len(self.lengths), 0)
+            indices = self.first_positions.new_zeros(len(self.lengths), 0)
         if not self.fixed_shapes:
-            return features, tokens
+            return features, indices
         if features is None:
             width = self.draft.fc.in_features
-            features = torch.zeros(len(tokens), 0, width, dtype=self.dtype, device=tokens.device)
-        missing = max(self.draft.config.max_block_tokens - tokens.shape[1], 0)
+            features = torch.zeros(len(indices), 0, width, dtype=self.dtype, device=indices.device)
+        missing = max(self.draft.config.max_block_tokens - indices.shape[1], 0)
         padded = torch.nn.functional.pad(features, (0, 0, 0, missing))
-        return padded, torch.nn.functional.pad(tokens, (0, missing), value=-1)
+        return padded, torch.nn.functional.pad(indices, (0, missing), value=-1)
 
-    def _write(self, states: torch.Tensor, tokens: torch.LongTensor) -> None:
+    def _write(self, states: torch.Tensor, indices: torch.LongTensor) -> None:
         """Write the keys and values of projected features `[R, n, H]` into the drafter's cache, without a block."""
-        self.cache.set_next_tokens(tokens)
-        positions = self.to_draft((tokens + self.offset).clamp(min=0))
+        self.cache.set_next_indices(indices)
+        positions = self.to_draft((indices + self.first_positions).clamp(min=0))
         self.draft.extend_context(states, positions, self.cache)
 
-    def _masks(self, block: torch.LongTensor) -> dict[str, torch.Tensor]:
-        """For each layer type, the additive mask `[R, 1, B, view]` of a block of these tokens `[R, B]`."""
+    def _masks(self, block_indices: torch.LongTensor) -> dict[str, torch.Tensor]:
+        """For each layer type, the additive mask `[R, 1, B, K]` of a block whose slots have these indices `[R, B]`."""
         ring = self.cache.ring
-        last = block[:, -1:]
-        tokens = tokens_in_slots(self.cache, ring, last)
+        last = block_indices[:, -1:]
+        key_indices = indices_in_slots(self.cache, ring, last)
         if ring is not None:  # tokens before the window count as none
-            in_context = (tokens < SINK) | (tokens >= block[:, :1] - ring.window)
-            tokens = tokens.masked_fill(~in_context, -1)
-        key = tokens[:, None]  # [R or 1, 1, view]
+            in_context = (key_indices < SINK_TOKENS) | (key_indices >= block_indices[:, :1] - ring.window)
+            key_indices = key_indices.masked_fill(~in_context, -1)
+        key = key_indices[:, None]  # [R or 1, 1, K]
 
         def mask(window, causal: bool) -> torch.Tensor:
-            last_seen = block if causal else last.expand_as(block)
-            visible = (key <= last_seen[:, :, None]) & in_window(key, block[:, :, None], window)
+            last_visible = block_indices if causal else last.expand_as(block_indices)
+            visible = (key <= last_visible[:, :, None]) & in_window(key, block_indices[:, :, None], window)
             if ring is not None:
                 visible = visible & (key >= 0)
-            return self.to_draft(additive(visible, self.dtype)[:, None])
+            return self.to_draft(additive_mask(visible, self.dtype)[:, None])
 
         return self.draft.config.by_layer_type(mask)
 
     # ------------------------------------------------------------------------------------------------- after the call
 
-    def release(self, cache=None) -> None:
-        """Free the context, or keep it for the call that continues this cache of a single row."""
-        if cache is None or len(self.lengths) > 1:
-            self.cache.clear()
+    def free(self) -> None:
+        """Free the context."""
+        self.cache.free()
+
+    def keep_for(self, cache) -> None:
+        """Keep the context for the call that continues this cache; free it if there are several rows."""
+        if len(self.lengths) > 1:
+            self.free()
             return
         kept_context = KeptContext(
-            first_column=self.first_column, length=self.lengths[0], pending=self.pending, cache=self.cache
+            first_index=self.first_index, length=self.lengths[0], pending=self.pending, cache=self.cache
         )
         KEPT_CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept_context
 

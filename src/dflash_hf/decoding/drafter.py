@@ -12,11 +12,12 @@ from dflash_hf.modeling.modeling_dflash import execution_device
 
 class Drafter:
     """
-    A drafter in one call. Policies call `draft_block`, or `draft_tree` of `trees.py`; `decode` calls `read` after each
-    round. `sample_indices` are those of [`GenerationState`]: which samples the noise is that of; unused if greedy.
+    A drafter in one call: the model, called `draft` everywhere, and what it has read. Policies call `draft_block`, or
+    `draft_tree` of `trees.py`; `decode` calls `read` after each round. `sample_indices` are those of
+    [`GenerationState`]: which draws of the noise belong to each row's next tokens. Without noise they are not used.
 
     Args:
-        draft (`DFlashDraftModel`): The drafter.
+        draft (`DFlashDraftModel`): The model.
         target (`PreTrainedModel`): The target, for its embedding and head.
         noise ([`SamplingNoise`], *optional*): The noise of the target's samples: drafts take it into account.
         block_tokens (`int`, *optional*): Tokens of a drafted block, anchor included. Default: the trained size.
@@ -24,7 +25,7 @@ class Drafter:
 
     Attributes:
         context ([`DraftContext`]): What it has read of the sequences.
-        head (`TokenHead`): Chooses the tokens of a block.
+        token_head (`TokenHead`): Chooses the tokens of a block.
     """
 
     def __init__(self, draft, target, noise: SamplingNoise | None = None, block_tokens: int | None = None, graph=None):
@@ -33,11 +34,11 @@ class Drafter:
         self.noise = noise
         self.block_tokens = block_tokens or draft.config.max_block_tokens
         self.graph = graph
-        self.head = draft.config.token_head_class(draft, partial(draft.embed, target))
+        self.token_head = draft.config.token_head_class(draft, partial(draft.embed, target))
         self.context = DraftContext(draft, fixed_shapes=graph is not None)
 
     def read(self, features: torch.Tensor, acceptance: Acceptance) -> None:
-        """Read the features `[R, n, L * H]` of a draft, those of its accepted tokens."""
+        """Read the features of the accepted tokens, from those of all candidates `[R, n, L * H]`."""
         self.context.read(acceptance.select(features), acceptance)
 
     def draft_block(self, anchors: torch.LongTensor, sample_indices: list[int], size: int | None = None) -> Block:
@@ -61,7 +62,11 @@ class Drafter:
         if self.graph is None:
             hidden = self.draft(**inputs).last_hidden_state
         else:
-            shapes = (inputs["noise_embeds"].shape, inputs["context_hidden_states"].shape, self.context.cache.view)
+            shapes = (
+                inputs["noise_embeds"].shape,
+                inputs["context_hidden_states"].shape,
+                self.context.cache.num_attended,
+            )
             hidden = self.graph.run(shapes, inputs)
         return self.draft.drafting_slots(hidden)[:, : self.block_tokens - 1]
 
@@ -80,10 +85,10 @@ class Drafter:
             `torch.LongTensor` `[R, n + 1]`, the anchors first.
         """
         logits = self.logits(hidden, sample_indices)
-        if self.head.order == 0:
+        if self.token_head.order == 0:  # as the token head would, with a faster argmax
             tokens = self.draft.target_ids(argmax_token(logits))
         else:
-            tokens = self.head.decode_block(self.in_vocabulary(anchors), hidden, logits, self.draft.target_ids)
+            tokens = self.token_head.decode_block(self.in_vocabulary(anchors), hidden, logits, self.draft.target_ids)
         return torch.cat([anchors[:, None], tokens.to(anchors.device)], dim=1)
 
     def logits(self, hidden: torch.Tensor, sample_indices: list[int]) -> torch.Tensor:
@@ -102,7 +107,7 @@ class Drafter:
 
     def candidates(self, hidden: torch.Tensor, sample_indices: list[int]) -> tuple[torch.LongTensor, torch.Tensor]:
         """The target's ids of each slot's candidates, and their draft logits, both `[R, n, k]`."""
-        ids, logits = self.head.candidates(self.logits(hidden, sample_indices))
+        ids, logits = self.token_head.candidates(self.logits(hidden, sample_indices))
         ids = self.draft.target_ids(ids).to(hidden.device)
         logits = logits.to(hidden.device)
         return ids.expand_as(logits), logits

@@ -1,4 +1,9 @@
-"""Why a call decodes without its drafter, by the target's own `generate`. Each reason completes a log line."""
+"""
+Why a call decodes without its drafter, by the target's own `generate`. Each reason completes a log line.
+
+Drafters without the package have a list of their own, `_fallback_reasons` in `modeling/candidates_dflash.py`, since
+upstream's loop drafts fewer calls. A new reason that concerns the target may also belong there.
+"""
 
 from collections.abc import Iterator
 
@@ -18,7 +23,7 @@ def fallback_reason(call: GenerateCall, synced_gpus: bool = False) -> str | None
 
 def _reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | None]:
     """
-    The reasons, of which the first is reported. Their order matters: arguments come before the target, since probing
+    The reasons; the first is reported. Their order matters: arguments come before the target, since probing
     a target runs it; hooks come before the probe, since they would see its tokens; the probe comes before the cache,
     since it decides which caches can be rolled back.
     """
@@ -41,7 +46,7 @@ def _argument_reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | N
         yield f"input_ids are on {call.prompt.device}, but {name} is on {target.device}"
     if torch.is_grad_enabled():  # by a caller who bypasses the decorator of `generate`
         yield "gradients are recorded"
-    if not call.model_kwargs["use_cache"]:
+    if not call.model_kwargs.get("use_cache", True):
         yield "use_cache=False"
     if synced_gpus:
         yield "the ranks of a sharded target must run the same number of forwards"
@@ -78,7 +83,7 @@ def _model_reasons(call: GenerateCall) -> Iterator[str | None]:
 def _cache_reason(call: GenerateCall) -> str | None:
     """Why the tokens of a cache cannot be moved into slots: it is static, offloaded, or quantised. Else `None`."""
     cache = call.cache
-    if call.capabilities.session.CACHE.can_adopt(cache) and not cache.offloading:
+    if call.capabilities.session.cache_class.can_adopt(cache) and not cache.offloading:
         return None
     kind = " of ".join(type(part).__name__ for part in (cache, *cache.layers[:1]))
     offloaded = ", offloaded to the CPU" if cache.offloading else ""
@@ -96,7 +101,7 @@ def _rope_reason(call: GenerateCall, past_length: int) -> str | None:
     text_config = call.target.config.get_text_config(decoder=True)
     positions = call.model_kwargs.get("position_ids")
     length = call.prompt_length if positions is None else int(positions.max()) + 1
-    end = length + call.selector.max_new
+    end = length + call.selector.max_new_tokens
     if "dynamic" in tables and end >= text_config.max_position_embeddings:
         return (
             f"the text may reach {text_config.max_position_embeddings} tokens, beyond which its rotary frequencies "

@@ -12,13 +12,13 @@ _ARGUMENT = "num_assistant_tokens"
 
 def install_hook() -> None:
     """Let `target.generate(assistant_model=draft)` decode with a drafter. Installing twice is a no-op."""
-    hook_dflash.install_hook()
+    hook_dflash.wrap_generation()
     hook_dflash.wrap_methods(_WRAPPERS)  # if upstream has no such method, drafts have their default length
 
 
 def remove_hook() -> None:
     """Put upstream's methods back."""
-    hook_dflash.remove_hook()
+    hook_dflash.unwrap_generation()
     hook_dflash.unwrap_methods(_WRAPPERS)
 
 

@@ -26,7 +26,8 @@ from dflash_hf.targets.unsafe_hooks import collects_features
 logger = logging.get_logger(__name__)
 
 _MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-# The graphs of each model, as long as it lives.
+# The graphs of each model, as long as it lives. Without a lock: Dynamo compiles in one thread at a time, and at worst
+# two threads make the same graph.
 _graphs: "weakref.WeakKeyDictionary[nn.Module, ModelGraphs]" = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +78,7 @@ class CallGraphs:
 def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
     """The models of a call, each with a reason why its forward cannot be compiled, or `None`."""
     nodes = call.draft.decoding_config.tree_nodes or 0
-    if call.selector.max_new + nodes + call.draft.config.max_block_tokens >= call.positions_left:
+    if call.selector.max_new_tokens + nodes + call.draft.config.max_block_tokens >= call.positions_left:
         yield call.target, f"the text may pass its {call.positions_left + call.prompt_length} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"
@@ -91,13 +92,13 @@ def why_not_compiled(model: nn.Module) -> str | None:
     `adapter_names` are hooks), and not every replaced forward.
     """
     if global_hooks._has_any_global_hook():
-        return "a hook lies on all modules"
+        return "a hook is registered on all modules"
     for module in model.modules():
         if "forward" in vars(module):
             return f"the forward of a {type(module).__name__} is replaced"
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not all(collects_features(hook) for hook in hooks):
-            return f"a hook lies on a {type(module).__name__}"
+            return f"a hook is registered on a {type(module).__name__}"
     return None
 
 
@@ -126,7 +127,7 @@ class ModelGraphs:
         """The graphs of a model, shared by its calls."""
         return _graphs.setdefault(model, cls())
 
-    def function(self, function: Callable, mode: str, key: tuple) -> Callable | None:
+    def compiled_for(self, function: Callable, mode: str, key: tuple) -> Callable | None:
         """A function, compiled for one graph; `None` if that failed too often."""
         key = (mode, *key)
         if self.failures[key] >= self.MAX_ATTEMPTS:
@@ -186,7 +187,7 @@ class CompiledForward:
             arguments: Arguments of the function, after the model.
         """
         key = (*self.key, shapes)
-        compiled = None if self.eager else self.graphs.function(self.function, self.mode, key)
+        compiled = None if self.eager else self.graphs.compiled_for(self.function, self.mode, key)
         if compiled is None:
             return self.function(self.model, *arguments)
         on_cuda = self.model.device.type == "cuda"

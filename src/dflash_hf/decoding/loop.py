@@ -5,15 +5,16 @@ runs.
 First [`prefilled`] reads the prompt: the target computes its keys and values, which move into slots, and the features
 that become the drafter's context. Then rounds, until all rows have ended. One round, object by object:
 
-1. Draft. The [`DraftPolicy`] decides what to verify and has the [`Drafter`] draft it: a `Block` or a `Tree` of tokens
-   `[R, n]`, of which the first is the anchor.
-2. Verify. The [`SlotSession`] runs one forward of the target over the draft: logits `[R, n, V]` and features
+1. Draft. The [`DraftPolicy`] decides what to verify and has the [`Drafter`] draft it: the candidates, a `Block` or a
+   `Tree` of tokens `[R, n]`. The first is the anchor.
+2. Verify. The [`SlotSession`] runs one forward of the target over the candidates: logits `[R, n, V]` and features
    `[R, n, L * H]`.
 3. Accept. The [`GenerationState`] writes the longest path that agrees with the target's own choices, which the
    [`TokenSelector`] makes, and one token more, the target's own: an [`Acceptance`].
 4. Commit. The session keeps the slots of the accepted tokens, the drafter their features, and the policy learns.
 
-`dflash_hf.decoding` says which object lives how long.
+In the end [`prefilled`] gives back what it took, in the order of its docstring. `dflash_hf.decoding` says which object
+lives how long.
 """
 
 import contextlib
@@ -49,9 +50,10 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row, the number of tokens that
     each verification committed, bonus token included. A row's first token is excluded: the prompt's forward wrote it.
 
-    If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted or copied tokens that each round
-    verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone with
-    the same weights, packed or not: from acceptance, the costs that sizes were chosen by, and the time for the prompt.
+    If the default policy chose the sizes: `draft_sizes` (`list[int]`), the number of drafted or copied tokens that a
+    round verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to target-only
+    decoding with the same weights, packed or not: from acceptance, the measured costs by which sizes were chosen, and
+    the time for the prompt.
 
     As long as a returned cache of one row lives, so does what the drafter has read of it, for the call that continues
     the cache.
@@ -77,7 +79,8 @@ def decode(
     **model_kwargs,
 ):
     """
-    Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
+    Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`, also
+    those that are not used here: `inputs_tensor` and both tokenizers.
 
     The output is what `target` generates without a drafter: the same tokens if greedy, the same sample for the same
     seed.
@@ -133,7 +136,7 @@ def decode(
     return DFlashGenerateOutput(
         sequences=state.sequences,
         acceptance_lengths=state.acceptance_lengths,
-        **{CACHE_NAME: session.source},
+        **{CACHE_NAME: session.caller_cache},
         **outputs,
         **_summary_of(policy),
     )
@@ -157,59 +160,71 @@ def _summary_of(policy: DraftPolicy) -> dict:
 def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs: CallGraphs | None = None):
     """
     Run the prompt through the target as `generate` does; its features become the drafter's context. Then move its keys
-    and values into slots. On exit, write them back into the caller's cache, if it is returned.
+    and values into slots.
+
+    On exit, also after an error or an interruption, everything goes back to its owner, in this order:
+
+    1. The target's keys and values go back to the caller's cache, if the caller will get it.
+    2. The generator is rewound to the first draw that no row has used.
+    3. The session's slots are freed.
+    4. The drafter's context is kept with the returned cache, if the call ended without an error, or freed.
+
+    Each step runs even if one before it fails.
 
     Yields:
         [`SlotSession`] and [`GenerationState`], which has its first token.
     """
-    target = call.target
-    model_kwargs = call.model_kwargs
     returns_cache = call.config.return_dict_in_generate or getattr(call.cache, "_is_user_defined", False)
-    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
-        # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
     state = GenerationState(call.prompt, call.selector)
     context = drafter.context
-    with FeatureTap(target, call.draft.config.target_layer_ids, consume=context.append) as tap:
+    with FeatureTap(call.target, call.draft.config.target_layer_ids, consume=context.append) as tap:
         # 1. One forward over the prompt. The drafter's context receives its features while it runs.
         past_length = cached_length(call.cache)
         padding = call.padding
-        with tap.running():
-            outputs = target._prefill(call.prompt, call.config, model_kwargs)
-        tap.consume = None
-        cache = outputs.get(cache_argument(target), call.cache)  # Phi-3 starts a new one if a long prompt needs it
-        prompt_length = _length_after_prompt(target, cache, past_length, context.appended_length)
-        logits = outputs.logits[:, -1:].to(call.prompt.device, copy=True)
-        del outputs  # frees all but this copy of the last logits
+        cache, logits = _prefill_target(call, tap)
+        tap.consume = None  # from now on `verify` takes the features
         # 2. The caches of both models in slots.
-        offset = first_positions(tap.positions, prompt_length, padding, call.prompt.device)
+        prompt_length = _length_after_prompt(call.target, cache, past_length, context.appended_length)
+        position_of_first = first_positions(tap.positions, prompt_length, padding, call.prompt.device)
         session = call.capabilities.session(
-            target,
+            call.target,
             cache,
             padding,
-            offset,
+            position_of_first,
             extra_arguments(call),
             tap,
-            last_slot=prompt_length + call.selector.max_new - 2,  # the last generated token is never read
-            largest_draft=1 + policy.max_draft,
+            last_index=prompt_length + call.selector.max_new_tokens - 2,  # the last generated token is never read
+            max_candidates=1 + policy.max_draft,
             graph=None if graphs is None else graphs.target_forward(tap.layer_ids),
         )
-        continued_cache = None
-        # These run in reverse order, after an interruption too: the cache is written back before the slots are freed,
-        # the generator is rewound, and the drafter's context goes last, with the cache that it belongs to.
+        is_complete = False
+        # Steps 4, 3, 2 and 1 of the docstring: an exit stack runs its callbacks from the last to the first.
         with contextlib.ExitStack() as on_exit:
-            on_exit.callback(lambda: context.release(continued_cache))
-            on_exit.callback(session.clear)
+            on_exit.callback(lambda: context.keep_for(cache) if is_complete and returns_cache else context.free())
+            on_exit.callback(session.free)
             if call.selector.noise is not None:
-                on_exit.callback(lambda: call.selector.noise.close(state.longest))
+                on_exit.callback(lambda: call.selector.noise.rewind(state.longest))
             if returns_cache:
-                on_exit.callback(lambda: session.close(state.interrupted))
-            context.prefill(padding, prompt_length, offset, cache if past_length > 0 else None)
+                on_exit.callback(lambda: session.write_back(state.interrupted))
+            context.prefill(padding, prompt_length, position_of_first, cache if past_length > 0 else None)
             state.begin(logits)
             del logits
             yield session, state
-            if returns_cache:
-                continued_cache = session.source  # a later call may continue it, and the context with it
+            is_complete = True
+
+
+def _prefill_target(call: GenerateCall, tap: FeatureTap) -> tuple[Any, torch.Tensor]:
+    """One forward of the target over the prompt: the cache that it filled, and the logits `[R, 1, V]` after it."""
+    target = call.target
+    arguments = dict(call.model_kwargs)  # a copy: upstream's prefill changes it
+    if "logits_to_keep" in arguments and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
+        # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
+        arguments["logits_to_keep"] = torch.tensor([-1])
+    with tap.running():
+        outputs = target._prefill(call.prompt, call.config, arguments)
+    cache = outputs.get(cache_argument(target), call.cache)  # Phi-3 starts a new one if a long prompt needs it
+    # A copy, since the output also holds the logits of other tokens, which are freed with it.
+    return cache, outputs.logits[:, -1:].to(call.prompt.device, copy=True)
 
 
 def _length_after_prompt(target, cache, past_length: int, appended_length: int) -> int:

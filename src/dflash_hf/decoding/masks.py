@@ -1,20 +1,20 @@
-"""The masks of drafts over slots: what each drafted token attends to, before the draft and in it."""
+"""The masks of candidates over slots: what each candidate attends to, before the anchor and after it."""
 
 from typing import NamedTuple
 
 import torch
 
 from dflash_hf.decoding.slots import SlotCache
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 
 
-class MaskRule(NamedTuple):
+class LayerMaskRule(NamedTuple):
     """
     Which earlier tokens a layer attends to; by default all.
 
     Attributes:
-        window (`int`, *optional*): Only keys less than so many tokens back.
-        chunk (`int`, *optional*): Only keys in the query's own chunk of that many tokens.
+        window (`int`, *optional*): Only keys of the last `window` tokens, the query's own included.
+        chunk (`int`, *optional*): Only keys in the query's own chunk of `chunk` tokens.
     """
 
     window: int | None = None
@@ -22,46 +22,49 @@ class MaskRule(NamedTuple):
 
 
 def verification_mask(
-    cache: SlotCache, slots: torch.LongTensor, rule: MaskRule, dtype: torch.dtype, draft
+    cache: SlotCache, indices: torch.LongTensor, rule: LayerMaskRule, dtype: torch.dtype, candidates
 ) -> torch.Tensor:
     """
-    The mask of a forward of the target over a draft.
+    The mask of a forward of the target over candidates.
 
     Args:
-        cache (`SlotCache`): With room for the draft.
-        slots (`torch.LongTensor`): `[R, n]`, the draft's tokens in their rows, consecutive.
-        rule (`MaskRule`): That of the layers.
+        cache (`SlotCache`): With room for the candidates.
+        indices (`torch.LongTensor`): `[R, n]`, of the candidates in their rows, consecutive.
+        rule (`LayerMaskRule`): The rule of the layers that take this mask.
         dtype (`torch.dtype`): Of the mask: floating, since eager attention would add a boolean one as 0 and 1.
-        draft (`Block` or `Tree`): With `ancestors`, a token attends to these of its draft, and windows and chunks
-            count its `depths`.
+        candidates (`Block` or `Tree`): With `ancestors`, a candidate attends to these, and windows and chunks count
+            its `depths`.
 
     Returns:
-        `torch.Tensor` `[R, 1, n, view]`, to be added to the scores.
+        `torch.Tensor` `[R, 1, n, K]`, to be added to the scores.
     """
     ring = cache.ring_of(rule.window or rule.chunk)
-    tokens = tokens_in_slots(cache, ring, slots[:, -1:])
-    if draft.ancestors is None:
-        key = tokens[:, None]  # [R or 1, 1, view]
-        query = slots[:, :, None]  # [R, n, 1]
+    key_indices = indices_in_slots(cache, ring, indices[:, -1:])  # [R or 1, K]
+    if candidates.ancestors is None:
+        key = key_indices[:, None]  # [R or 1, 1, K]
+        query = indices[:, :, None]  # [R, n, 1]
         visible = in_window(key, query, *rule) & (key <= query)
     else:
-        visible = _visible_in_tree(tokens, slots, rule, draft)
+        visible = _visible_in_tree(key_indices, indices, rule, candidates)
     if ring is not None:
-        visible = visible & (tokens[:, None] >= 0)
-    return additive(visible, dtype)[:, None]
+        visible = visible & (key_indices[:, None] >= 0)
+    return additive_mask(visible, dtype)[:, None]
 
 
-def tokens_in_slots(cache: SlotCache, ring, last: torch.LongTensor) -> torch.LongTensor:
-    """`[R or 1, view]`, the token in each slot after those up to `last` `[R, 1]` were written; negative: none."""
+def indices_in_slots(cache: SlotCache, ring, last: torch.LongTensor) -> torch.LongTensor:
+    """
+    `[R or 1, K]`, the index of the token in each slot after those up to index `last` `[R, 1]` were written; negative:
+    none.
+    """
     if ring is None:
-        return torch.arange(cache.view, device=last.device)[None]
-    return ring.tokens(cache.view_of(ring), last)
+        return torch.arange(cache.num_attended, device=last.device)[None]
+    return ring.indices(cache.num_attended_of(ring), last)
 
 
 def in_window(
     key: torch.LongTensor, query: torch.LongTensor, window: int | None, chunk: int | None = None
 ) -> torch.BoolTensor:
-    """Whether tokens `key` are in the window and in the chunk of tokens `query`; both are broadcast."""
+    """Whether indices `key` are in the window and in the chunk of indices `query`; both are broadcast."""
     visible = torch.ones_like(query - key, dtype=torch.bool)
     if window is not None:
         visible = visible & (query - key < window)
@@ -70,16 +73,17 @@ def in_window(
     return visible
 
 
-def _visible_in_tree(tokens, slots, rule: MaskRule, draft) -> torch.BoolTensor:
-    """`[R, n, view]`: a node attends to the tokens before the draft, its ancestors and itself."""
-    rows, size = slots.shape
-    start = slots[:, :1, None]  # [R, 1, 1]
-    key = tokens[:, None]  # [R or 1, 1, view]
-    node = (key - start).expand(rows, 1, -1)  # the node of a key, if it is one of the draft
-    is_drafted = (node >= 0) & (node < size)
+def _visible_in_tree(key_indices, indices, rule: LayerMaskRule, tree) -> torch.BoolTensor:
+    """`[R, n, K]`: a node attends to the tokens before the anchor, its ancestors and itself."""
+    rows, size = indices.shape
+    start = indices[:, :1, None]  # [R, 1, 1]
+    key = key_indices[:, None]  # [R or 1, 1, K]
+    node = (key - start).expand(rows, 1, -1)  # the node that a key belongs to, if any
+    is_node = (node >= 0) & (node < size)
     node = node.clamp(0, size - 1)
-    visible = (key < start) | is_drafted & draft.ancestors.gather(2, node.expand(-1, size, -1))
-    depth = draft.depths[:, None].gather(2, node)  # [R, 1, view]
-    key_position = torch.where(is_drafted, start + depth, key)
-    query_position = start + draft.depths[:, :, None]
+    visible = (key < start) | is_node & tree.ancestors.gather(2, node.expand(-1, size, -1))
+    # Windows and chunks count tokens of a node's own path: its index would be that of the anchor plus its depth.
+    depth = tree.depths[:, None].gather(2, node)  # [R, 1, K]
+    key_position = torch.where(is_node, start + depth, key)
+    query_position = start + tree.depths[:, :, None]
     return visible & in_window(key_position, query_position, *rule)

@@ -1,6 +1,17 @@
 """
 Weights packed for the processor: linear layers multiply by copies that oneDNN has laid out for a few tokens at a time,
 instead of repeating the layout in every forward.
+
+The life of a layer:
+
+1. *Plain*: an `nn.Linear`.
+2. *Packed*: [`packed_weights`] makes a `_Pack` of its weight and sets its class to [`PackedLinear`], whose forward
+   multiplies by the packed copy. Its parameters stay as they are.
+3. *Packed, not used*: a forward that the copy does not serve (a single token in fp32, autocast, gradients, another
+   dtype) multiplies by the weight itself.
+4. *Changed*: the weight was written since it was packed. The next forward notices, and packs it again; if it cannot be
+   packed any more, it multiplies by the weight itself from then on.
+5. *Plain again*: the last `packed_weights` that has packed it is restored.
 """
 
 import contextlib
@@ -70,7 +81,10 @@ def _count_optimizer_step(optimizer, args, kwargs) -> None:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """From now on: PyTorch counts neither the writes of a fused step nor those that copy its result to weights."""
+    """
+    Install a hook that counts optimizer steps, once in a process: PyTorch counts neither the writes of a fused step
+    nor those that copy its result to weights.
+    """
     register_optimizer_step_post_hook(_count_optimizer_step)
 
 
@@ -90,14 +104,17 @@ class _PackedCopy(NamedTuple):
 
 
 class _Pack:
-    """A weight and its packed copy, which may be renewed by any thread: the copy is replaced as a whole."""
+    """
+    A weight and its packed copy, which may be renewed by any thread: the copy is replaced as a whole. If two threads
+    renew it at once, both copy the same weight, and one copy is dropped.
+    """
 
     def __init__(self, weight: nn.Parameter, tokens: int):
         self.weight = weight
         self.renew(tokens)
 
     def renew(self, tokens: int) -> None:
-        """Pack the current weight, for forwards over so many tokens."""
+        """Pack the current weight, for forwards over `tokens` tokens."""
         self.tokens = tokens
         version = _version(self.weight)  # first: a change while the weight is copied is detected by the next forward
         storage = self.weight.untyped_storage()
@@ -189,7 +206,7 @@ def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
     return pack
 
 
-class packed_weights:
+class packed_weights:  # lower case, as `torch.no_grad`
     """
     Pack the linear layers of models for the processor, until restored:
 

@@ -99,9 +99,12 @@ class DraftPolicy:
     def room(self, state: GenerationState) -> int:
         """
         Maximum number of tokens to verify now, anchor included: no more than may still be generated, and no position
-        past the end of the target's table.
+        beyond the target's `max_position_embeddings`.
+
+        With compiled forwards it is at least a whole block, since their shapes are fixed: such a round may verify more
+        tokens than may still be generated, and the state then writes only as many.
         """
-        if self.drafter.graph is not None:  # one shape; a call is compiled only if all its positions exist
+        if self.drafter.graph is not None:  # a call is compiled only if all these positions exist
             return max(self.drafter.block_tokens, state.remaining_tokens)
         positions = self.call.positions_left - state.longest + 1  # one of them is the anchor's
         return int(min(state.remaining_tokens, positions)) if positions > 0 else state.remaining_tokens

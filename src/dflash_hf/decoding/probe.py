@@ -14,8 +14,8 @@ from transformers.utils import logging
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.session import SlotSession
-from dflash_hf.decoding.slots import FakeLengths, recurrent_states
-from dflash_hf.decoding.trees import probe_tree
+from dflash_hf.decoding.slots import ProbeLengths, recurrent_states
+from dflash_hf.decoding.trees import IndependentScores, Tree, grow_tree
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.targets.features import (
     FeatureTap,
@@ -35,7 +35,7 @@ class TargetCapabilities(NamedTuple):
 
     Attributes:
         session (`type[SlotSession]`, *optional*): How its cache is rolled back; `None` if no way restores it.
-        error (`float`): The largest relative error of its logits and states after rolling back.
+        relative_error (`float`): The largest of its logits and states after rolling back.
         padding (`bool`): Whether rows with padding on the left can be rolled back.
         trees (`bool`): Whether trees can be verified.
         feature_layers (`frozenset[int]`): Decoder layers whose output is one vector per token; -1: their input.
@@ -44,7 +44,7 @@ class TargetCapabilities(NamedTuple):
     """
 
     session: Any
-    error: float
+    relative_error: float
     padding: bool = True
     trees: bool = False
     feature_layers: frozenset[int] = frozenset()
@@ -63,10 +63,11 @@ class TargetCapabilities(NamedTuple):
         if not self.feature_layers:
             return f"the decoder layers of {name} are in no list, or none has an output of one vector per token"
         if self.session is None:
-            if math.isfinite(self.error):
+            if math.isfinite(self.relative_error):
                 return (
                     f"{name} computes different logits for several tokens than for one at a time (relative error "
-                    f"{self.error:.2g}): its cache cannot be rolled back, or its weights are quantised dynamically"
+                    f"{self.relative_error:.2g}): its cache cannot be rolled back, or its weights are quantised "
+                    "dynamically"
                 )
             return f"the cache of {name} cannot be rolled back"
         for layer_id in layer_ids:
@@ -82,7 +83,7 @@ def takes_masks(attention: str | None) -> bool:
     Whether an attention implementation takes additive masks `[R, 1, n, S]`, as upstream makes them for it.
 
     FlashAttention reads a mask as a list of rows: on a GPU an index out of bounds ends the process, so a target with
-    it is not even tried. FlexAttention takes a function instead. Implementations that a user has registered get no
+    it is not tried at all. FlexAttention takes a function instead. Implementations that a user has registered get no
     masks from upstream, and are tried.
     """
     create = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
@@ -91,7 +92,8 @@ def takes_masks(attention: str | None) -> bool:
 
 # Ways to roll a target back, the simplest first.
 SESSION_CLASSES = (SlotSession, ReplaySession)
-# For each target, as long as it lives: capabilities by everything that they depend on, see `_cache_key`.
+# For each target, as long as it lives: capabilities by everything that they depend on, see `_probe_key`. Without a
+# lock: two threads that call a new target at the same time both probe it, with the same result.
 _capabilities: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
@@ -107,7 +109,7 @@ def capabilities_of(target) -> TargetCapabilities:
     if not takes_masks(attention):
         return TargetCapabilities(None, math.inf, attention=attention)
     results = _capabilities.setdefault(target, {})
-    key = _cache_key(target)
+    key = _probe_key(target)
     if key not in results:
         try:
             results[key] = Probe(target).capabilities()
@@ -116,14 +118,14 @@ def capabilities_of(target) -> TargetCapabilities:
     return results[key]
 
 
-def _cache_key(target) -> tuple:
+def _probe_key(target) -> tuple:
     """
     Everything that the outcome of a probe depends on and that may change in a target's life.
 
     - The attention implementation: `set_attn_implementation`.
     - The dtype: `to(dtype)`. It decides how large errors of rounding are, and an implementation may depend on it.
     - The code of all forwards: quantisation, tensor parallelism and patches replace them, on a class or an instance.
-    - How `generate` prepares the inputs of a forward, which patches replace, too.
+    - How `generate` prepares the inputs of a forward, which patches may also replace.
     - Autocast, in which the target may be called.
     """
     attention = target.config.get_text_config()._attn_implementation
@@ -151,14 +153,15 @@ class Probe:
     MAX_CLOSE_ERROR = 3e-4
     # Some targets take positions or windows from the length of their cache, or of what attention gets: both are far
     # from the true length.
-    FAKE_LENGTHS = FakeLengths(min_view=512, seq_length=1 << 20)
+    PROBE_LENGTHS = ProbeLengths(min_attended=512, seq_length=1 << 20)
 
-    PADDING = 2  # columns of the second row, if padding is tried
+    # All in tokens or columns.
+    PADDING = 2  # padding columns of the second row, if padding is tried
     PROMPT = 5  # columns of the prompt, padding included
     DRAFT = 5  # tokens of the first draft, so that both rows reject at least two
-    KEPT = (2, 3)  # of these, tokens that each row keeps: different numbers, and no whole draft
+    KEPT = (2, 3)  # tokens of the first draft that each row keeps: different numbers, and not the whole draft
     SECOND_DRAFT = 6  # tokens of the second draft, which reach past the first one: its rejected slots are overwritten
-    COLUMNS = PROMPT + max(KEPT) + SECOND_DRAFT  # tokens of a row, all in all
+    COLUMNS = PROMPT + max(KEPT) + SECOND_DRAFT  # columns of a row in all
 
     def __init__(self, target):
         self.target = target
@@ -173,21 +176,23 @@ class Probe:
         with contextlib.suppress(ValueError):  # HRM-Text runs two stacks in cycles
             feature_layers = self.feature_layers()
         best = TargetCapabilities(None, math.inf, feature_layers=feature_layers)
-        expected = functools.cache(self.one_by_one)
+        expected = functools.cache(self.reference_outputs)
         for session_class in SESSION_CLASSES:
             for padding, with_tree in ((self.PADDING, True), (self.PADDING, False), (0, True), (0, False)):
                 if with_tree and not session_class.rollback_is_free:
                     continue
-                error = self.error(session_class, padding, with_tree, *expected(padding))
+                error = self.rollback_error(session_class, padding, with_tree, *expected(padding))
                 if error < self.MAX_EXACT_ERROR:
                     return TargetCapabilities(session_class, error, padding > 0, with_tree, feature_layers)
                 # The first that is close; if none is, the smallest error, for the message.
-                if best.session is None and error < best.error:
+                if best.session is None and error < best.relative_error:
                     close = session_class if error < self.MAX_CLOSE_ERROR else None
                     best = TargetCapabilities(close, error, padding > 0, with_tree, feature_layers)
         return best
 
-    def error(self, session_class: Any, padding: int, with_tree: bool, expected_logits, expected_states) -> float:
+    def rollback_error(
+        self, session_class: Any, padding: int, with_tree: bool, expected_logits, expected_states
+    ) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
         tokens; the second row starts with padding. Infinite if the target cannot be run or rolled back in this way.
@@ -196,13 +201,13 @@ class Probe:
         try:
             cache = empty_cache(self.target)
             _, positions, _ = self.prefilled(padding, cache)
-            if not session_class.CACHE.can_adopt(cache):
+            if not session_class.cache_class.can_adopt(cache):
                 return math.inf
             pads = [0, padding]
-            offset = first_positions(positions, self.PROMPT, pads, self.device)
-            session = session_class(self.target, cache, pads, offset, {})
-            session.cache.fake_lengths = self.FAKE_LENGTHS
-            return self._error_after_rollback(session, with_tree, expected_logits, expected_states)
+            position_of_first = first_positions(positions, self.PROMPT, pads, self.device)
+            session = session_class(self.target, cache, pads, position_of_first, {})
+            session.cache.probe_lengths = self.PROBE_LENGTHS
+            return self._measure_rollback_error(session, with_tree, expected_logits, expected_states)
         except torch.OutOfMemoryError:  # says nothing about the target
             raise
         except Exception as error:  # a target may fail in any way here
@@ -210,18 +215,18 @@ class Probe:
             return math.inf
         finally:
             if session is not None:
-                session.clear()
+                session.free()
 
-    def _error_after_rollback(self, session, with_tree: bool, expected_logits, expected_states) -> float:
+    def _measure_rollback_error(self, session, with_tree: bool, expected_logits, expected_states) -> float:
         # 1. A draft of which each row keeps another number of tokens; the others are wrong.
         drafted = self.tokens[:, self.PROMPT : self.PROMPT + self.DRAFT].clone()
         for row, count in enumerate(self.KEPT):
             drafted[row, count:] += 1
-        draft = Block(drafted)
+        candidates = Block(drafted)
         path = None
         if with_tree:
-            draft, path = probe_tree(drafted)
-        first_logits, _ = session.verify(draft)
+            candidates, path = _probe_tree(drafted)
+        first_logits, _ = session.verify(candidates)
         acceptance = Acceptance(list(self.KEPT), path)
         session.keep(acceptance)
         errors = []
@@ -254,7 +259,7 @@ class Probe:
             inputs = {cache_argument(target): cache, "use_cache": True, "input_ids": tokens, "position_ids": positions}
         return target(**inputs, return_dict=True), inputs.get("position_ids"), arguments
 
-    def one_by_one(self, padding: int) -> tuple[torch.Tensor, dict]:
+    def reference_outputs(self, padding: int) -> tuple[torch.Tensor, dict]:
         """
         What is expected: logits after each token that follows the prompt, decoded one by one as in `generate`, and the
         recurrent states of each row after the tokens that it keeps of the first draft.
@@ -293,7 +298,7 @@ def first_positions(positions, prompt_length: int, padding: list[int], device) -
 
     Args:
         positions (`torch.LongTensor`, *optional*): `[..., R, n]`, of the prompt's last forward. The first position is
-            counted back from the last, as if the prompt were text only: positions of images are no sequence.
+            counted back from the last, as if the prompt were text only: positions of images are not a sequence.
         prompt_length (`int`): Columns of the prompt, padding included.
         padding (`list[int]`): Padding columns at the start of each row.
     """
@@ -302,6 +307,19 @@ def first_positions(positions, prompt_length: int, padding: list[int], device) -
         return torch.zeros_like(pads)[:, None]
     last = positions[..., -1].to(device)  # [..., R], or [..., 1] for all rows
     return (last - (prompt_length - 1 - pads))[..., None]
+
+
+def _probe_tree(block: torch.LongTensor) -> tuple[Tree, torch.LongTensor]:
+    """
+    A tree to probe a target with: the first three tokens of a block `[2, n]` are one of its paths, and at each depth
+    another, likelier node comes before that of the path. Returns the tree and the nodes of the path `[2, 3]`.
+    """
+    anchors, second, third = block[:, :3].T
+    # Nodes by probability: 0 anchor, 1 `second + 1`, 2 `second`, 3 `third` after node 1, 4 `third` after node 2.
+    ids = torch.stack([second + 1, second, third, anchors], dim=1).view(2, 2, 2)  # [R, slots, candidates]
+    log_probs = torch.tensor([[-0.1, -0.2], [-0.5, -9.0]], device=block.device).expand(2, 2, 2)
+    tree = grow_tree(anchors, IndependentScores(ids, log_probs).extend, depth=2, nodes=4, beams=4)
+    return tree, torch.tensor([[0, 2, 4]] * 2, device=block.device)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -26,13 +26,16 @@ from dflash_hf.targets.features import attach, detach, empty_cache, run_short_fo
 _UNSUPPORTED_LAYERS = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 # Called with each stateful module and its inputs in the verification that runs in this thread.
 _recorder: ContextVar[Callable | None] = ContextVar("dflash_recorder", default=None)
+# The stateful modules of each target, as long as it lives. The lock lets one thread at a time observe a target.
 _lock = threading.Lock()
-# The stateful modules of each target, as long as it lives.
 _stateful: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()
 
 
 def _record(module, args, kwargs=None) -> None:
-    """The hook on stateful modules; without `kwargs` in a thread that runs while the hook is registered."""
+    """
+    The hook on stateful modules. It does nothing without `kwargs`: torch may call it without them in a forward of
+    another thread, which runs while the hook is registered.
+    """
     record = _recorder.get()
     if record is not None and kwargs is not None:
         record(module, args, kwargs)
@@ -60,7 +63,7 @@ class RecurrentSlots(SlotCache):
         if getattr(cache.update, "__func__", None) is not Cache.update:
             return False
         for layer in cache.layers:
-            # After upstream's assisted decoding a layer may record the inputs of its state, too.
+            # After upstream's assisted decoding a layer may also record the inputs of its state.
             if isinstance(layer, _UNSUPPORTED_LAYERS) or getattr(layer, "record_past", False):
                 return False
         return True
@@ -82,14 +85,15 @@ class ReplaySession(SlotSession):
         verified (`int`): Tokens of that verification; 0 if all are kept.
     """
 
-    CACHE = RecurrentSlots
+    cache_class = RecurrentSlots
     rollback_is_free = False
 
     def __init__(self, target, cache, *args, **kwargs):
-        # What may fail comes first, so that the cache stays whole.
+        # 1. Whatever may fail: nothing is changed yet. The base class empties the cache.
         self.hooks = [(module, _record) for module in _stateful_modules(target)]
         self.saved_states = [state.clone() for state in recurrent_states(cache.layers)]
         super().__init__(target, cache, *args, **kwargs)
+        # 2. What cannot fail.
         self.calls: list[tuple] = []
         self.verified = 0
         attach(self.hooks)
@@ -111,19 +115,19 @@ class ReplaySession(SlotSession):
     def keep(self, acceptance: Acceptance) -> None:
         self._advance(acceptance.counts)
         super().keep(acceptance)
-        self.verified = 0  # last, so that `close` restores the states if this is interrupted
+        self.verified = 0  # last, so that `write_back` restores the states if this is interrupted
 
-    def close(self, interrupted: Acceptance | None = None) -> Cache:
+    def write_back(self, interrupted: Acceptance | None = None) -> Cache:
         try:
             if self.verified and interrupted is None:  # interrupted before the verified tokens were kept
                 self._advance([0] * len(self.lengths))
         finally:
-            cache = super().close(interrupted)
+            cache = super().write_back(interrupted)
         return cache
 
-    def clear(self) -> None:
+    def free(self) -> None:
         detach(self.hooks)
-        super().clear()
+        super().free()
 
     def _advance(self, counts_of_rows: list[int]) -> None:
         """
@@ -190,7 +194,7 @@ def _find_stateful(target) -> list[nn.Module]:
 
 class _StateObserver:
     """
-    Notes which module is running when a recurrent state of a cache is updated.
+    Records which module is running when a recurrent state of a cache is updated.
 
     Forwards in other threads, which use other caches, are ignored.
 
@@ -202,15 +206,15 @@ class _StateObserver:
         self.thread = threading.get_ident()
         self.running: list[nn.Module] = []  # the innermost last
         self.stateful: dict[nn.Module, None] = {}
-        cache.update_conv_state = self._noting(cache.update_conv_state)
-        cache.update_recurrent_state = self._noting(cache.update_recurrent_state)
+        cache.update_conv_state = self._recording(cache.update_conv_state)
+        cache.update_recurrent_state = self._recording(cache.update_recurrent_state)
 
-    def _noting(self, update: Callable) -> Callable:
-        def update_and_note(*args, **kwargs):
+    def _recording(self, update: Callable) -> Callable:
+        def update_and_record(*args, **kwargs):
             self.stateful[self.running[-1]] = None
             return update(*args, **kwargs)
 
-        return update_and_note
+        return update_and_record
 
     def enter(self, module, args) -> None:
         if threading.get_ident() == self.thread:

@@ -16,7 +16,7 @@ The life of one draw. Draw `i` is `[R, V]`: the noise that `generate` would draw
 3. *Sampled with.* `TokenSelector` uses the same draw for the target's choice: of whole drafts at once (`perturb`), or
    token by token (`sample`).
 4. *Forgotten.* After each round `GenerationState` calls `forget`, once all rows have generated token `i`.
-5. *Undone*, if no row has used it: at the end of the call `close` rewinds the generator to the first unused draw,
+5. *Undone*, if no row has used it: at the end of the call `rewind` sets the generator back to the first unused draw,
    which is where decoding without a drafter leaves it.
 """
 
@@ -40,14 +40,14 @@ class SamplingNoise:
         temperature (`float`): At which the target samples.
     """
 
-    # Of draws that are kept, or twice those of a round, if that is more; those of rows far behind are drawn again.
+    # Memory of the kept draws, though never less than two rounds' worth. A dropped draw is repeated if a row needs it.
     MAX_BYTES = 2**28
 
     def __init__(self, generator: torch.Generator, rows: int, temperature: float = 1.0):
         self.generator = generator
         self.rows = rows
         self.temperature = temperature
-        self.vocab_size = 0
+        self.vocab_size = 0  # set by the first sample, which comes before the first draft
         self.generator_states: dict[int, torch.Tensor] = {}  # before each draw, by its index
         self.draws: dict[int, torch.Tensor] = {}  # [R, V], the latest ones, by index
         self.next_index = 0  # of the draw that the generator gives next
@@ -73,7 +73,7 @@ class SamplingNoise:
         probabilities = scores.softmax(dim=-1)
         draw = self._draw(index, scores.shape[-1])[row].to(probabilities.device)
         best, token = (probabilities / draw).max(dim=-1)
-        if best != best:  # NaN
+        if best.isnan():
             token = _raise_as_multinomial(probabilities)
         return int(token)
 
@@ -98,7 +98,8 @@ class SamplingNoise:
     def gumbel(self, indices: list[int], count: int, ids: torch.LongTensor | slice) -> torch.Tensor:
         """
         Standard Gumbel noise `[R, count, len(ids)]` of each row's next `count` draws from its index on: what is added
-        to the log-probabilities of these ids.
+        to the log-probabilities of these ids. The first token must have been sampled, which `GenerationState.begin`
+        does: until then the target's vocabulary is unknown.
         """
         return self._noise_of_rows(indices, count, ids).log_().neg_()
 
@@ -145,7 +146,7 @@ class SamplingNoise:
             for index in [index for index in table if index < first_needed]:
                 del table[index]
 
-    def close(self, used: int) -> None:
+    def rewind(self, used: int) -> None:
         """Undo all draws but the first `used`, unless other code has used the generator meanwhile."""
         if used >= self.next_index:
             return

@@ -31,12 +31,12 @@ class TokenSelector:
     Attributes:
         requested_outputs (`list[str]`): Which of `scores` and `logits` the call returns for each token.
         input_length (`int`): Columns of `input_ids`, after which generated tokens are written.
-        max_new (`int`): Maximum number of tokens to generate.
-        eos (`torch.LongTensor`, *optional*): The ids that end a row.
-        pad (`int`): The id that fills a row past its end.
-        tokenwise (`bool`): Whether tokens are chosen one by one, and each row separately: if a processor or criterion
-            reads the sequence, and if a streamer or an output receives each token. On a CPU samples too: sorting the
-            scores of all drafted tokens for `top_p` takes longer than a forward of a small target.
+        max_new_tokens (`int`): Maximum number of tokens to generate.
+        eos_token_ids (`torch.LongTensor`, *optional*): The ids that end a row.
+        pad_token_id (`int`): The id that fills a row past its end.
+        chooses_token_by_token (`bool`): Whether tokens are chosen one by one, and each row separately: if a processor
+            or criterion reads the sequence, and if a streamer or an output receives each token. Also if a CPU samples:
+            sorting the scores of all candidates for `top_p` takes longer than a forward of a small target.
         processors (`list[LogitsProcessorList]`): One for each row.
         noise ([`SamplingNoise`], *optional*): Of the samples.
     """
@@ -53,19 +53,19 @@ class TokenSelector:
         limits = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
         max_length = int(min(limits, default=generation_config.max_length))
         self.input_length = prompt.shape[1]
-        self.max_new = max(max_length - self.input_length, 1)
+        self.max_new_tokens = max(max_length - self.input_length, 1)
         eos_criteria = [criterion for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-        self.eos = None
+        self.eos_token_ids = None
         if eos_criteria:
-            self.eos = torch.cat([criterion.eos_token_id.flatten() for criterion in eos_criteria])
+            self.eos_token_ids = torch.cat([criterion.eos_token_id.flatten() for criterion in eos_criteria])
         pad = generation_config._pad_token_tensor
-        self.pad = 0 if pad is None else int(pad)
+        self.pad_token_id = 0 if pad is None else int(pad)
         processors_read = any(type(processor) not in POSITIONWISE_PROCESSORS for processor in logits_processor)
         criteria_read = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
         is_sampled = generation_config.do_sample
         samples_on_cpu = is_sampled and prompt.device.type == "cpu"
         has_receiver = bool(self.requested_outputs) or streamer is not None
-        self.tokenwise = bool(processors_read or criteria_read or has_receiver or samples_on_cpu)
+        self.chooses_token_by_token = bool(processors_read or criteria_read or has_receiver or samples_on_cpu)
         self.processors = [logits_processor]
         if rows > 1:
             self.processors = [
@@ -76,6 +76,11 @@ class TokenSelector:
         if is_sampled:
             self.noise = SamplingNoise.for_device(prompt.device, rows, generation_config.temperature)
 
+    @property
+    def max_new(self) -> int:
+        """The name of `max_new_tokens` in the policies of this package."""
+        return self.max_new_tokens
+
     def why_rows_advance_together(self) -> str | None:
         """Why no row of a batch may be ahead of another: something reads all of them after each token. Else `None`."""
         if self.requested_outputs:
@@ -83,7 +88,9 @@ class TokenSelector:
         if self.streamer is not None:
             return "a streamer follows several rows"
         # Without an end-of-sequence token, upstream continues rows that a stop string has ended until all have ended.
-        criteria_of_rows = _BATCHED_CRITERIA if self.eos is None else (*_BATCHED_CRITERIA, StopStringCriteria)
+        criteria_of_rows = (
+            _BATCHED_CRITERIA if self.eos_token_ids is None else (*_BATCHED_CRITERIA, StopStringCriteria)
+        )
         for rule in (*self.processors[0], *self.criteria):
             # Called with one row that is ahead of the others, these return what they would return within the batch.
             if type(rule) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
@@ -92,7 +99,7 @@ class TokenSelector:
 
     def choose(self, logits: torch.Tensor, depths: torch.LongTensor, sample_indices: list[int]) -> torch.LongTensor:
         """
-        The target's choice after each token of a draft, by processors that read single positions.
+        The target's choice after each candidate, by processors that read single positions.
 
         Args:
             logits (`torch.Tensor`): `[R, n, V]`.
@@ -103,7 +110,7 @@ class TokenSelector:
             `torch.LongTensor` `[R, n]`.
         """
         if self.noise is None and not self.processors[0]:
-            if logits.dtype == torch.float64:  # as plain decoding rounds
+            if logits.dtype == torch.float64:  # rounded as in plain decoding
                 logits = logits.float()
             return argmax_token(logits)
         scores = self.processors[0](None, logits.flatten(0, 1).float()).view(logits.shape)

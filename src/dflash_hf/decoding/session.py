@@ -1,9 +1,9 @@
 """
-How a target verifies a draft and keeps its accepted part, with its cache in slots.
+How a target verifies candidates and keeps the accepted ones, with its cache in slots.
 
 The life of a session. It takes the keys and values out of the prompt's cache. In each round `verify` runs one forward
-over a draft, and `keep` keeps the accepted tokens. At the end, after an interruption too, `close` writes the slots
-back into the prompt's cache, if the caller will get it, and `clear` frees them.
+over the candidates, and `keep` keeps the accepted ones. At the end, also after an interruption, `write_back` moves the
+slots into the prompt's cache, if the caller will get it, and `free` drops what is left.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import torch
 from transformers import masking_utils
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.masks import MaskRule, verification_mask
+from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.targets.features import cache_argument, input_device
@@ -20,25 +20,34 @@ from dflash_hf.targets.features import cache_argument, input_device
 
 class SlotSession:
     """
-    A target whose cache lives in slots: any number of rows, each with its own length; rolling back is free.
+    A target whose cache is in slots: any number of rows, each with its own length; rolling back is free.
+
+    A constructor that fails leaves the prompt's cache whole. The last step of this one that may fail empties that
+    cache, and undoes it after an error. So a subclass does everything that may fail *before* `super().__init__`, and
+    after it only what cannot.
 
     Args:
         target (`PreTrainedModel`): The target.
-        cache (`Cache`): The prompt's cache, `source` from now on: empty until `close`.
+        cache (`Cache`): The prompt's cache, `caller_cache` from now on: empty until `write_back`.
         padding (`list[int]`): Padding columns at the start of each row.
-        offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
+        first_positions (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, the position of the token in each row's slot
+            0.
         extra_arguments (`dict`): Additional arguments of the target's forward.
         tap (`FeatureTap`, *optional*): Collects the features of what is verified.
-        last_slot (`int`, *optional*): Last slot that is ever kept. Tokens of a draft past it get its position, since
-            the target may have no others.
-        largest_draft (`int`): Maximum number of tokens of a draft, anchor included.
+        last_index (`int`, *optional*): Index of the last token that is ever kept. Candidates past it get its position,
+            since the target may have no others.
+        max_candidates (`int`): Maximum number of tokens of a round's candidates, anchor included.
         graph (`CompiledForward`, *optional*): Runs the forward; shapes are fixed then.
+
+    Class attributes:
+        cache_class (`type[SlotCache]`): What takes the prompt's cache over.
+        rollback_is_free (`bool`): Whether rejected tokens need no work, since nothing but slots holds a state.
 
     Attributes:
         lengths (`list[int]`): Tokens of each row that the cache holds.
     """
 
-    CACHE = SlotCache
+    cache_class = SlotCache
     rollback_is_free = True
 
     def __init__(
@@ -46,28 +55,30 @@ class SlotSession:
         target,
         cache,
         padding: list[int],
-        offset: torch.LongTensor,
+        first_positions: torch.LongTensor,
         extra_arguments: dict,
         tap=None,
-        last_slot: int | None = None,
-        largest_draft: int = 0,
+        last_index: int | None = None,
+        max_candidates: int = 0,
         graph=None,
     ):
         self.target = target
-        self.source = cache
+        self.caller_cache = cache
         self.padding = padding
-        self.offset = offset
+        self.first_positions = first_positions
         self.tap = tap
-        self.last_slot = last_slot
+        self.last_index = last_index
         self.graph = graph
-        self.mask_rules = mask_rules(target)
+        self.layer_mask_rules = layer_mask_rules(target)
         takes_router_argument = "output_router_logits" in inspect.signature(target.forward).parameters
-        # From here on the caller's cache is empty: what may fail comes before.
-        self.cache = self.CACHE.adopt(cache, padding, largest_draft, fixed_shapes=graph is not None)
+        # From here on the caller's cache is empty: whatever may fail comes before.
+        self.cache = self.cache_class.adopt(cache, padding, max_candidates, fixed_shapes=graph is not None)
         self.lengths = [self.cache.columns - pad for pad in padding]
         self.arguments = {**extra_arguments, cache_argument(target): self.cache, "use_cache": True}
         if takes_router_argument:
-            self.arguments["output_router_logits"] = False  # the loss, which nobody uses, reads a mask of padding
+            self.arguments["output_router_logits"] = (
+                False  # else the forward computes a loss from a mask of padding, which is absent
+            )
 
     def without_gradients(self):
         """
@@ -77,46 +88,48 @@ class SlotSession:
         # Not `inference_mode(False)`: that switches gradients on, inside of `no_grad` too.
         return torch.inference_mode() if self.rollback_is_free else torch.no_grad()
 
-    def verify(self, draft) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def verify(self, candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        One forward over a draft (`Block` or `Tree`), whose anchor is each row's next token. A token's position follows
-        from its depth in the draft; it attends to the tokens before the draft, to its ancestors and to itself.
+        One forward over candidates (`Block` or `Tree`), whose anchor is each row's next token. A candidate's position
+        follows from its depth; it attends to the tokens before the anchor, to its ancestors and to itself.
 
         Returns:
-            Logits `[R, n, V]` and, with a tap, features `[R, n, L * H]` of each of its tokens.
+            Logits `[R, n, V]` after each candidate and, with a tap, its features `[R, n, L * H]`.
         """
-        size = draft.tokens.shape[1]
+        size = candidates.tokens.shape[1]
         self.cache.reserve(max(self.lengths) + size)
-        start = torch.tensor(self.lengths, device=self.offset.device)[:, None]  # [R, 1]
-        slots = start + torch.arange(size, device=start.device)  # [R, n]
-        self.cache.set_next_tokens(slots)
+        start = torch.tensor(self.lengths, device=self.first_positions.device)[:, None]  # [R, 1]
+        indices = start + torch.arange(size, device=start.device)  # [R, n]
+        self.cache.set_next_indices(indices)
         arguments = self.arguments
         types = arguments.get("token_type_ids")
         if types is not None:  # [R, 1], of the prompt's last token
             arguments = {**arguments, "token_type_ids": types.expand(-1, size)}
-        positions = slots if draft.depths is None else start + draft.depths
-        if self.last_slot is not None:
-            positions = positions.clamp(max=self.last_slot)
+        path_indices = indices if candidates.depths is None else start + candidates.depths
+        if self.last_index is not None:
+            path_indices = path_indices.clamp(max=self.last_index)
         inputs = {
-            "input_ids": draft.tokens,
-            "attention_mask": self._masks(draft, slots),
-            "position_ids": positions + self.offset,
+            "input_ids": candidates.tokens,
+            "attention_mask": self._masks(candidates, indices),
+            "position_ids": path_indices + self.first_positions,
             **arguments,
         }
         if self.graph is None:
             return self._forward(inputs)
-        shapes = (draft.tokens.shape, self.cache.view)
+        shapes = (candidates.tokens.shape, self.cache.num_attended)
         return self.graph.run(shapes, self.tap, inputs)
 
-    def _masks(self, draft, slots: torch.LongTensor) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
-        """One mask `[R, 1, n, view]`, or that of each layer type."""
+    def _masks(self, candidates, indices: torch.LongTensor) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+        """One mask `[R, 1, n, K]`, or that of each layer type."""
 
-        def mask(rule: MaskRule | None) -> torch.Tensor | None:
-            return None if rule is None else verification_mask(self.cache, slots, rule, self.target.dtype, draft)
+        def mask(rule: LayerMaskRule | None) -> torch.Tensor | None:
+            if rule is None:
+                return None
+            return verification_mask(self.cache, indices, rule, self.target.dtype, candidates)
 
-        if isinstance(self.mask_rules, dict):
-            return {layer_type: mask(rule) for layer_type, rule in self.mask_rules.items()}
-        return mask(self.mask_rules)
+        if isinstance(self.layer_mask_rules, dict):
+            return {layer_type: mask(rule) for layer_type, rule in self.layer_mask_rules.items()}
+        return mask(self.layer_mask_rules)
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.tap is None:
@@ -134,29 +147,36 @@ class SlotSession:
             self.cache.copy_tokens(start + path, start + steps)
         self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
 
-    def close(self, interrupted: Acceptance | None = None):
+    def write_back(self, interrupted: Acceptance | None = None):
         """
-        Write the slots back into the prompt's cache, as `generate` leaves it without a drafter: with the columns of
-        the longest row, and what was accepted before a round was interrupted.
+        Move the slots into the prompt's cache, as `generate` leaves it without a drafter: with the columns of the
+        longest row.
+
+        Args:
+            interrupted (`Acceptance`, *optional*): What was accepted of a round that was interrupted before `keep`.
+
+        Returns:
+            The prompt's cache.
         """
         if interrupted is not None:
             self.keep(interrupted)
         columns = max(length + pad for length, pad in zip(self.lengths, self.padding, strict=True))
-        self.cache.reserve(columns)  # rows that ended early are read up to here, too
-        return self.cache.release(self.source, self.padding, columns)
+        self.cache.reserve(columns)  # also the rows that ended early are read up to here
+        return self.cache.write_back(self.caller_cache, self.padding, columns)
 
-    def clear(self) -> None:
+    def free(self) -> None:
         """Free everything but the caller's cache."""
-        self.cache.clear()
+        self.cache.free()
 
 
-def mask_rules(target) -> MaskRule | dict[str, MaskRule | None] | None:
+def layer_mask_rules(target) -> LayerMaskRule | dict[str, LayerMaskRule | None] | None:
     """
     The masks that a target's forward takes, as upstream passes them for static caches.
 
     Returns:
-        The rule of the one mask of all layers; or that of each layer type, `None` for recurrent layers, whose mask
-        would only mark padding, which slots do not have. `None` if no layer takes a mask.
+        The rule of the one mask that all layers share, or a dictionary of the rules of each layer type. The rule of
+        recurrent layers is `None`: their mask would only mark padding, which slots do not have. `None` if no layer
+        takes a mask.
 
     Raises:
         `ValueError`: a layer type without a known mask rule.
@@ -165,14 +185,14 @@ def mask_rules(target) -> MaskRule | dict[str, MaskRule | None] | None:
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     rules = {
-        "full_attention": MaskRule(),
-        "sliding_attention": MaskRule(window=window),
-        "chunked_attention": MaskRule(chunk=chunk),
+        "full_attention": LayerMaskRule(),
+        "sliding_attention": LayerMaskRule(window=window),
+        "chunked_attention": LayerMaskRule(chunk=chunk),
         "linear_attention": None,
         "conv": None,
     }
     if getattr(config, "layer_types", None) is None:
-        return MaskRule(window=window) if window is not None else MaskRule(chunk=chunk)
+        return LayerMaskRule(window=window) if window is not None else LayerMaskRule(chunk=chunk)
     create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     embeds = torch.empty(1, 2, 0, dtype=target.dtype, device=input_device(target))
     no_inputs = {"attention_mask": None, CACHE_NAME: None, "position_ids": None}

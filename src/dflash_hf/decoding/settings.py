@@ -14,11 +14,11 @@ class DFlashDecodingConfig:
     without a drafter. With `compile`, each round verifies a whole block.
 
     Args:
-        block_size (`int`, *optional*): Draft and verify blocks of so many tokens in every round, anchor included; at
-            most the trained size, which may be larger.
-        window (`int` or `"trained"`, *optional*): The drafter keeps and sees only the last N tokens before a block,
-            and the first 4 that it read. "trained": the length of its longest training text, if known; beyond it
-            acceptance falls. `None`: all.
+        block_size (`int`, *optional*): Draft and verify blocks of `block_size` tokens in every round, anchor included;
+            at most the block size of training.
+        window (`int` or `"trained"`, *optional*): The drafter keeps and attends to only the last N tokens before a
+            block, and the first 4 that it read. "trained": the length of its longest training text, if known; beyond
+            it acceptance falls. `None`: all.
         tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
             slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
             more tokens costs more, least if it is memory-bound. Targets with recurrent layers get single blocks.

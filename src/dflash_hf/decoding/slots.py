@@ -2,15 +2,32 @@
 The slot cache: every row starts at slot 0, new keys are written to the slots of their tokens, and rolling back just
 keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 
-Three ways to count, for a row with `p` columns of padding on the left:
-- a *column* is an index into the padded batch, as in `input_ids` and in caches of `generate`;
-- a *token* is its index in its row, without padding: column minus `p`;
-- a *slot* is where a layer stores a token: slot `i` for token `i`, unless the layer has a [`Ring`].
+Four ways to count, for a row with `p` columns of padding on the left:
+
+- a *column* counts in the padded batch, as in `input_ids` and in caches of `generate`;
+- an *index* counts the tokens of the row, without padding: column minus `p`;
+- a *slot* is where a layer stores a token, a "KV slot", not a slot of the drafter's block. It is the token's index,
+  unless the layer has a [`Ring`];
+- a *position* is what rotary embeddings rotate by: index plus `first_positions`, the position in slot 0. That is 0 for
+  text. After an image whose 4 tokens take 2 positions it is -2 for all later tokens.
+
+An example, two rows after a prompt of four columns, the second with `p = 1`, and one round that drafts two tokens:
+
+    columns              0    1  2  3 | 4  5  6
+    row 0  prompt, draft a    b  c  d | e  f  g      indices of the draft 4, 5, 6
+    row 1                PAD  x  y  z | u  v  w                           3, 4, 5
+
+    before the round   lengths [4, 3], next_indices [[4, 5, 6], [3, 4, 5]]; `e` and `u` are the anchors
+    accepted           row 0: `e` alone, row 1: all; counts [1, 3]
+    after the round    lengths [5, 6]; slots 5 and 6 of row 0 are stale, and the next round overwrites them:
+                       next_indices [[5, 6, 7], [6, 7, 8]]
+    written back       7 columns: the longest row with its padding
+    in a ring of 4     `v`, index 4, is in slot 0, and `w` in slot 1
 
 The life of a slot. `SlotCache.adopt` moves the prompt's keys and values into slots. Before each forward `reserve`
-makes room and `set_next_tokens` decides which slot each new token gets; every layer's `update` writes there. What is
-rejected stays and is overwritten; `copy_tokens` makes the accepted path of a tree contiguous. `release` writes the
-slots back into the cache that they came from, and frees them.
+makes room and `set_next_indices` decides which slot each new token gets; every layer's `update` writes there. What is
+rejected stays and is overwritten; `copy_tokens` makes the accepted path of a tree contiguous. `write_back` moves the
+slots into the cache that they came from; `free` drops those that are left.
 """
 
 import functools
@@ -27,14 +44,14 @@ from transformers.cache_utils import (
 
 
 CAPACITY_STEP = 64  # capacities are multiples of this many slots
-VIEW_STEP = 8  # attention gets the used slots, rounded up to a multiple of this
+ATTENDED_STEP = 8  # attention gets the used slots, rounded up to a multiple of this
 MIN_BUCKET = 256  # minimum number of slots of a cache whose shapes are fixed for graphs
 MIN_RING_MARGIN = 128  # slots of a ring beyond its window: a draft overwrites nothing that its tokens attend to
 
 
 class Ring(NamedTuple):
     """
-    Slots that are reused: token `i` of a row is in slot `i` if `i < sink`, else in `sink + (i - sink) % size`.
+    Slots that are reused: the token of index `i` is in slot `i` if `i < sink`, else in `sink + (i - sink) % size`.
 
     Args:
         window (`int`): Attention window of the layers, in tokens.
@@ -46,16 +63,19 @@ class Ring(NamedTuple):
     size: int
     sink: int = 0
 
-    def slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """The slots of tokens; those of rejected tokens, which are negative, stay negative."""
-        return torch.where(tokens < self.sink, tokens, self.sink + (tokens - self.sink) % self.size)
+    def slots(self, indices: torch.LongTensor) -> torch.LongTensor:
+        """The slots of tokens; the indices of rejected tokens, which are negative, stay negative."""
+        return torch.where(indices < self.sink, indices, self.sink + (indices - self.sink) % self.size)
 
-    def tokens(self, view: int, last: torch.LongTensor) -> torch.LongTensor:
-        """`[R, view]`, the token in each slot after those up to `last` `[R, 1]` were written; negative: none."""
-        slots = torch.arange(view, device=last.device)
-        tokens = last - (last - slots) % self.size
-        unused = (tokens < self.sink) | (slots >= self.sink + self.size)
-        return torch.where(slots < self.sink, slots, tokens.masked_fill(unused, -1))
+    def indices(self, num_slots: int, last: torch.LongTensor) -> torch.LongTensor:
+        """
+        `[R, num_slots]`, the index of the token in each slot after those up to index `last` `[R, 1]` were written;
+        negative: none.
+        """
+        slots = torch.arange(num_slots, device=last.device)
+        indices = last - (last - slots) % self.size
+        unused = (indices < self.sink) | (slots >= self.sink + self.size)
+        return torch.where(slots < self.sink, slots, indices.masked_fill(unused, -1))
 
 
 class SlotIndex:
@@ -120,17 +140,17 @@ class SlotLayer(CacheLayerMixin):
             buffer = self._buffer(states)
             for row, pad in enumerate(padding):
                 skipped = max(pad - first_column, 0)  # columns of padding that the layer holds
-                first_token = first_column + skipped - pad
+                first_index = first_column + skipped - pad
                 if self.ring is None:
-                    buffer[row, :, first_token : columns - pad] = states[row, :, skipped:]
+                    buffer[row, :, first_index : columns - pad] = states[row, :, skipped:]
                 else:
-                    tokens = torch.arange(first_token, columns - pad, device=states.device)[-self.ring.size :]
-                    buffer[row][:, self.ring.slots(tokens)] = states[row, :, states.shape[2] - len(tokens) :]
+                    indices = torch.arange(first_index, columns - pad, device=states.device)[-self.ring.size :]
+                    buffer[row][:, self.ring.slots(indices)] = states[row, :, states.shape[2] - len(indices) :]
             setattr(self, name, buffer)
             setattr(layer, name, states[:, :, :0].clone())
         self.is_initialized = True
 
-    def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
+    def write_back(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
         """Write the slots back into a layer as `columns` left-padded columns. Each buffer is freed once copied."""
         first_column = 0
         names = [name for name in ("keys", "values") if getattr(self, name) is not None]
@@ -141,12 +161,12 @@ class SlotLayer(CacheLayerMixin):
             buffer = getattr(self, name)
             rows = []
             for row, pad in enumerate(padding):
-                first_token = max(first_column - pad, 0)
+                first_index = max(first_column - pad, 0)
                 if self.ring is None:
-                    states = buffer[row, :, first_token : columns - pad]
+                    states = buffer[row, :, first_index : columns - pad]
                 else:
-                    tokens = torch.arange(first_token, columns - pad, device=buffer.device)
-                    states = buffer[row][:, self.ring.slots(tokens)]
+                    indices = torch.arange(first_index, columns - pad, device=buffer.device)
+                    states = buffer[row][:, self.ring.slots(indices)]
                 missing = columns - first_column - states.shape[1]
                 if missing > 0:  # zeros in place of padding
                     states = torch.nn.functional.pad(states, (0, 0, missing, 0))
@@ -160,7 +180,10 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.capacity_of(self.ring)
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
+        """
+        `[R, heads, capacity, head_dim]` zeros. Not uninitialised memory: attention multiplies the values of masked
+        slots by zero, and 0 * NaN is NaN.
+        """
         with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
             shape = (self.cache.rows, like.shape[1], self.capacity, like.shape[3])
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -170,13 +193,13 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start = 0
         # In order: a later group may overwrite slots of an earlier one.
-        for index in self.cache.indices(self.ring):
+        for index in self.cache.slot_indices(self.ring):
             stop = start + index.slots.shape[1]
             index.write(self.keys, key_states[:, :, start:stop])
             index.write(self.values, value_states[:, :, start:stop])
             start = stop
-        view = self.cache.view_of(self.ring)
-        return self.keys[:, :, :view], self.values[:, :, :view]
+        num_attended = self.cache.num_attended_of(self.ring)
+        return self.keys[:, :, :num_attended], self.values[:, :, :num_attended]
 
     def resize(self) -> None:
         """Move to buffers of the cache's new capacity."""
@@ -189,21 +212,24 @@ class SlotLayer(CacheLayerMixin):
                 setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.view_of(self.ring), 0
+        return self.cache.num_attended_of(self.ring), 0
 
     def get_seq_length(self) -> int:
-        if self.cache.fake_lengths is not None:
-            return self.cache.fake_lengths.seq_length
-        return self.cache.view
+        if self.cache.probe_lengths is not None:
+            return self.cache.probe_lengths.seq_length
+        return self.cache.num_attended
 
     def get_max_length(self) -> int:
         return self.cache.capacity
 
 
-class FakeLengths(NamedTuple):
-    """Lengths that a cache reports in a probe, to find targets that derive positions or windows from them."""
+class ProbeLengths(NamedTuple):
+    """
+    Lengths that a cache reports in a probe, far from the true ones, to find targets that derive positions or windows
+    from them.
+    """
 
-    min_view: int  # minimum number of slots that attention gets
+    min_attended: int  # minimum of `num_attended`
     seq_length: int  # returned by `get_seq_length`
 
 
@@ -211,21 +237,26 @@ class SlotCache(Cache):
     """
     A cache of `rows` x `capacity` slots.
 
-    `reserve` makes room for a forward, `set_next_tokens` sets where its tokens go, and the forward's mask decides what
-    each query attends to. The caller keeps the lengths of rows, so rolling back is free.
+    `reserve` makes room for a forward, `set_next_indices` sets where its tokens go, and the forward's mask decides
+    what each query attends to. The caller keeps the lengths of rows, so rolling back is free.
+
+    A cache is made empty, or by [`adopt`], which moves the tokens of a cache of `generate` into its slots.
 
     Args:
         rows (`int`): Batch rows.
         capacity (`int`): Initial slots per row; `reserve` grows them when they run out. The last slot is never
             attended to: rejected tokens are written there.
-        ring (`Ring`, *optional*): Which slots are reused, in layers that are not adopted.
+        ring (`Ring`, *optional*): Which slots are reused, in layers that the first forward adds; `adopt` gives each
+            layer its own.
         fixed_shapes (`bool`): For graphs: capacities are powers of two, and attention always gets all slots.
 
     Attributes:
-        columns (`int`): Columns of the adopted cache, padding included.
-        view (`int`): Slots that attention gets, in layers without a ring.
-        next_tokens (`tuple[torch.LongTensor]`): Groups `[R, n]` of the tokens of the next forward; negative: rejected.
-        fake_lengths (`FakeLengths`, *optional*): Set by a probe.
+        columns (`int`): Columns of the adopted cache, padding included; 0 if none was adopted.
+        num_attended (`int`): Slots of a row that attention gets in layers without a ring, `K` in shapes: those in use,
+            and unused ones, which masks hide.
+        next_indices (`tuple[torch.LongTensor]`): Groups `[R, n]` of the indices of the next forward's tokens;
+            negative: rejected.
+        probe_lengths (`ProbeLengths`, *optional*): Set by a probe.
     """
 
     def __init__(self, rows: int, capacity: int, ring: Ring | None = None, fixed_shapes: bool = False):
@@ -239,23 +270,23 @@ class SlotCache(Cache):
         else:
             self.capacity = _round_up(capacity + 1, CAPACITY_STEP)
         self.columns = 0
-        self.view = 0
-        self.fake_lengths: FakeLengths | None = None
-        self.next_tokens: tuple[torch.LongTensor, ...] = ()
-        self._indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
+        self.num_attended = 0
+        self.probe_lengths: ProbeLengths | None = None
+        self.next_indices: tuple[torch.LongTensor, ...] = ()
+        self._slot_indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
 
     def reserve(self, used: int) -> None:
-        """Make room for tokens `0` to `used - 1` of each row; attention then gets their slots, rounded up."""
+        """Make room for indices `0` to `used - 1` of each row; attention then gets their slots, rounded up."""
         if self.fixed_shapes:
             if used >= self.capacity:
                 self._resize(1 << used.bit_length())
-            self.view = self.capacity
+            self.num_attended = self.capacity
             return
-        if self.fake_lengths is not None:
-            used = max(used, self.fake_lengths.min_view)
+        if self.probe_lengths is not None:
+            used = max(used, self.probe_lengths.min_attended)
         if used >= self.capacity:
             self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1, CAPACITY_STEP))
-        self.view = min(_round_up(used, VIEW_STEP), self.capacity)
+        self.num_attended = min(_round_up(used, ATTENDED_STEP), self.capacity)
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
@@ -282,38 +313,40 @@ class SlotCache(Cache):
             return self.capacity
         return min(_round_up(ring.sink + ring.size + 1, CAPACITY_STEP), self.capacity)
 
-    def view_of(self, ring: Ring | None) -> int:
+    def num_attended_of(self, ring: Ring | None) -> int:
         """Slots that attention gets in a layer."""
         if ring is None:
-            return self.view
-        return min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
+            return self.num_attended
+        return min(self.num_attended, _round_up(ring.sink + ring.size, ATTENDED_STEP))
 
-    def set_next_tokens(self, *tokens: torch.LongTensor) -> None:
+    def set_next_indices(self, *indices: torch.LongTensor) -> None:
         """
-        Set the tokens of the next forward.
+        Set where the tokens of the next forward go.
 
         Args:
-            tokens (`torch.LongTensor`): One or more groups `[R, n]`, in the order of the forward's inputs. Groups are
-                written one after another; within one, no two tokens may share a slot.
+            indices (`torch.LongTensor`): One or more groups `[R, n]` of token indices, in the order of the forward's
+                inputs; negative: rejected. Groups are written one after another; within one, no two tokens may share a
+                slot.
         """
-        self.next_tokens = tokens
-        self._indices = {}
+        self.next_indices = indices
+        self._slot_indices = {}
+        # Built here, since the layers' `update` may be part of a compiled forward, which then only reads them.
         for ring in {self.ring, *(layer.ring for layer in self.slot_layers)}:
-            self.indices(ring)
+            self.slot_indices(ring)
 
-    def indices(self, ring: Ring | None) -> tuple[SlotIndex, ...]:
+    def slot_indices(self, ring: Ring | None) -> tuple[SlotIndex, ...]:
         """Where the tokens of the next forward go in a layer, a [`SlotIndex`] for each group."""
-        if ring not in self._indices:
+        if ring not in self._slot_indices:
             rejected_slot = self.capacity_of(ring) - 1
             groups = []
-            for tokens in self.next_tokens:
-                slots = tokens if ring is None else ring.slots(tokens)
+            for indices in self.next_indices:
+                slots = indices if ring is None else ring.slots(indices)
                 groups.append(SlotIndex(torch.where(slots < 0, rejected_slot, slots)))
-            self._indices[ring] = tuple(groups)
-        return self._indices[ring]
+            self._slot_indices[ring] = tuple(groups)
+        return self._slot_indices[ring]
 
     def copy_tokens(self, source: torch.LongTensor, destination: torch.LongTensor) -> None:
-        """Copy the keys and values of tokens `[R, n]` to those of other tokens of the same row."""
+        """Copy the keys and values of tokens with indices `[R, n]` to other indices of the same row."""
         for ring in {layer.ring for layer in self.slot_layers}:
             reading = SlotIndex(source if ring is None else ring.slots(source))
             writing = SlotIndex(destination if ring is None else ring.slots(destination))
@@ -365,7 +398,7 @@ class SlotCache(Cache):
 
     @classmethod
     def adopt(
-        cls, cache: Cache, padding: list[int], largest_draft: int = 0, fixed_shapes: bool = False
+        cls, cache: Cache, padding: list[int], max_candidates: int = 0, fixed_shapes: bool = False
     ) -> "SlotCache":
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0. Layers with a sliding
@@ -377,13 +410,13 @@ class SlotCache(Cache):
             cache (`Cache`): With keys in dynamic and sliding-window layers only. Recurrent states, and layers without
                 states, are shared with it.
             padding (`list[int]`): Padding columns at the start of each row.
-            largest_draft (`int`): Tokens of the largest draft.
+            max_candidates (`int`): Maximum number of tokens of a round's candidates, anchor included.
             fixed_shapes (`bool`): As for the class.
         """
         columns = cached_length(cache)
         slots = cls(len(padding), columns + CAPACITY_STEP, fixed_shapes=fixed_shapes)
         slots.columns = columns
-        margin = max(MIN_RING_MARGIN, largest_draft)
+        margin = max(MIN_RING_MARGIN, max_candidates)
         try:
             for layer in cache.layers:
                 slot_layer = slots.slot_layer(layer, margin) if isinstance(layer, CacheLayerMixin) else layer
@@ -391,7 +424,7 @@ class SlotCache(Cache):
                 if isinstance(slot_layer, SlotLayer) and layer.is_initialized:  # else it shares another layer's keys
                     slot_layer.adopt(layer, padding, columns)
         except BaseException:  # out of memory, or interrupted
-            slots.release(cache, padding, columns)
+            slots.write_back(cache, padding, columns)
             raise
         return slots
 
@@ -401,19 +434,19 @@ class SlotCache(Cache):
             return SlotLayer(self, Ring(layer.sliding_window, layer.sliding_window + margin))
         return SlotLayer(self)
 
-    def clear(self) -> None:
+    def free(self) -> None:
         """Free all slots now: layers and cache refer to each other and would wait for the garbage collector."""
         self.layers.clear()
         self.layer_class_to_replicate = None
 
-    def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
+    def write_back(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
         Write the slots back into the cache they were adopted from, as `columns` left-padded columns: an ordinary cache
         that continues the conversation with or without a drafter. Each layer's slots are freed once they are copied.
         """
         for slot_layer, layer in zip(self.layers, cache.layers):  # fewer slot layers if `adopt` was interrupted
             if isinstance(slot_layer, SlotLayer):
-                slot_layer.release(layer, padding, columns)
+                slot_layer.write_back(layer, padding, columns)
         return cache
 
 
@@ -425,7 +458,7 @@ def cached_length(cache) -> int:
 
 
 def recurrent_states(layers) -> list[torch.Tensor]:
-    """Every state of every recurrent layer among `layers`, `[R, ...]` each."""
+    """The states `[R, ...]` of all recurrent layers among `layers`."""
     states = []
     for layer in layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):

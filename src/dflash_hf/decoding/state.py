@@ -20,8 +20,8 @@ class GenerationState:
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row, after which the next draft begins.
         acceptance_lengths (`list[list[int]]`): For each row, the tokens that each verification committed.
         outputs (`dict[str, list]`): The outputs of each token that were requested.
-        interrupted (`Acceptance`, *optional*): The accepted part of a round that an error of the caller's code ended,
-            as far as the cache of plain decoding would hold it.
+        interrupted (`Acceptance`, *optional*): Set if an error of the caller's code ends a round: what was accepted
+            until then, as far as the cache of plain decoding would hold it.
     """
 
     def __init__(self, prompt: torch.LongTensor, selector: TokenSelector):
@@ -53,7 +53,7 @@ class GenerationState:
     @property
     def remaining_tokens(self) -> int:
         """Maximum number of tokens that any row may still generate."""
-        return self.selector.max_new - self.shortest
+        return self.selector.max_new_tokens - self.shortest
 
     @property
     def sequences(self) -> torch.LongTensor:
@@ -73,19 +73,22 @@ class GenerationState:
         """Choose the first token of each row, from the logits `[R, 1, V]` after the prompt."""
         self._commit(Block(self.anchors[:, None]), logits, [[] for _ in self.lengths])
 
-    def accept(self, draft, logits: torch.Tensor) -> Acceptance:
+    def accept(self, candidates, logits: torch.Tensor) -> Acceptance:
         """
-        Write the longest path of a draft on which the target agrees, and the target's next token.
+        Write the longest path of candidates on which the target agrees, and the target's next token.
+
+        A streamer may have a method `next_round(num_drafted)`, to mark drafted tokens. It is called before the tokens
+        of each round with the number of candidates, anchor excluded.
 
         Args:
-            draft (`Block` or `Tree`): `[R, n]` tokens.
+            candidates (`Block` or `Tree`): `[R, n]` tokens.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
         """
-        if hasattr(self.selector.streamer, "next_round"):  # for streamers that mark drafted tokens
-            self.selector.streamer.next_round(draft.tokens.shape[1] - 1)
+        if hasattr(self.selector.streamer, "next_round"):
+            self.selector.streamer.next_round(candidates.tokens.shape[1] - 1)
         paths: list[list[int]] = [[] for _ in self.lengths]
         try:
-            acceptance = self._commit(draft, logits, paths)
+            acceptance = self._commit(candidates, logits, paths)
         except BaseException:
             self.interrupted = Acceptance.from_paths(paths, self.buffer.device)
             raise
@@ -94,60 +97,61 @@ class GenerationState:
                 lengths.append(count)
         return acceptance
 
-    def _commit(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
+    def _commit(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Choose and write tokens; `paths` receives the accepted nodes of each row if they are chosen one by one."""
         logits = logits.to(self.buffer.device)
         self._reserve(self.longest + logits.shape[1])
-        if self.selector.tokenwise:
-            acceptance = self._commit_token_by_token(draft, logits, paths)
+        if self.selector.chooses_token_by_token:
+            acceptance = self._commit_token_by_token(candidates, logits, paths)
         else:
-            acceptance = self._commit_at_once(draft, logits)
+            acceptance = self._commit_at_once(candidates, logits)
         if self.selector.noise is not None:
             self.selector.noise.forget(min(self.sample_indices))
         return acceptance
 
-    def _commit_at_once(self, draft, logits: torch.Tensor) -> Acceptance:
+    def _commit_at_once(self, candidates, logits: torch.Tensor) -> Acceptance:
         selector = self.selector
         device = self.buffer.device
-        # 1. The target's choice after each drafted token, and the longest path on which they agree.
-        depths = draft.depths
+        # 1. The target's choice after each candidate, and the longest path on which they agree.
+        depths = candidates.depths
         if depths is None:
             depths = torch.arange(logits.shape[1], device=device).expand(logits.shape[:2])
         target_tokens = selector.choose(logits, depths, self.sample_indices)
-        counts, path = draft.longest_match(target_tokens)
+        counts, path = candidates.longest_match(target_tokens)
         tokens = target_tokens if path is None else target_tokens.gather(1, path)  # [R, m]
         # 2. Where rows end on that path.
         lengths, unfinished = torch.tensor([self.lengths, self.unfinished], device=device)
-        remaining = (selector.max_new - lengths) * unfinished
+        remaining = (selector.max_new_tokens - lengths) * unfinished
         counts = counts.minimum(remaining)
         ended = counts >= remaining
-        if selector.eos is not None:
-            is_eos = torch.isin(tokens, selector.eos.to(device))
+        if selector.eos_token_ids is not None:
+            is_eos = torch.isin(tokens, selector.eos_token_ids.to(device))
             past_end = tokens.shape[1] + 1
             count_to_eos = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, past_end)
             ended = ended | (count_to_eos <= counts)
             counts = counts.minimum(count_to_eos)
         # 3. Write all tokens of the path, padding past `counts`: the next round overwrites it.
         steps = torch.arange(tokens.shape[1], device=device)
-        tokens = torch.where(steps < counts[:, None], tokens, selector.pad)
+        tokens = torch.where(steps < counts[:, None], tokens, selector.pad_token_id)
         self.buffer.scatter_(1, (selector.input_length + lengths)[:, None] + steps, tokens)
         last_tokens = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         self.anchors = torch.where(counts > 0, last_tokens, self.anchors)
-        host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()  # the one sync of a round
+        # 4. On the host. This is the one point of a round that waits for the device.
+        host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()
         self.lengths = [length + count for length, count in zip(self.lengths, host_counts)]
-        self.unfinished = [unfinished and not ended for unfinished, ended in zip(self.unfinished, host_ended)]
+        self.unfinished = [was_unfinished and not ends for was_unfinished, ends in zip(self.unfinished, host_ended)]
         return Acceptance(host_counts, path)
 
-    def _commit_token_by_token(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
-        """Each row separately: its tokens go on as long as they agree with the draft; extends their `paths`."""
+    def _commit_token_by_token(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
+        """Each row separately: its tokens go on as long as they agree with the candidates; extends their `paths`."""
         for row, unfinished in enumerate(self.unfinished):
             if unfinished:
-                self._commit_row(row, draft.children(row), logits[row], paths[row])
+                self._commit_row(row, candidates.child_by_token(row), logits[row], paths[row])
         columns = [self.selector.input_length + length - 1 for length in self.lengths]
         self.anchors = self.buffer[range(len(paths)), columns]
         return Acceptance.from_paths(paths, self.buffer.device)
 
-    def _commit_row(self, row: int, children: dict, logits: torch.Tensor, path: list[int]) -> None:
+    def _commit_row(self, row: int, child_by_token: dict, logits: torch.Tensor, path: list[int]) -> None:
         """Choose, write and stream one token of a row after another, from logits `[n, V]`; extends `path`."""
         selector = self.selector
         node: int | None = 0
@@ -165,10 +169,10 @@ class GenerationState:
                 selector.streamer.put(self.buffer[row, end : end + 1].cpu())
             sequence = self.buffer[row : row + 1, : end + 1]
             is_stopped = bool(selector.criteria(sequence, self.outputs.get("scores")))
-            has_ended = is_stopped or self.lengths[row] >= selector.max_new
+            has_ended = is_stopped or self.lengths[row] >= selector.max_new_tokens
             self.unfinished[row] = not has_ended
             # Read again: a criterion may have written another token.
-            node = None if has_ended else children.get((node, int(self.buffer[row, end])))
+            node = None if has_ended else child_by_token.get((node, int(self.buffer[row, end])))
 
     def _reserve(self, generated: int) -> None:
         """Make room for `generated` tokens after the prompt."""
@@ -176,5 +180,5 @@ class GenerationState:
         if missing > 0:
             columns = max(missing, self.buffer.shape[1] // 2)
             with torch.inference_mode(False):
-                room = self.buffer.new_full((len(self.buffer), columns), self.selector.pad)
+                room = self.buffer.new_full((len(self.buffer), columns), self.selector.pad_token_id)
                 self.buffer = torch.cat([self.buffer, room], dim=1)

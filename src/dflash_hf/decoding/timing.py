@@ -1,4 +1,4 @@
-"""The clock that rounds are timed with, and the time that a streamer takes, which is no cost of decoding."""
+"""The clock that rounds are timed with, and the time that a streamer takes, which is excluded from a round's."""
 
 import time
 
@@ -17,7 +17,7 @@ class TimedStreamer:
     The streamer of a call, timed: a policy that times rounds subtracts `seconds`.
 
     Args:
-        streamer (`BaseStreamer`): Receives every token; its other attributes are attributes of this one, too.
+        streamer (`BaseStreamer`): Receives every token; its other attributes are also attributes of this one.
         device (`torch.device`): The target's device, as for [`clock`].
 
     Attributes:

@@ -3,7 +3,8 @@ Draft trees (DDTree, arXiv 2604.12989): the likeliest of all paths through the l
 in one forward. The target's choice after each node decides which path is accepted, so the output is the target's.
 
 [`draft_tree`] drafts one: [`grow_tree`] extends paths slot by slot, and one of three classes scores what may follow a
-path, depending on what the drafter's head reads: [`IndependentSlots`], [`FirstOrderSlots`], [`StatefulSlots`].
+path, depending on what the drafter's token head reads: [`IndependentScores`], [`FirstOrderScores`],
+[`SequentialScores`]. A *slot* here is one of the drafter's block, `D` of which draft a token.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from dflash_hf.decoding.acceptance import Block
 from dflash_hf.decoding.drafter import Drafter
 
 
-MAX_STATEFUL_BEAMS = 16  # paths extended at each depth if each needs a state of the head
+MAX_SEQUENTIAL_BEAMS = 16  # paths extended at each depth if the token head scores each path by itself
 # Log-probabilities of a token are clamped to this range, away from 0 and -inf: a node is likelier than its children.
 MIN_LOG_PROB = -20.0
 MAX_LOG_PROB = -1e-3
@@ -23,14 +24,14 @@ MAX_LOG_PROB = -1e-3
 
 class Tree(NamedTuple):
     """
-    A draft that is a tree for each row. Node 0 is the anchor; the other nodes are sorted by the probability of the
-    path to them, so that the first nodes are a tree, too.
+    Candidates that are a tree for each row. Node 0 is the anchor; the other nodes are sorted by the probability of the
+    path to them, so that the first nodes of a tree are a tree.
     """
 
     tokens: torch.LongTensor  # [R, n]
     depths: torch.LongTensor  # [R, n]   0 for the anchor
     ancestors: torch.BoolTensor  # [R, n, n]  whether a node attends to another: an ancestor or itself
-    parents: torch.LongTensor  # [R, n]  0 for the anchor, too
+    parents: torch.LongTensor  # [R, n]  0 for the anchor itself
     log_probs: torch.Tensor  # [R, n]    of the path to a node; always below that of the path to its parent
 
     @classmethod
@@ -53,7 +54,7 @@ class Tree(NamedTuple):
 
     @property
     def block(self) -> Block | None:
-        """The same draft as a block, which is verified faster, if it is a single path in every row."""
+        """The same candidates as a block, which is verified faster, if they are a single path in every row."""
         indices = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return Block(self.tokens) if bool((self.depths == indices).all()) else None
 
@@ -69,8 +70,8 @@ class Tree(NamedTuple):
         path = torch.zeros(len(depths), size + 1, dtype=torch.long, device=depths.device)
         return is_on_path.sum(dim=1), path.scatter_(1, depths, nodes)[:, :size]
 
-    def children(self, row: int) -> dict[tuple[int, int], int]:
-        """As [`Block.children`]."""
+    def child_by_token(self, row: int) -> dict[tuple[int, int], int]:
+        """As [`Block.child_by_token`]."""
         keys = zip(self.parents[row].tolist(), self.tokens[row].tolist(), strict=True)
         return {key: node for node, key in enumerate(keys) if node > 0}
 
@@ -80,11 +81,11 @@ def draft_tree(
 ) -> Tree:
     """
     The tree of the likeliest paths of a block. It is that of a best-first search over the whole vocabulary, or over
-    the candidates of the drafter's head; if its scores depend on a state, at most `MAX_STATEFUL_BEAMS` paths of each
-    depth are extended.
+    the candidates of the token head. A token head without candidates that depends on previous tokens must score each
+    path by itself, over the whole vocabulary: then at most `MAX_SEQUENTIAL_BEAMS` paths of each depth are extended.
 
     Args:
-        drafter (`Drafter`): What drafts the block. If its blocks have no token but the anchor, so has the tree.
+        drafter (`Drafter`): What drafts the block. If its blocks have no token but the anchor, the tree has none.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
         sample_indices (`list[int]`): The index of each row's next sample.
         nodes (`int`): Tokens besides the anchor.
@@ -96,17 +97,17 @@ def draft_tree(
         return Tree.of_anchors(anchors)
     top_k = top_k or nodes
     hidden = drafter.hidden_states(anchors)  # [R, D, H]
-    head = drafter.head
+    token_head = drafter.token_head
     beams = nodes
-    slots: IndependentSlots | FirstOrderSlots | StatefulSlots
-    if head.order == 0:
-        slots = IndependentSlots.of_drafter(drafter, hidden, sample_indices, top_k)
-    elif head.order == 1 and head.top_k is not None:
-        slots = FirstOrderSlots(drafter, anchors, hidden, sample_indices, top_k)
+    scores: IndependentScores | FirstOrderScores | SequentialScores
+    if token_head.order == 0:
+        scores = IndependentScores.of_drafter(drafter, hidden, sample_indices, top_k)
+    elif token_head.order == 1 and token_head.top_k is not None:
+        scores = FirstOrderScores.of_drafter(drafter, anchors, hidden, sample_indices, top_k)
     else:
-        slots = StatefulSlots(drafter, anchors, hidden, sample_indices, top_k)
-        beams = min(nodes, MAX_STATEFUL_BEAMS)
-    return grow_tree(anchors, slots.extend, hidden.shape[1], nodes, beams)
+        scores = SequentialScores(drafter, anchors, hidden, sample_indices, top_k)
+        beams = min(nodes, MAX_SEQUENTIAL_BEAMS)
+    return grow_tree(anchors, scores.extend, hidden.shape[1], nodes, beams)
 
 
 def grow_tree(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, beams: int) -> Tree:
@@ -125,10 +126,10 @@ def grow_tree(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: in
     totals = torch.zeros(len(anchors), 1, device=anchors.device)  # [R, w], log-probabilities of the paths in the beam
     beam = None
     count = 0  # paths numbered so far, over all depths
-    prefixes = anchors.new_empty(len(anchors), 1, 0)  # [R, w, slot], the numbers of a path's prefixes
-    tokens_of_slots = []
-    totals_of_slots = []
-    prefixes_of_slots = []
+    prefixes = anchors.new_empty(len(anchors), 1, 0)  # [R, w, slot], the numbers of a path's prefixes, shortest first
+    tokens_by_slot = []
+    totals_by_slot = []
+    prefixes_by_slot = []
     for slot in range(depth):
         ids, log_probs = extend(slot, beam)
         width = log_probs.shape[1]
@@ -139,17 +140,17 @@ def grow_tree(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: in
         numbers = torch.arange(count, count + beam.shape[1], device=beam.device).expand_as(beam)
         prefixes = prefixes.gather(1, (beam // k)[..., None].expand(-1, -1, slot))
         prefixes = torch.cat([prefixes, numbers[..., None]], dim=-1)
-        tokens_of_slots.append(ids.expand(-1, width, -1).flatten(1).gather(1, beam))
-        totals_of_slots.append(totals)
-        prefixes_of_slots.append(torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1))
+        tokens_by_slot.append(ids.expand(-1, width, -1).flatten(1).gather(1, beam))
+        totals_by_slot.append(totals)
+        prefixes_by_slot.append(torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1))
         count += beam.shape[1]
-    tokens = torch.cat(tokens_of_slots, dim=1)  # [R, M]
-    log_probs = torch.cat(totals_of_slots, dim=1)
-    prefixes = torch.cat(prefixes_of_slots, dim=1)  # [R, M, D]
+    tokens = torch.cat(tokens_by_slot, dim=1)  # [R, M]
+    log_probs = torch.cat(totals_by_slot, dim=1)
+    prefixes = torch.cat(prefixes_by_slot, dim=1)  # [R, M, D]
     return _tree_of_paths(anchors, tokens, log_probs, prefixes, min(nodes, count))
 
 
-class IndependentSlots:
+class IndependentScores:
     """
     Slots that do not depend on each other: the same tokens may follow every path.
 
@@ -168,7 +169,7 @@ class IndependentSlots:
         logits = drafter.logits(hidden, sample_indices)  # [R, D, V]
         best, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-        device = drafter.context.offset.device
+        device = drafter.context.device
         return cls(drafter.draft.target_ids(ids).to(device), log_probs.to(device))
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
@@ -178,33 +179,40 @@ class IndependentSlots:
         return ids, self.log_probs[:, slot, None].expand(-1, width, -1)
 
 
-class FirstOrderSlots:
+class FirstOrderScores:
     """
     Slots whose scores depend on the token before, one of `c` candidates: all pairs of candidates are scored in one
-    call of the head.
+    call of the token head.
+
+    Args:
+        ids (`torch.LongTensor`): `[R, D, c]`, the candidates of each slot, as the target's ids.
+        first (`torch.Tensor`): `[R, 1, 1, c]`, scores of the first slot's candidates after the anchor.
+        later (`torch.Tensor`): `[R, D - 1, c, c]`, scores of the candidates of each later slot (last dimension) after
+            each candidate of the slot before.
+        top_k (`int`): Likely tokens after each path.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        anchors: torch.LongTensor,
-        hidden: torch.Tensor,
-        sample_indices: list[int],
-        top_k: int,
-    ):
-        head = drafter.head
-        device = drafter.context.offset.device
-        ids, logits = drafter.candidates(hidden, sample_indices)  # [R, D, c]
-        query, _ = head.step(None, drafter.in_vocabulary(anchors), hidden[:, 0])
-        first = head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
-        query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
-        later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
-        self.k = min(top_k, ids.shape[-1])
-        self.ids = ids.to(device)
+    def __init__(self, ids: torch.LongTensor, first: torch.Tensor, later: torch.Tensor, top_k: int):
+        self.ids = ids
+        self.num_children = min(top_k, ids.shape[-1])  # k
         # Log-probabilities and candidates of the likeliest tokens: after the anchor, and after each candidate.
-        self.first = first.log_softmax(dim=-1).to(device).topk(self.k, dim=-1)  # [R, 1, 1, k]
-        self.later = later.log_softmax(dim=-1).to(device).topk(self.k, dim=-1)  # [R, D - 1, c, k]
-        self.last_candidates = ids.new_empty(0)  # [R, w, k], what the last call of `extend` returned, as candidates
+        self.first = first.log_softmax(dim=-1).to(ids.device).topk(self.num_children, dim=-1)  # [R, 1, 1, k]
+        self.later = later.log_softmax(dim=-1).to(ids.device).topk(self.num_children, dim=-1)  # [R, D - 1, c, k]
+        # [R, w, k], what the last call of `extend` returned, as numbers of candidates.
+        self.last_candidates = ids.new_empty(0)
+
+    @classmethod
+    def of_drafter(
+        cls, drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, sample_indices: list[int], top_k: int
+    ):
+        """Run the token head on hidden states `[R, D, H]`, after anchors `[R]`."""
+        token_head = drafter.token_head
+        ids, logits = drafter.candidates(hidden, sample_indices)  # [R, D, c]
+        query, _ = token_head.step(None, drafter.in_vocabulary(anchors), hidden[:, 0])
+        first = token_head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
+        query, _ = token_head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
+        later = token_head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
+        return cls(ids.to(drafter.context.device), first, later, top_k)
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
         """For [`grow_tree`]."""
@@ -212,16 +220,19 @@ class FirstOrderSlots:
             log_probs = self.first.values[:, 0]  # [R, 1, k]
             candidates = self.first.indices[:, 0]
         else:
-            ends = self.last_candidates.flatten(1).gather(1, beam)  # [R, w], the last candidate of each path
-            ends = ends[..., None].expand(-1, -1, self.k)
-            log_probs = self.later.values[:, slot - 1].gather(1, ends)  # [R, w, k]
-            candidates = self.later.indices[:, slot - 1].gather(1, ends)
+            last_of_paths = self.last_candidates.flatten(1).gather(1, beam)  # [R, w], the last candidate of each path
+            last_of_paths = last_of_paths[..., None].expand(-1, -1, self.num_children)
+            log_probs = self.later.values[:, slot - 1].gather(1, last_of_paths)  # [R, w, k]
+            candidates = self.later.indices[:, slot - 1].gather(1, last_of_paths)
         self.last_candidates = candidates
         return self.ids[:, slot].gather(1, candidates.flatten(1)).view_as(candidates), log_probs
 
 
-class StatefulSlots:
-    """Slots whose scores depend on all tokens before: each path has a state of the drafter's head."""
+class SequentialScores:
+    """
+    Slots whose scores depend on the tokens before, in the whole vocabulary: the token head runs on each path, slot by
+    slot. If it has a state, so has each path.
+    """
 
     def __init__(
         self,
@@ -235,33 +246,34 @@ class StatefulSlots:
         self.drafter = drafter
         self.hidden = hidden
         self.ids, self.logits = drafter.candidates(hidden, sample_indices)  # [R, D, c]
-        self.k = min(top_k, self.ids.shape[-1])
-        self.state = drafter.head.start(anchors)  # [R * w, ...], of the paths in the beam
+        self.num_children = min(top_k, self.ids.shape[-1])  # k
+        self.state = drafter.token_head.start(anchors)  # [R * w, ...], of the paths in the beam; None up to order 1
         self.last_tokens = anchors[:, None]  # [R, w * k], what the last call of `extend` returned
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
         """For [`grow_tree`]."""
         drafter = self.drafter
-        head = drafter.head
+        token_head = drafter.token_head
         if beam is not None:
             self._select(beam.to(self.last_tokens.device))
         rows, width = self.last_tokens.shape
         hidden = self.hidden[:, slot].repeat_interleave(width, dim=0)  # [R * w, H]
         ids = self.ids[:, slot].repeat_interleave(width, dim=0)  # [R * w, c]
         logits = self.logits[:, slot].repeat_interleave(width, dim=0)
-        query, self.state = head.step(self.state, drafter.in_vocabulary(self.last_tokens.flatten()), hidden)
-        log_probs, candidates = head.scores(query, ids, logits).log_softmax(dim=-1).topk(self.k, dim=-1)
-        tokens = ids.gather(-1, candidates).view(rows, width, self.k)
+        query, self.state = token_head.step(self.state, drafter.in_vocabulary(self.last_tokens.flatten()), hidden)
+        log_probs = token_head.scores(query, ids, logits).log_softmax(dim=-1)
+        log_probs, candidates = log_probs.topk(self.num_children, dim=-1)  # [R * w, k]
+        tokens = ids.gather(-1, candidates).view(rows, width, self.num_children)
         self.last_tokens = tokens.flatten(1)
-        device = drafter.context.offset.device
-        return tokens.to(device), log_probs.view(rows, width, self.k).to(device)
+        device = drafter.context.device
+        return tokens.to(device), log_probs.view(rows, width, self.num_children).to(device)
 
     def _select(self, beam: torch.LongTensor) -> None:
         """Keep the states and last tokens of the paths in the beam."""
         if self.state is not None:
             rows = len(beam)
             last_width = len(self.state) // rows
-            parents = beam // self.k + torch.arange(rows, device=beam.device)[:, None] * last_width
+            parents = beam // self.num_children + torch.arange(rows, device=beam.device)[:, None] * last_width
             self.state = self.state[parents.flatten()]
         self.last_tokens = self.last_tokens.gather(1, beam)
 
@@ -270,6 +282,19 @@ def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
     """
     The tree of the `nodes` likeliest of `M` paths. If a path is chosen, so are all of its prefixes.
 
+    An example, one row with five paths (`M` = 5) over two slots, of which four are chosen:
+
+        path               0      1      2      3      4
+        its tokens         a      b      a c    b d    a e     `tokens` holds the last of each: a b c d e
+        log-probability   -0.2   -1.0   -0.5   -3.0   -0.9
+        prefixes           0 -1   1 -1   0 2    1 3    0 4
+
+        node               0      1      2      3      4       node 0 is the anchor
+        chosen path               0      2      4      1
+        nodes on the way          1 0    1 2    1 3    4 0     0 past the node itself
+        depth              0      1      2      2      1
+        parent             0      0      1      1      0
+
     Args:
         anchors (`torch.LongTensor`): `[R]`.
         tokens (`torch.LongTensor`): `[R, M]`, the last token of each path.
@@ -277,33 +302,41 @@ def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
         prefixes (`torch.LongTensor`): `[R, M, D]`, the numbers of its prefixes, itself included; then -1.
         nodes (`int`): At most `M`.
     """
-    pad = torch.nn.functional.pad
-    paths = log_probs.shape[1]
+    num_paths = log_probs.shape[1]
+    # 1. The likeliest paths, of which each is a node: that of its last token.
     log_probs, chosen = log_probs.topk(nodes, dim=-1)  # [R, n], the likeliest first
     prefixes = prefixes.gather(1, chosen[..., None].expand(-1, -1, prefixes.shape[-1]))  # [R, n, D]
-    tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)
-    depths = pad((prefixes >= 0).sum(dim=-1), (1, 0))  # [R, n + 1]
-    # The node of each path by its number: its rank among the chosen ones; 0, the anchor, for the others.
-    node_of_path = prefixes.new_zeros(len(anchors), paths + 1)  # the last entry is that of number -1
-    nodes_by_rank = torch.arange(1, nodes + 1, device=chosen.device).expand_as(chosen)
-    node_of_path = node_of_path.scatter(1, chosen, nodes_by_rank)
-    path_nodes = node_of_path.gather(1, prefixes.flatten(1) % (paths + 1)).view_as(prefixes)  # [R, n, D]
+    tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)  # [R, n + 1]
+    depths = _after_zeros((prefixes >= 0).sum(dim=-1))  # [R, n + 1]
+    # 2. The nodes on the way to each of them, itself included.
+    nodes_on_way = _nodes_of_paths(prefixes, chosen, num_paths)  # [R, n, D]
+    # 3. They are what it attends to, with the anchor. The last but one is its parent.
     ancestors = torch.zeros(*depths.shape, nodes + 1, dtype=torch.bool, device=chosen.device)
-    ancestors[:, 1:].scatter_(2, path_nodes, True)
+    ancestors[:, 1:].scatter_(2, nodes_on_way, True)
     ancestors[:, :, 0] = True
-    path_nodes = pad(path_nodes, (1, 0))  # the anchor is at depth 0
-    parents = pad(path_nodes.gather(2, depths[:, 1:, None] - 1)[..., 0], (1, 0))
-    return Tree(tokens, depths, ancestors, parents, pad(log_probs, (1, 0)))
+    way_from_anchor = torch.nn.functional.pad(nodes_on_way, (1, 0))  # [R, n, 1 + D], by depth
+    parents = way_from_anchor.gather(2, depths[:, 1:, None] - 1)[..., 0]  # [R, n]
+    return Tree(tokens, depths, ancestors, _after_zeros(parents), _after_zeros(log_probs))
 
 
-def probe_tree(block: torch.LongTensor) -> tuple[Tree, torch.LongTensor]:
+def _nodes_of_paths(paths: torch.LongTensor, chosen: torch.LongTensor, num_paths: int) -> torch.LongTensor:
     """
-    A tree to probe a target with: the first three tokens of a block `[2, n]` are one of its paths, and at each depth
-    another, likelier node comes before that of the path. Returns the tree and the nodes of the path `[2, 3]`.
+    The nodes of paths, by their numbers.
+
+    Args:
+        paths (`torch.LongTensor`): `[R, n, D]`, numbers of chosen paths, or -1 for none.
+        chosen (`torch.LongTensor`): `[R, n]`, the number of the path to each node, from node 1 on.
+        num_paths (`int`): How many paths are numbered.
+
+    Returns:
+        `torch.LongTensor` `[R, n, D]`; 0 for none.
     """
-    anchors, second, third = block[:, :3].T
-    # Nodes by probability: 0 anchor, 1 `second + 1`, 2 `second`, 3 `third` after node 1, 4 `third` after node 2.
-    ids = torch.stack([second + 1, second, third, anchors], dim=1).view(2, 2, 2)  # [R, slots, candidates]
-    log_probs = torch.tensor([[-0.1, -0.2], [-0.5, -9.0]], device=block.device).expand(2, 2, 2)
-    tree = grow_tree(anchors, IndependentSlots(ids, log_probs).extend, depth=2, nodes=4, beams=4)
-    return tree, torch.tensor([[0, 2, 4]] * 2, device=block.device)
+    node_numbers = torch.arange(1, 1 + chosen.shape[1], device=chosen.device).expand_as(chosen)
+    node_of_path = chosen.new_zeros(len(chosen), num_paths + 1)  # [R, M + 1]; the last entry, always 0, is for -1
+    node_of_path = node_of_path.scatter(1, chosen, node_numbers)
+    return node_of_path.gather(1, paths.flatten(1) % (num_paths + 1)).view_as(paths)
+
+
+def _after_zeros(values: torch.Tensor) -> torch.Tensor:
+    """Values `[R, n]` of the nodes after those of the anchor, which are 0: `[R, 1 + n]`."""
+    return torch.nn.functional.pad(values, (1, 0))

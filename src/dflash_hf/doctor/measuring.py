@@ -12,7 +12,7 @@ from torch import nn
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.doctor.case import Text, Texts
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.targets.frozen import target_features
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
@@ -161,7 +161,7 @@ def draft_blocks(
     )
 
     def mask_of_layer_type(window, causal) -> torch.Tensor:
-        return additive(block_mask(anchors, every_token, config.block_size, window, causal), draft.dtype)
+        return additive_mask(block_mask(anchors, every_token, config.block_size, window, causal), draft.dtype)
 
     hidden = draft(
         noise_embeds=draft.embed(change.target or target, blocks.input_ids).to(draft.dtype),

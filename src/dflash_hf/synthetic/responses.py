@@ -244,7 +244,7 @@ class _Cache(SlotCache):
 class _Session(SlotSession):
     """A session over such a cache."""
 
-    CACHE = _Cache
+    cache_class = _Cache
 
 
 class _Slots:
@@ -305,7 +305,7 @@ class _Slots:
         """Drop all other places."""
         self.rows = len(places)
         self.session.cache.keep_rows(places)
-        self.session.offset = self.session.offset[places]
+        self.session.first_positions = self.session.first_positions[places]
 
 
 def _common_length(text: Sequence[int], other: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.training.block_mask import BlockGroups
 
 
@@ -65,7 +65,7 @@ def _attend_to_groups(implementation: str, module, query, key, value, attention_
         """The output `[N, G, heads, head_dim]` of a group's queries, from the keys of its context and its own."""
         keys = torch.cat([context_key, own_key], dim=2)
         values = torch.cat([context_value, own_value], dim=2)
-        return attend(module, query, keys, values, additive(visible, query.dtype), **kwargs)[0]
+        return attend(module, query, keys, values, additive_mask(visible, query.dtype), **kwargs)[0]
 
     length = attention_mask.length
     recompute = torch.is_grad_enabled() and len(attention_mask.groups) > 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dflash_hf.modeling.head_dflash import TokenHead
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.targets.frozen import TargetOutput
 from dflash_hf.targets.logits import target_logits
 from dflash_hf.training.anchors import example_seeds, sample_anchors
@@ -164,7 +164,7 @@ class Objective:
                 return flex_mask(*rule)
             if takes_groups(self.config) and not self.config.attention_sink_bias:
                 return block_groups(*rule)
-            return additive(block_mask(*rule), self.draft.dtype)
+            return additive_mask(block_mask(*rule), self.draft.dtype)
 
         return self.config.by_layer_type(mask)
 

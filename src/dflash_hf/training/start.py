@@ -43,6 +43,7 @@ def make_draft(script: ScriptArguments, target, encoder, say):
     if kwargs or dflash_config.get("chat_template_kwargs") is not None:
         dflash_config["chat_template_kwargs"] = kwargs
     dflash_config["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    draft.config.dflash_config = dflash_config
     return draft
 
 
