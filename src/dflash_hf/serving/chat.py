@@ -95,13 +95,13 @@ class Chat:
         target = self.decoder.target
         messages = [*self.messages, {"role": "user", "content": text}]
         streamer = PieceStreamer(self.decoder.tokenizer, self._show)
-        settings = copy.deepcopy(target.generation_config)
-        settings.update(**self.options)
+        generation_config = copy.deepcopy(target.generation_config)
+        generation_config.update(**self.options)
         with after_the_text():
             try:
                 ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
+                request = Request(self.decoder, inputs, generation_config, streamer, drafts=self.drafts)
                 self._wait_for(self.decoder.submit(request))
             except Exception as error:
                 if not sys.stdin.isatty():
@@ -116,8 +116,8 @@ class Chat:
         elif request.status is RequestStatus.FINISHED_LENGTH:
             cut = cut_reason(request.tokens, self.options["max_new_tokens"], target.generation_config)
             ending = f"; cut off at {cut}" if cut else ""
-        who = "with the drafter" if streamer.rounds else "target alone"
-        self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")
+        method = "with the drafter" if streamer.rounds else "target alone"
+        self.note(f"{method}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures, "cached": request.cached_tokens})
 
