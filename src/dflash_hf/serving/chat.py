@@ -21,7 +21,8 @@ HELP = """/draft off  answer without the drafter; /draft on uses it again
 /reset      start a new conversation
 /help       show this
 Ctrl-C stops an answer, Ctrl-D exits. A pasted block of lines is one message."""
-SECONDS_IN_A_PASTE = 0.05  # between the lines of a pasted block, which a terminal passes on at once
+# A terminal passes on a pasted block at once: lines that follow within this time belong to it.
+SECONDS_IN_A_PASTE = 0.05
 
 
 class Chat:
@@ -62,7 +63,7 @@ class Chat:
         return self.turns
 
     def _run_command(self, command: str) -> None:
-        """Do what a line with a slash says, and say what was done."""
+        """Run a command, a line with a slash, and note what was done."""
         if command == "/reset":
             self.messages = []
             self.note("A new conversation: what was said before is forgotten.")

@@ -1,4 +1,4 @@
-"""What a request's body asks for beyond what upstream's handlers understand."""
+"""The fields of a request's body that upstream's handlers ignore, misread or do not check."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -7,9 +7,9 @@ from pydantic import BaseModel, Field, StrictInt, ValidationError
 from transformers import GenerationConfig
 
 
-# Fields that are handled here and kept from upstream. It seeds torch as soon as a request arrives, in the middle of
-# another's answer, fails on whole biases and empty stop strings, searches the vocabulary for stop strings in each
-# call, and ignores the others or does not know them.
+# Fields that are handled here and taken out of the body that upstream gets. Upstream seeds torch as soon as a request
+# arrives, in the middle of another's answer; fails on integer biases and empty stop strings; searches the vocabulary
+# for stop strings in each call; and ignores the other fields, or rejects them.
 _HANDLED_HERE = {
     "seed",
     "stop",
@@ -26,10 +26,10 @@ _HANDLED_HERE = {
     "repetition_penalty",
     "repeat_penalty",
 }
-# Fields that would change the answer and are not supported: the value that changes nothing, besides null. `None` if
-# there is none.
+# Fields that would change the answer and are not supported, with the value that changes nothing; `None` if only null
+# does.
 _UNSUPPORTED = {
-    # of OpenAI
+    # OpenAI
     "functions": None,
     "function_call": None,
     "suffix": None,
@@ -49,7 +49,7 @@ _UNSUPPORTED = {
     "modalities": ["text"],
     "background": False,
     "truncation": "disabled",
-    # of vLLM and SGLang
+    # vLLM and SGLang
     "min_tokens": 0,
     "ignore_eos": False,
     "use_beam_search": False,
@@ -60,7 +60,7 @@ _UNSUPPORTED = {
     "spaces_between_special_tokens": True,
     "stop_token_ids": None,
     "prompt_logprobs": None,
-    # of llama.cpp
+    # llama.cpp
     "dynatemp_range": 0,
     "xtc_probability": 0,
     "typ_p": 1,
@@ -70,7 +70,7 @@ _UNSUPPORTED = {
 }
 # Fields that change no answer here, and are ignored.
 _IGNORED = {
-    # of beam search, and of samplers that are off
+    # Parameters of beam search, and of samplers that are off.
     "length_penalty",
     "early_stopping",
     "dynatemp_exponent",
@@ -82,7 +82,7 @@ _IGNORED = {
     "repeat_last_n",
     "samplers",
     "backend_sampling",
-    # what a server should log, keep or report
+    # What a server should log, keep or report.
     "timings_per_token",
     "return_progress",
     "cache_prompt",
@@ -100,17 +100,18 @@ _IGNORED = {
     "prompt_cache_retention",
     "prediction",
 }
-_MAX_CHOICES = 8  # of a prompt; they are decoded in one batch
+_MAX_CHOICES = 8  # for each prompt; they are decoded in one batch
 _MAX_PROMPTS = 256
-_MIN_TEMPERATURE = 1e-5  # below it logits overflow, and a sample is the likeliest token anyway
+_MIN_TEMPERATURE = 1e-5  # lower ones are greedy: logits would overflow, and samples be the likeliest token anyway
 Length = Annotated[int, Field(ge=1)]
-Limit = Annotated[int, Field(ge=-1)]  # -1: as many as there is room for
+Limit = Annotated[int, Field(ge=-1)]  # -1: as many tokens as there is room for
 Id = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
-Stop = Annotated[str, Field(max_length=512)]  # the end of an answer as long as this is decoded again for each token
+# A matcher decodes the end of the answer again for each token, as long as the longest stop string.
+Stop = Annotated[str, Field(max_length=512)]
 Stops = Annotated[list[Stop], Field(max_length=64)]
 _ADDED_BY_TRANSFORMERS = {"transformers_version", "_from_model_config"}  # by `GenerationConfig.to_json_string`
-# Of the settings that a request may not have, the values that change nothing and are no default of transformers.
+# Values of settings that a request may not have which change nothing, though they are not transformers' defaults.
 _NEUTRAL_SETTINGS = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -161,7 +162,7 @@ class GenerationSettings(BaseModel, extra="forbid", strict=True):
             text (`str`): The `generation_config`, a JSON object.
 
         Raises:
-            `ValueError`: it is no JSON object, or has a setting that a request may not have.
+            `ValueError`: it is not a JSON object, or has a setting that a request may not have.
         """
         try:
             settings = json.loads(text)
