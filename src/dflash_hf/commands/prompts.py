@@ -6,12 +6,12 @@
 """
 
 from dflash_hf._io.argument_types import amount, count, output_lines, positive, probability, template_arguments
-from dflash_hf._io.terminal import Outcome, note
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 
 
-AGAIN = "the same command continues with the requests that are missing"
+RESUME_HINT = "the same command continues with the requests that are missing"
 
 
 def add_arguments(parser) -> None:
@@ -49,7 +49,7 @@ def run(arguments, echo) -> Outcome:
     options = {name: value for name, value in vars(arguments).items() if name in names}
     options["kinds"] = [kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else []
     settings = PromptSettings(**options, chat_template_kwargs=template_arguments(arguments.template_args) or {})
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     tokenizer = pair.tokenizer
     user_turn(tokenizer, settings)  # raises before anything is written
     left_out: Counter[str] = Counter()
