@@ -25,9 +25,8 @@ _CHUNK_CHARACTERS = 4096  # characters whose tokens are counted at a time
 _MAX_DEPTH = 64  # nested objects and lists of a body: copying them is recursive
 # Required fields of the items of `/v1/responses`, by type.
 _REQUIRED_FIELDS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
-_GENERATION_TAG = re.compile(
-    r"\{%-?\s*(?:end)?generation\s*-?%\}"
-)  # transformers' tag for training; jinja2 does not know it
+# A tag of transformers that marks what is trained on; jinja2 does not know it.
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 # ------------------------------------------------------------------------------------------------------- any body
@@ -75,8 +74,8 @@ def _values(name: str, whole) -> Iterator[tuple[str, Any]]:
 def check_length(tokenizer, value, max_tokens: int | None) -> None:
     """
     Reject what is much too long for the model before upstream encodes it: that takes 50 s for 12 MB, in the event loop
-    that serves all requests. Tokens are counted chunk by chunk and only up to the limit, so that this takes no longer for
-    12 MB than for a text of `max_tokens` tokens.
+    that serves all requests. Tokens are counted chunk by chunk and only up to the limit: 12 MB take no longer
+    than a text of `max_tokens` tokens.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
