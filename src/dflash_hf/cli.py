@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         terminal.set_verbosity(arguments.quiet, arguments.verbose)
         _resolve_names(arguments)
-        # With `--json`, the standard output holds the result alone, whatever libraries print.
+        # With `--json`, the standard output holds only the result, whatever libraries print.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             outcome = module.run(arguments, terminal.Echo())
         if arguments.json:
@@ -226,12 +226,12 @@ def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
 
 
 def _resolve_names(arguments: argparse.Namespace) -> None:
-    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
+    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the pair that does not need the Hub."""
     for name in ("target", "draft", "base", "gguf", "data", "source"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             setattr(arguments, name, os.path.expanduser(value))
-    if arguments.command != "train":  # which names its misspelt keys with it
+    if arguments.command != "train":  # whose errors also name misspelt settings
         check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):

@@ -137,7 +137,7 @@ def _code_only(arguments, echo) -> Outcome:
     ignored = options_given(arguments, ("private", "gguf", "replace_card", *_CARD_FACTS))
     if ignored or arguments.repo is not None:
         others = ", ".join(ignored or [arguments.repo])
-        raise UsageError(f"--code-only changes the code of a repository alone: leave out {others}.")
+        raise UsageError(f"--code-only changes only the code of a repository: leave out {others}.")
     change = publish_code(arguments.source, arguments.dry_run)
     echo(f"code beside the weights: {change.before} -> {change.after}")
     for sign, names in (("+", change.files), ("-", change.removed)):

@@ -109,7 +109,7 @@ class AnswerCompleter:
             "accepted_prediction_tokens": request.accepted,
             "rejected_prediction_tokens": request.drafted - request.accepted,
         }
-        if "input_tokens" in usage:  # of `/v1/responses`
+        if "input_tokens" in usage:  # an answer of `/v1/responses`
             usage["input_tokens_details"] = {"cached_tokens": request.cached_tokens}
             usage["output_tokens_details"] = {**details, "reasoning_tokens": 0}
         else:

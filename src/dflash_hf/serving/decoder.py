@@ -192,7 +192,7 @@ class Decoder:
                     self.receive(wait=not self.waiting)
                     if self.waiting:
                         self._serve(self.waiting.popleft())
-                except BaseException as error:  # which belongs to no request
+                except BaseException as error:  # not a request's
                     _log("The thread that decodes goes on after an error", error)
                     time.sleep(_SECONDS_AFTER_ERROR)
         finally:
@@ -357,7 +357,7 @@ class Decoder:
         try:
             for name in running:
                 manager.cancel_request(name)
-            threading.Thread(target=manager.stop, daemon=True).start()  # which may never end
+            threading.Thread(target=manager.stop, daemon=True).start()  # it may never end
         except BaseException as error:
             _log("A batch cannot be ended", error)
 
@@ -366,7 +366,7 @@ class Decoder:
         if batch_key not in self.batch_managers:
             if len(self.batch_managers) == _MAX_BATCH_MANAGERS:
                 self.batch_managers.pop(next(iter(self.batch_managers))).stop(block=True, timeout=2)
-            # Its own configuration: upstream changes the attention that drafted requests use, too.
+            # Its own configuration: upstream would also change the attention of drafted requests.
             manager = with_own_config(self.target).init_continuous_batching(
                 generation_config=copy.deepcopy(self.waiting[0].generation_config),
                 continuous_batching_config=ContinuousBatchingConfig(

@@ -238,11 +238,10 @@ def read_messages(read: Callable, messages: list[dict], modality) -> list[dict]:
     messages = [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in messages]
     check_messages(messages)
     for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if (
-                not read([{"role": "user", "content": [part]}], modality)[0]["content"]
-                and part["type"] not in _TEXT_TYPES
-            ):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            is_dropped = not read([{"role": "user", "content": [part]}], modality)[0]["content"]
+            if is_dropped and part["type"] not in _TEXT_TYPES:
                 raise ValueError(f"content has a part of type {part['type']!r}, which the model cannot read.")
     return read(messages, modality)
 
@@ -266,7 +265,8 @@ def template_arguments_of(processor, arguments: dict) -> dict:
     reserved_names = [name for name in arguments if name in reserved]
     if reserved_names:
         raise ValueError(
-            f"chat_template_kwargs has {reserved_names[0]!r}, which is no variable of the chat template; leave it out."
+            f"chat_template_kwargs has {reserved_names[0]!r}, which is not a variable of the chat template; leave it "
+            "out."
         )
     templates = getattr(processor, "chat_template", None) or ""
     texts = templates.values() if isinstance(templates, dict) else [templates]

@@ -243,42 +243,54 @@ class Options(BaseModel):
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        for name, value in body.items():
-            if name not in _UNSUPPORTED:
-                continue
-            neutral_value = _UNSUPPORTED[name]
-            if value in (None, neutral_value, [], ""):
-                continue
-            only = "" if neutral_value is None else f": only {neutral_value!r} is"
-            raise ValueError(f"{name}={value!r} is not supported{only}; leave it out.")
+        _reject_unsupported(body)
         try:
             options = cls.model_validate(body)
         except ValidationError as error:
             name, why = _first_error(error)
             raise ValueError(f"{name}={body[name]!r} is not supported: {why}.") from error
-        if options.generation_config is not None:
-            body["generation_config"] = json.dumps(GenerationSettings.from_json(options.generation_config))
-        if options.top_logprobs is not None and not options.logprobs:
-            raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
-        if "input" in body and options.num_top_logprobs is not None:
-            raise ValueError(f"logprobs={options.logprobs!r} is not supported by /v1/responses; use a chat.")
-        other_tools = [tool for tool in options.tools or [] if tool.get("type", "function") != "function"]
+        options._check_combinations()
+        options._rewrite(body)
+        return options
+
+    def _check_combinations(self) -> None:
+        """
+        Raises:
+            `ValueError`: fields that are not supported together.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} is not supported without logprobs=true in a chat.")
+        if self.input is not None and self.num_top_logprobs is not None:
+            raise ValueError(f"logprobs={self.logprobs!r} is not supported by /v1/responses; use a chat.")
+        other_tools = [tool for tool in self.tools or [] if tool.get("type", "function") != "function"]
         if other_tools:
             raise ValueError(f"tools has {other_tools[0]!r}, which is not supported: its type must be 'function'.")
-        if options.tool_choice == "none":
-            body.pop("tools", None)
-        elif options.parallel_tool_calls is False and options.tools and not options.forces_call:
+        calls_tools = bool(self.tools) and self.tool_choice != "none"
+        if calls_tools and self.parallel_tool_calls is False and not self.forces_call:
             raise ValueError(
                 "parallel_tool_calls=False is not supported unless tool_choice forces the call of a tool."
             )
-        if options.max_completion_tokens is not None:  # the oldest versions ignore it
+
+    def _rewrite(self, body: dict) -> None:
+        """
+        Rewrite a body for upstream: what it would misread in its own form, and without what is handled here.
+
+        Raises:
+            `ValueError`: `generation_config` has a setting that a request may not have.
+        """
+        if self.generation_config is not None:
+            body["generation_config"] = json.dumps(GenerationSettings.from_json(self.generation_config))
+        if self.tool_choice == "none":
+            body.pop("tools", None)
+        if self.max_completion_tokens is not None:  # the oldest supported version of transformers ignores it
             body["max_tokens"] = body.pop("max_completion_tokens")
-        if (options.temperature or 1.0) < _MIN_TEMPERATURE or options.top_p == 0:
-            options.temperature = body["temperature"] = 0.0
+        is_nearly_zero = self.temperature is not None and 0 < self.temperature < _MIN_TEMPERATURE
+        if is_nearly_zero or self.top_p == 0:  # greedy
+            self.temperature = 0.0
+            body["temperature"] = 0.0
             body.pop("top_p", None)
         for name in body.keys() & (_HANDLED_HERE | _IGNORED | _UNSUPPORTED.keys()):
             del body[name]
-        return options
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -345,6 +357,20 @@ class Options(BaseModel):
                 return schema
             case other:
                 raise ValueError(f"response_format={other!r} is not supported: text, json_object and json_schema are.")
+
+
+def _reject_unsupported(body: dict) -> None:
+    """
+    Raises:
+        `ValueError`: a field that is not supported has a value that would change the answer.
+    """
+    for name, value in body.items():
+        if name not in _UNSUPPORTED:
+            continue
+        neutral_value = _UNSUPPORTED[name]
+        if value not in (None, neutral_value, [], ""):
+            only = "" if neutral_value is None else f": only {neutral_value!r} is"
+            raise ValueError(f"{name}={value!r} is not supported{only}; leave it out.")
 
 
 def _call_schema(tool: dict) -> dict:

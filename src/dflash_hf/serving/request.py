@@ -98,7 +98,7 @@ class Request:
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
             raise ValueError("The prompt is empty.")
-        if generation_config.max_new_tokens == 0:  # the prompt alone is read
+        if generation_config.max_new_tokens == 0:  # only the prompt is read
             max_answer_tokens(decoder.target, len(self.prompt) - 1, 1)
         else:
             generation_config.max_new_tokens = max_answer_tokens(
@@ -225,7 +225,7 @@ class Request:
         except BaseException as error:
             self._finish_with_error(error)
             return
-        with contextlib.suppress(BaseException):  # of callbacks: a future does not log what would end a thread
+        with contextlib.suppress(BaseException):  # a future does not log a `SystemExit` of a callback
             self.future.set_result(self)
 
     def fail(self, error: BaseException) -> None:
@@ -235,7 +235,7 @@ class Request:
 
     def _finish_with_error(self, error: BaseException) -> None:
         self.status = RequestStatus.FINISHED_ERROR
-        with contextlib.suppress(BaseException):  # of callbacks, as above
+        with contextlib.suppress(BaseException):  # as above
             self.future.set_exception(_raisable(error))
 
     def summary(self) -> str:

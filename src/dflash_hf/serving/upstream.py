@@ -187,12 +187,12 @@ def complete_generation_config(
     Raises:
         `ValueError`: `max_length` leaves no room for an answer.
     """
-    # 1. The answer's limit: upstream's `max_length` counts the prompt, too.
+    # 1. The answer's limit: `max_length` also counts the prompt.
     if config.max_new_tokens is None and config.max_length is not None:
         if config.max_length <= prompt_length:
             raise ValueError(
-                f"generation_config has max_length={config.max_length}, which counts the prompt's "
-                f"{prompt_length} tokens, too, and leaves no room for an answer; set max_new_tokens instead."
+                f"generation_config has max_length={config.max_length}, which includes the "
+                f"prompt's {prompt_length} tokens and leaves no room for an answer; set max_new_tokens instead."
             )
         config.max_new_tokens = config.max_length - prompt_length
     # 2. What a body's `generation_config` leaves out. Not `update`, which warns of settings that do not matter here.
