@@ -72,8 +72,8 @@ def run(arguments, echo) -> Outcome:
     else:
         pair = _target_of(arguments)
         kwargs = pair.template()
-    # 3. The questions.
-    questions, left_out = _questions(arguments, pair)
+    # 3. The tasks.
+    tasks, left_out = _tasks(arguments, pair)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
     # 4. The rows that are missing. Everything that answers depend on is stored in the output: files are identified by
@@ -88,18 +88,18 @@ def run(arguments, echo) -> Outcome:
     shortened: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     with ResponseFile(arguments.output, settings, question_digest, echo) as output:
-        _check_same_prompts(output, questions, arguments)
-        missing = [question for index, question in questions.items() if index not in output.finished]
-        echo(f"{len(questions) - len(missing)} of {len(questions)} rows are finished")
+        _check_same_prompts(output, tasks, arguments)
+        missing = [task for index, task in tasks.items() if index not in output.finished]
+        echo(f"{len(tasks) - len(missing)} of {len(tasks)} rows are finished")
         if missing:
             if pair is None:
                 seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
                 rows = ask_rows(server, missing, concurrency=arguments.concurrency, seed=seed)
             else:
                 rows = _in_process(pair, kwargs, missing, output)
-            _write_rows(rows, output, len(questions), len(questions) - len(missing), shortened, refused)
-            echo(f"{len(questions) - refused.total()} of {len(questions)} rows are in {arguments.output}")
-    return _outcome(echo, len(questions), left_out, shortened, refused)
+            _write_rows(rows, output, len(tasks), len(tasks) - len(missing), shortened, refused)
+            echo(f"{len(tasks) - refused.total()} of {len(tasks)} rows are in {arguments.output}")
+    return _outcome(echo, len(tasks), left_out, shortened, refused)
 
 
 def _target_of(arguments) -> NamedPair:
@@ -119,27 +119,27 @@ def _target_of(arguments) -> NamedPair:
     return pair
 
 
-def _questions(arguments, pair: NamedPair | None) -> tuple[dict, dict[str, int]]:
-    """The questions by the index of their row, and how many rows are left out, by the reason; no `pair`: a server."""
+def _tasks(arguments, pair: NamedPair | None) -> tuple[dict, dict[str, int]]:
+    """The tasks by the index of their row, and how many rows are left out, by the reason; no `pair`: a server."""
     from dflash_hf.synthetic.regenerate import questions_of, with_thinking
 
     as_chat = not arguments.raw and (pair is None or bool(pair.tokenizer.chat_template))
     reads_images = pair is None or pair.image_reader is not None
     rows = shared.rows_of(arguments)
-    questions, left_out = questions_of(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
+    tasks, left_out = questions_of(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
     if arguments.thinking:
-        for index, question in questions.items():
-            questions[index] = with_thinking(question, arguments.thinking, arguments.seed)
-    return questions, left_out
+        for index, task in tasks.items():
+            tasks[index] = with_thinking(task, arguments.thinking, arguments.seed)
+    return tasks, left_out
 
 
-def _check_same_prompts(output, questions: dict, arguments) -> None:
+def _check_same_prompts(output, tasks: dict, arguments) -> None:
     """
     Raises:
         `ValueError`: a row of the output answers another prompt than the data now has.
     """
     for index, digest in output.finished.items():
-        if index in questions and questions[index].digest != digest:
+        if index in tasks and tasks[index].digest != digest:
             raise ValueError(
                 f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
                 "the data has changed; choose another output."
@@ -208,7 +208,7 @@ def _generation_config(target, arguments):
     return config
 
 
-def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
+def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     """The rows as they are answered."""
     from dflash_hf.pairs.loading import pack
     from dflash_hf.synthetic.regenerate import generate_rows
@@ -237,5 +237,5 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.settle({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
-    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
-    return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)
+    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
+    return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)

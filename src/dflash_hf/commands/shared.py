@@ -138,7 +138,8 @@ def options_given(arguments, names: Iterable[str]) -> list[str]:
     options = []
     for name in names:
         value = getattr(arguments, name)
-        if value and (name, value) != ("dtype", "auto"):
+        is_default_dtype = name == "dtype" and value == "auto"  # the only default that is true
+        if value and not is_default_dtype:
             options.append(f"--{name.replace('_', '-')}")
     return options
 
