@@ -218,5 +218,5 @@ def test_commands_of_other_files_can_be_parsed(path):
             parse(words)
     for command, rest in re.findall(r"(?<![\w-])dflash ([a-z0-9]+)([^`\"'|&\n]*)", text):
         if command in COMMANDS:
-            options = build_parser(command, all_options=True)._option_string_actions
+            options = build_parser(command, all_options=True).options
             assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(options), command

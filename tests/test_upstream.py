@@ -39,6 +39,7 @@ SERVING = {
     "request_id response_parser",
     "transformers.cli.serving.utils:GenerateManager.generate_non_streaming": "model processor inputs gen_config "
     "request_id",
+    "transformers.cli.serving.utils:GenerationState.get_manager": "model_id use_cb",
     "transformers.cli.serving.utils:DirectStreamer": "tokenizer loop queue response_parser",
 }
 # Read, called by keyword, or replaced.

@@ -21,10 +21,7 @@ from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
-# The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
-# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed. It may have
-# `add_more_arguments(parser)`, options that its help does not list, and `translate(words, parser)`, which rewrites old
-# spellings. Its docstring ends with the examples of the command's help.
+# The commands, in the order of use; what the module of a command has stands in `commands/__init__.py`.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -37,7 +34,7 @@ GROUPS = {
         "prepare": "show and count the tokens of a dataset that are trained on",
         "features": "store the target's features, to train without its layers",
         "train": "train a drafter",
-        "eval": "measure acceptance, speed-up and losslessness",
+        "eval": "measure acceptance, speedup and losslessness",
         "doctor": "find out why acceptance is low",
     },
     "publish": {
@@ -76,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(words)
     module = _module(arguments.command)
-    again = getattr(module, "AGAIN", "run the same command again")
+    resume_hint = getattr(module, "RESUME_HINT", "run the same command again")
     try:
         terminal.set_verbosity(arguments.quiet, arguments.verbose)
         _resolve_names(arguments)
-        # With `--json`, the standard output holds the result alone, whatever libraries print.
+        # With `--json`, the standard output holds only the result, whatever libraries print.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             outcome = module.run(arguments, terminal.Echo())
         if arguments.json:
@@ -88,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return outcome.code
     except KeyboardInterrupt:
-        print(f"\ndflash {arguments.command}: interrupted; {again}.", file=sys.stderr)
+        print(f"\ndflash {arguments.command}: interrupted; {resume_hint}.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the pipe at exit
@@ -97,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         output = getattr(arguments, "output", None) or getattr(arguments, "output_dir", None)
-        message = errors.explain(error, again, output)
-        terminal.note(f"dflash {arguments.command}: error: {_in_options(message, arguments)}")
+        message = errors.explain(error, resume_hint, output)
+        terminal.note(f"dflash {arguments.command}: error: {_with_option_names(message, arguments)}")
         return 2 if isinstance(error, errors.UsageError) else 1
 
 
@@ -141,8 +138,8 @@ def build_parser(name: str, all_options: bool = False) -> "Parser":
     summary = COMMANDS[name]
     _, _, examples = (module.__doc__ or "").partition("\n\n")
     examples = f"examples:\n{examples}".replace("\n    ", "\n  ")
-    if hasattr(module, "AGAIN"):
-        examples += f"\nafter an interruption: {module.AGAIN}\n"
+    if hasattr(module, "RESUME_HINT"):
+        examples += f"\nafter an interruption: {module.RESUME_HINT}\n"
     end = "all commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
     parser = Parser(f"dflash {name}", f"{summary[0].upper()}{summary[1:]}.", f"{examples}\n{end}")
     module.add_arguments(parser)
@@ -171,13 +168,17 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors on one line, as everywhere else, and a usage line that names the required arguments alone."""
+    """Errors on one line, as everywhere else, and a usage line that names only the required arguments."""
 
     def __init__(self, prog: str, description: str, epilog: str):
         super().__init__(prog, None, description, epilog, formatter_class=Formatter, add_help=False)
-        # What to write instead of unknown options, from these, all words, and the parser.
-        self.remedy: Callable[[list[str], list[str], Parser], str] | None = None
+        self.remedy: Callable[[list[str], list[str], Parser], str] | None = None  # see `commands/__init__.py`
         self.words: list[str] = []
+
+    @property
+    def options(self) -> dict[str, argparse.Action]:
+        """The options by their spellings; argparse has no public list of them."""
+        return {option: action for action in self._actions for option in action.option_strings}
 
     def parse_intermixed_args(self, args=None, namespace=None):
         self.words = list(args or ())
@@ -202,29 +203,35 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
-def _in_options(message: str, arguments: argparse.Namespace) -> str:
-    """A message about arguments of Python, as `max_length=64`, in the words of the command line, `--max-length 64`."""
-    for action in build_parser(arguments.command, all_options=True)._actions:
+def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
+    """
+    A message with the names of options in place of those of Python's arguments: `--max-length 64` for `max_length=64`.
+
+    Errors of the library name argument and value in this form, for callers in Python. Only those that the command line
+    has set are replaced, so that an option is named only to somebody who has written it.
+    """
+    parser = build_parser(arguments.command, all_options=True)
+    for action in dict.fromkeys(parser.options.values()):
         value = getattr(arguments, action.dest, None)
-        if value is None or value is False or not action.option_strings:
+        if value is None or value is False:
             continue
-        option = action.option_strings[0]
+        words = [action.option_strings[0]]
         if value is not True:
-            values = value if isinstance(value, list) else [value]
-            option = " ".join(map(str, [option, *values]))
+            words += value if isinstance(value, list) else [value]
+        option = " ".join(map(str, words))
         for assignment in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
-            pattern = rf"(?<![\w.-]){re.escape(assignment)}(?!\w|\.\w)"
+            pattern = rf"(?<![\w.-]){re.escape(assignment)}(?!\w|\.\w)"  # not a part of a longer name or value
             message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
 
 
 def _resolve_names(arguments: argparse.Namespace) -> None:
-    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
-    for name in ("target", "draft", "base", "gguf", "data", "folder"):
+    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the pair that does not need the Hub."""
+    for name in ("target", "draft", "base", "gguf", "data", "source"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             setattr(arguments, name, os.path.expanduser(value))
-    if arguments.command != "train":  # which names its misspelt keys with it
+    if arguments.command != "train":  # whose errors also name misspelt settings
         check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):

@@ -124,7 +124,7 @@ def test_indented_lines_keep_their_spaces():
     assert streamer.text == tokenizer.decode(ids) == "def f():\n    return 1\n\n    return"
 
 
-def test_python_warnings_come_after_the_text(monkeypatch, capsys):
+def test_python_warnings_come_hold_back_logs(monkeypatch, capsys):
     """As those that are logged."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stdout)])
     with hold_back_logs():

@@ -24,8 +24,8 @@ from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
-from dflash_hf.serving.conversations import Conversations
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
+from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request, RequestStatus
 
 
@@ -71,7 +71,7 @@ def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[R
     """The requests of these numbers, which all wait when the first is decoded; `stops` of each."""
     ready = threading.Event()
 
-    class Holding:
+    class BlockingStreamer:
         def put(self, value):
             ready.wait()
 
@@ -79,7 +79,7 @@ def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[R
             pass
 
     apart = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # neither batched, nor is its cache kept
-    decoder.submit(request(decoder, served.inputs[0], Holding(), max_new_tokens=1, **apart))
+    decoder.submit(request(decoder, served.inputs[0], BlockingStreamer(), max_new_tokens=1, **apart))
     streamers = [*streamers, *[None] * len(which)]
     requests = [
         request(decoder, served.inputs[i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)
@@ -95,7 +95,7 @@ def texts_of(requests) -> list[list[int]]:
     return [done.token_ids for done in requests]
 
 
-class Then:
+class CallbackStreamer:
     """A streamer that does something at the first token."""
 
     def __init__(self, act):
@@ -116,8 +116,14 @@ def test_texts_equal_the_targets_own(number, decoder, served):
     requests = answered(decoder, served, range(number))
     assert texts_of(requests) == served.texts[:number]
     for done in requests:
-        assert bool(done.tokens_before_batch) == (number > 1)
-        assert (done.rounds > 0) == (number == 1) == (0 < done.accepted <= done.drafted)
+        if number == 1:
+            assert done.rounds > 0
+            assert 0 < done.accepted <= done.drafted
+            assert done.tokens_before_batch == 0
+        else:
+            assert done.rounds == 0
+            assert done.accepted == done.drafted == 0
+            assert done.tokens_before_batch > 0
 
 
 @pytest.mark.parametrize("number", [1, 5])
@@ -137,7 +143,7 @@ def test_stop_strings_end_answers_as_upstream(number, decoder, served):
 def test_drafted_request_joins_a_later_request(decoder, served):
     """Nobody waits for the whole of another's answer."""
     late: list[Request] = []
-    streamer = Then(lambda: late.append(decoder.submit(request(decoder, served.inputs[1]))))
+    streamer = CallbackStreamer(lambda: late.append(decoder.submit(request(decoder, served.inputs[1]))))
     (first,) = answered(decoder, served, [0], streamers=[streamer])
     assert texts_of([first, late[0].future.result(timeout=60)]) == served.texts[:2]
     assert len(first.prompt) < first.tokens_before_batch < len(first.token_ids)
@@ -154,7 +160,7 @@ def test_later_requests_join_a_batch(decoder, served):
         for i, more in ((2, {}), (3, {"repetition_penalty": 1.2}), (4, {})):
             late.append(decoder.submit(request(decoder, served.inputs[i], **more)))
 
-    first = answered(decoder, served, [0, 1], streamers=[Then(arrive)])
+    first = answered(decoder, served, [0, 1], streamers=[CallbackStreamer(arrive)])
     assert texts_of(first) == served.texts[:2]
     late = [waiting.future.result(timeout=60) for waiting in late]
     assert [bool(done.tokens_before_batch) for done in late] == [True, False, False]
@@ -171,7 +177,7 @@ def test_status_says_how_a_request_ended(number, decoder, served):
         statuses.append(first[0].status)
         first[0].abort()
 
-    first.append(request(decoder, served.inputs[0], Then(note_and_abort)))
+    first.append(request(decoder, served.inputs[0], CallbackStreamer(note_and_abort)))
     assert first[0].status is RequestStatus.WAITING
     decoder.submit(first[0])
     assert first[0].future.result(timeout=60).status is RequestStatus.FINISHED_ABORTED
@@ -189,7 +195,7 @@ def test_status_says_how_a_request_ended(number, decoder, served):
 @pytest.mark.parametrize("number", [1, 3])
 def test_abandoned_requests_end(number, decoder, served):
     first = []
-    leaves = Then(lambda: first[0].abort())
+    leaves = CallbackStreamer(lambda: first[0].abort())
     first.append(request(decoder, served.inputs[0], leaves))
     decoder.submit(first[0])
     assert texts_of(answered(decoder, served, range(1, number))) == served.texts[1:number]
@@ -298,7 +304,7 @@ def test_error_fails_only_its_request(number, decoder, served):
     def breaks():
         raise TypeError("of ours")
 
-    broken, *unbroken = answered(decoder, served, range(number), streamers=[Then(breaks)])
+    broken, *unbroken = answered(decoder, served, range(number), streamers=[CallbackStreamer(breaks)])
     with pytest.raises(TypeError, match="of ours"):
         broken.future.result()
     assert texts_of(unbroken) == served.texts[1:number]
@@ -332,7 +338,7 @@ def test_next_turn_prefills_only_its_new_tokens(decoder, served):
     target, _, draft, _, texts = served
     for cut in (len(texts[0]), len(texts[0]) - 12):  # all of the text so far, or a part of it
         longer = {"input_ids": torch.tensor([texts[0][:cut]])}
-        decoder.conversations.entries.clear()
+        decoder.prefix_caches.entries.clear()
         answered(decoder, served, [0])
         anew = target.generate(
             **longer, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
@@ -353,7 +359,7 @@ def test_each_conversation_keeps_its_own_cache(served):
     draft.decoding_config.block_size = draft.config.max_block_tokens
     decoder = Decoder(target, tokenizer, draft)
     read = [0] * 3
-    decoder.conversations.max_tokens = 1000
+    decoder.prefix_caches.max_tokens = 1000
     for turn in range(2):
         for number, chat in enumerate(chats):
             inputs = chat_ids(tokenizer, chat)
@@ -370,70 +376,101 @@ def test_each_conversation_keeps_its_own_cache(served):
 
 
 def test_caches_of_conversations_are_bounded(served):
-    conversations = Conversations(served.target)
+    caches = PrefixCaches(served.target)
 
     def keep(token, length, prompt=5):
         cache = DynamicCache()
         cache.update(torch.zeros(1, 1, length - 1, 1), torch.zeros(1, 1, length - 1, 1), 0)
-        conversations.keep([token] * length, prompt, cache)
+        caches.keep([token] * length, prompt, cache)
         return cache
 
     def first_tokens() -> list[int]:
-        return [entry.token_ids[0] for entry in conversations.entries]
+        return [entry.token_ids[0] for entry in caches.entries]
 
     for token in range(6):
         keep(token, 60)
-    assert first_tokens() == [2, 3, 4, 5] and len(conversations.entries[0].token_ids) == 59  # of 256 positions
-    conversations.max_memory = 59 * 2 * 4 * 3
+    assert first_tokens() == [2, 3, 4, 5] and len(caches.entries[0].token_ids) == 59  # of 256 positions
+    caches.max_memory = 59 * 2 * 4 * 3
     keep(6, 60)
     assert first_tokens() == [4, 5, 6]
     keep(8, 300)  # the latest is kept in any case
     assert first_tokens() == [8]
-    conversations.keep([7] * 10, 5, "another cache")
+    caches.keep([7] * 10, 5, "another cache")
     assert first_tokens() == [8]
 
 
 def test_prefix_is_copied_and_own_turn_is_taken(served):
     """Another conversation's cache stays; a turn of the same may write what opened its last answer otherwise."""
-    conversations = Conversations(served.target)
+    caches = PrefixCaches(served.target)
     cache = DynamicCache()
     cache.update(torch.randn(1, 1, 199, 2), torch.randn(1, 1, 199, 2), 0)
     text = [*range(200)]
     keys = cache.layers[0].keys
-    conversations.keep(text, 150, cache)
+    caches.keep(text, 150, cache)
     KEPT_CONTEXTS[cache] = {}
-    taken, length = conversations.take([*range(100), -1, -2])
+    taken, length = caches.take([*range(100), -1, -2])
     assert KEPT_CONTEXTS[taken] == {} and KEPT_CONTEXTS[taken] is not KEPT_CONTEXTS[cache]  # drafters write into them
     assert length == 100 == taken.get_seq_length() and cache.get_seq_length() == 199
     assert torch.equal(taken.layers[0].keys, keys[:, :, :100])
     taken.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
     assert cache.layers[0].keys is keys
-    assert conversations.take([*range(60), -1]) == (None, 0)  # is read with the rest
-    assert conversations.take(text[:150])[0] is not cache  # the same question again
-    taken, length = conversations.take([*range(145), *[-1] * 9])
-    assert length == 145 == taken.get_seq_length() and not conversations.entries
+    assert caches.take([*range(60), -1]) == (None, 0)  # is read with the rest
+    assert caches.take(text[:150])[0] is not cache  # the same question again
+    taken, length = caches.take([*range(145), *[-1] * 9])
+    assert length == 145 == taken.get_seq_length() and not caches.entries
 
 
 def test_cache_that_cannot_be_cropped_is_kept(served):
     """As the caches of sliding windows: the layers before the window were cut, and the conversation was lost."""
-    conversations = Conversations(served.target)
+    caches = PrefixCaches(served.target)
     cache = DynamicCache(config=Gemma3TextConfig(sliding_window=4, num_hidden_layers=6))
     for layer in (0, 5):  # of a window, and whole
         cache.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), layer)
     cache.layers = [cache.layers[5], cache.layers[0]]
-    conversations.keep([*range(10)], 5, cache)
-    assert conversations.take([*range(8), -1]) == (None, 0)
-    assert conversations.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
+    caches.keep([*range(10)], 5, cache)
+    assert caches.take([*range(8), -1]) == (None, 0)
+    assert caches.take([*range(12)]) == (cache, 9) and cache.layers[0].keys.shape[2] == 9
+
+
+def test_memory_counts_storages_behind_views(served):
+    """A cropped cache is a view, which keeps alive what was cropped; only its own tokens were counted."""
+    caches = PrefixCaches(served.target)
+    caches.max_memory = 2 * 59 * 4 * 2  # bytes of two caches with 59 tokens
+
+    def keep(token, rows):
+        cache = DynamicCache()
+        cache.update(torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, rows, 1), 0)
+        if rows > 59:
+            cache.crop(59 - rows)
+        caches.keep([token] * 60, 5, cache)
+
+    keep(1, rows=59)
+    keep(2, rows=59)
+    assert [entry.token_ids[0] for entry in caches.entries] == [1, 2]
+    keep(3, rows=2 * 59)  # as much as the other two
+    assert [entry.token_ids[0] for entry in caches.entries] == [3]
+
+
+def test_memory_counts_a_shared_storage_once(served):
+    """A prefix that two conversations share is not copied."""
+    caches = PrefixCaches(served.target)
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 99, 1), torch.zeros(1, 1, 99, 1), 0)
+    caches.max_memory = 99 * 4 * 2  # bytes
+    caches.keep([*range(100)], 90, cache)
+    taken, length = caches.take([*range(80), -1])
+    caches.keep([*range(80)], 80, taken)
+    assert length == 80 and len(caches.entries) == 2
 
 
 def test_memory_counts_contexts_of_drafters(decoder, served):
     """Those of a beginning that is shared are copies: eight of them took eight times as much."""
     answered(decoder, served, [0])
-    (conversation,) = decoder.conversations.entries
-    layers = next(iter(KEPT_CONTEXTS[conversation.cache].values())).cache.layers
+    (entry,) = decoder.prefix_caches.entries
+    layers = next(iter(KEPT_CONTEXTS[entry.cache].values())).cache.layers
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in conversation.cache.layers)
-    assert contexts > 0 and conversation.memory >= targets + contexts
+    targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in entry.cache.layers)
+    assert contexts > 0 and sum(entry.storages.values()) >= targets + contexts
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
@@ -560,7 +597,7 @@ def test_broken_processor_fails_its_request(name, error, decoder, served):
         "finish",
         "at_end",
         "prompt",
-        "settings",
+        "generation_config",
         "inputs",
     ],
 )
@@ -601,9 +638,9 @@ def test_error_of_a_step_fails_one_request(step, error, decoder, served, monkeyp
 def test_broken_conversation_cache_is_dropped(step, decoder, served, monkeypatch):
     """The caches that broke it are dropped, or each request would fail."""
     answered(decoder, served, [0])
-    monkeypatch.setattr(decoder.conversations, step, failing(TypeError("injected")))
+    monkeypatch.setattr(decoder.prefix_caches, step, failing(TypeError("injected")))
     assert texts_of(answered(decoder, served, [1])) == [served.texts[1]]
-    assert len(decoder.conversations.entries) == (step == "take")  # what was read anew is kept
+    assert len(decoder.prefix_caches.entries) == (step == "take")  # what was read anew is kept
     monkeypatch.undo()
     check_alive(decoder, served)
 
@@ -627,7 +664,7 @@ def test_batch_errors_leave_requests_answered(step, error, decoder, served, monk
     """Its requests go on one by one, from where the batch has left them."""
     managers = continuous_api.ContinuousBatchingManager
     fails_once(decoder if step.startswith("_") else managers, step, error, monkeypatch)
-    left = Then(lambda: None)
+    left = CallbackStreamer(lambda: None)
     requests = answered(decoder, served, range(2), streamers=[left], max_new_tokens=SHORT)
     assert texts_of(requests) == begun(served, range(2)) and left.seen == 1 + len(requests[0].tokens)
     monkeypatch.undo()
@@ -656,7 +693,7 @@ def test_waiting_requests_fail_when_the_thread_ends(served):
     target, tokenizer, draft, *_ = served
     decoder = Decoder(target, tokenizer, draft)
     ready = threading.Event()
-    first = decoder.submit(request(decoder, served.inputs[0], Then(ready.wait)))
+    first = decoder.submit(request(decoder, served.inputs[0], CallbackStreamer(ready.wait)))
     waiting = [decoder.submit(request(decoder, served.inputs[0], repetition_penalty=1.2)) for _ in range(2)]
     decoder.inbox.put(None)
     ready.set()

@@ -176,7 +176,7 @@ def test_trust_covers_the_drafter_of_an_engine(world, capsys):
     for engine in ("vllm", "sglang"):
         assert main(serve(world, "--engine", engine, "--trust-remote-code", "--dry-run")) == 0
         printed = capsys.readouterr()
-        assert "--trust-remote-code" in printed.out and "it runs the drafter's code, too" in printed.err
+        assert "--trust-remote-code" in printed.out and "it also runs the drafter's code" in printed.err
         assert main(serve(world, "--engine", engine, "--dry-run")) == 0
         printed = capsys.readouterr()
         assert "trust" not in printed.out and "the drafter's code" not in printed.err

@@ -216,5 +216,5 @@ def test_templates_get_their_own_arguments(folder):
     tokenizer.chat_template = {"default": "{{ a }}", "tool_use": "{% set images = b %}{{ images }}"}
     assert template_arguments_of(tokenizer, {"a": 1, "b": 2, "images": 3}) == {"a": 1, "b": 2}
     for name in ("tokenize", "chat_template", "tools", "return_dict"):
-        with pytest.raises(ValueError, match=f"'{name}', which is no variable of the chat template"):
+        with pytest.raises(ValueError, match=f"'{name}', which is not a variable of the chat template"):
             template_arguments_of(tokenizer, {name: "x"})

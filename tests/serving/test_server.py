@@ -357,7 +357,7 @@ def test_internal_error_is_a_500(folder):
 
     from dflash_hf.serving.decoder import Decoder
     from dflash_hf.serving.options import Options
-    from dflash_hf.serving.server import Exchange
+    from dflash_hf.serving.upstream import ChoiceManager
 
     class Model:
         config = LlamaConfig(max_position_embeddings=64)
@@ -371,7 +371,7 @@ def test_internal_error_is_a_500(folder):
             return []
 
     async def asked(stream: bool):
-        manager = Exchange(decoder, lines.append, Options())
+        manager = ChoiceManager(decoder, lines.append, Options())
         inputs = {"input_ids": torch.ones(1, 3, dtype=torch.long)}
         settings = GenerationConfig(max_new_tokens=4)
         if not stream:

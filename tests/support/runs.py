@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from dflash_hf.training.recipe import parse_option
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from support.pairs import make_draft
@@ -43,7 +44,11 @@ PLAIN_SGD = {
 
 def as_settings(words):
     """Words such as `bf16=false` as the settings that `read_recipe` takes."""
-    return dict(word.split("=", 1) for word in words)
+    settings = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        settings[name] = parse_option(name, text)
+    return settings
 
 
 def as_options(words):

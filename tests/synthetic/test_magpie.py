@@ -204,7 +204,7 @@ def test_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys)
         assert write(capsys, folder, output, count, "--batch-size", str(count % 5 + 1))[0] == 0
         assert output.read_bytes() == b"".join(single_run.read_bytes().splitlines(keepends=True)[:count])
     code, out, _ = write(capsys, folder, output, 10)  # fewer than there are
-    assert code == 0 and "15 of 10 requests are done" in out and len(rows_of(output)) == 15
+    assert code == 0 and "15 of 10 prompts are done" in out and len(rows_of(output)) == 15
 
 
 def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):

@@ -59,9 +59,8 @@ def test_value_has_the_type_of_its_setting(tmp_path):
     (tmp_path / "r.yaml").write_text(
         "target: t\ndata: d\npeft_config: {r: 4, p: 1e-1, init: [+2.5E1, 1e]}\nmax_steps: 3"
     )
-    recipe, training = read_recipe(
-        tmp_path / "r.yaml", {"draft_config": "{rms_norm_eps: 1e-6, attn_implementation: eager}"}
-    )
+    options = as_settings(["draft_config={rms_norm_eps: 1e-6, attn_implementation: eager}"])
+    recipe, training = read_recipe(tmp_path / "r.yaml", options)
     assert recipe.peft_config == {"r": 4, "init": [25.0, "1e"], "p": 0.1} and training["max_steps"] == 3
     assert recipe.draft_config == {"rms_norm_eps": 1e-6, "attn_implementation": "eager"}
 

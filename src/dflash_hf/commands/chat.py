@@ -11,7 +11,7 @@ from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
 
 
-AGAIN = "the same command starts a new conversation"
+RESUME_HINT = "the same command starts a new conversation"
 
 
 def add_arguments(parser) -> None:
@@ -21,8 +21,8 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
-    take_default(arguments, echo.note)
-    pair = NamedPair(arguments, echo.note)
+    take_default(arguments)
+    pair = NamedPair(arguments)
     from functools import partial
 
     from transformers import set_seed

@@ -10,7 +10,7 @@ from dflash_hf._io.terminal import Outcome, wants_color
 from dflash_hf.commands import shared
 
 
-AGAIN = "the same command starts again"
+RESUME_HINT = "the same command starts again"
 
 
 def add_arguments(parser) -> None:

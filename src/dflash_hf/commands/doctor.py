@@ -9,7 +9,7 @@ The exit status is 1 if a cause was found.
 
 from dflash_hf._io.argument_types import positive
 from dflash_hf._io.progress import bar
-from dflash_hf._io.terminal import Outcome, note
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 
@@ -37,7 +37,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.pairs.loading import Loading, load_target
     from dflash_hf.targets.frozen import freeze
 
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     if arguments.base is not None:
         check_pair_configs(arguments.base, None, Loading(), argument_format="--base {1}")
     rows = rows_of_every_kind(arguments.prompts)

@@ -89,7 +89,7 @@ def _measure(arguments):
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
     from dflash_hf.pairs.loading import should_pack
 
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
     # Prompts are read before anything large is loaded; only second turns need the target's answers.

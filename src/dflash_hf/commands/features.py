@@ -7,12 +7,12 @@
 
 from dflash_hf._io.argument_types import layer_id, output_folder, positive
 from dflash_hf._io.names import DTYPES
-from dflash_hf._io.terminal import Outcome, note
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 
 
-AGAIN = "the same command continues after the last complete shard"
+RESUME_HINT = "the same command continues after the last complete shard"
 
 
 def add_arguments(parser) -> None:
@@ -40,7 +40,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.targets.frozen import freeze
     from dflash_hf.training.features import manifest_of, store_features
 
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     # What the arguments name is read before the target, which takes the longest.
     encoder = shared.encoder_of(pair)
     rows = shared.rows_of(arguments)

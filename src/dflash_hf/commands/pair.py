@@ -11,7 +11,7 @@ from dflash_hf._io.terminal import note
 DECODING_OPTIONS = ("compile", "tree_nodes")  # options that are fields of a drafter's `decoding_config`
 
 
-def take_default(arguments, say) -> None:
+def take_default(arguments) -> None:
     """
     Use SmolLM2-135M-Instruct with its drafter if no pair is named.
 
@@ -27,7 +27,7 @@ def take_default(arguments, say) -> None:
     arguments.target_name = "smollm2"
     arguments.target = str(smollm2_folder())
     arguments.draft = str(drafter_folder())
-    say("SmolLM2-135M-Instruct with its drafter; choose another pair with --target and --draft.")
+    note("SmolLM2-135M-Instruct with its drafter; choose another pair with --target and --draft.")
 
 
 class NamedPair:
@@ -38,19 +38,21 @@ class NamedPair:
     Args:
         arguments (`argparse.Namespace`): From a command with [`~dflash_hf.commands.shared.add_loading`]; it may lack
             `draft`, `threads` and `chat_template`.
-        say (`Callable`): Called with a line about the chat template's arguments.
+
+    Attributes:
+        packed (`bool`): Whether `ready` has packed the weights.
 
     Raises:
         `ValueError`, `OSError`: as [`~dflash_hf.pairs.configs.check_pair_configs`]; also for a missing device.
     """
 
-    def __init__(self, arguments, say):
+    def __init__(self, arguments):
         from dflash_hf.pairs.configs import check_pair_configs
         from dflash_hf.pairs.loading import Loading, available_device
 
         absent = {"draft": None, "threads": None, "chat_template": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
-        self.say = say
+        self.packed = False
         self.loading = Loading.from_arguments(arguments)
         self.config = check_pair_configs(arguments.target, arguments.draft, self.loading)
         self.device = available_device(self.loading.device)
@@ -82,7 +84,7 @@ class NamedPair:
         from dflash_hf.data.prompts import template_kwargs
 
         kwargs = template_arguments(self.arguments.template_args)
-        return template_kwargs(default if kwargs is None else kwargs, draft_config=self.draft_config, say=self.say)
+        return template_kwargs(default if kwargs is None else kwargs, draft_config=self.draft_config, say=note)
 
     @cached_property
     def image_reader(self):

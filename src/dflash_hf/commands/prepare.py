@@ -7,7 +7,7 @@
 
 from dflash_hf._io.argument_types import count
 from dflash_hf._io.errors import UsageError
-from dflash_hf._io.terminal import Outcome, note, wants_color
+from dflash_hf._io.terminal import Outcome, wants_color
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 
@@ -34,7 +34,7 @@ def run(arguments, echo) -> Outcome:
     output = arguments.output
     if output is not None:
         _check_output(output, arguments.data)
-    encoder = shared.encoder_of(NamedPair(arguments, note))
+    encoder = shared.encoder_of(NamedPair(arguments))
     rows = shared.rows_of(arguments)
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)

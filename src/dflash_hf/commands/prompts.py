@@ -6,23 +6,23 @@
 """
 
 from dflash_hf._io.argument_types import amount, count, output_lines, positive, probability, template_arguments
-from dflash_hf._io.terminal import Outcome, note
+from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 
 
-AGAIN = "the same command continues with the requests that are missing"
+RESUME_HINT = "the same command continues with the prompts that are missing"
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
-    parser.add_argument("--count", required=True, type=positive, help="number of requests")
+    parser.add_argument("--count", required=True, type=positive, help="number of prompts")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
-    parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
+    parser.add_argument("--begin", action="append", default=[], help="first words of a prompt; repeatable")
     parser.add_argument("--temperature", type=amount, default=1.0, help="above 0 (default: %(default)s)")
     parser.add_argument("--top-p", type=probability, default=0.95, help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest request (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest prompt (default: %(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, help="rows at a time (default: by memory, at most 256)")
     add_template(parser, "none")
@@ -30,7 +30,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """Append requests to the output until it has `--count` of them."""
+    """Append prompts to the output until it has `--count` of them."""
     from collections import Counter
     from dataclasses import asdict, fields
 
@@ -49,7 +49,7 @@ def run(arguments, echo) -> Outcome:
     options = {name: value for name, value in vars(arguments).items() if name in names}
     options["kinds"] = [kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else []
     settings = PromptSettings(**options, chat_template_kwargs=template_arguments(arguments.template_args) or {})
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     tokenizer = pair.tokenizer
     user_turn(tokenizer, settings)  # raises before anything is written
     left_out: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def run(arguments, echo) -> Outcome:
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
     with ResponseFile(arguments.output, made_with, request_of, echo) as output:
         before = list(output.finished.values())
-        echo(f"{len(before)} of {arguments.count} requests are done")
+        echo(f"{len(before)} of {arguments.count} prompts are done")
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = pair.target()
@@ -66,7 +66,7 @@ def run(arguments, echo) -> Outcome:
         pack(arguments.packed, target)
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
-        with logging.tqdm(total=arguments.count, initial=len(before), unit="request") as bar:
+        with logging.tqdm(total=arguments.count, initial=len(before), unit="prompt") as bar:
             for row, reason in sample_requests(target, tokenizer, arguments.count, settings, rows, before):
                 if row:
                     output.write_row(row)
@@ -74,7 +74,7 @@ def run(arguments, echo) -> Outcome:
                     bar.update()
                 else:
                     left_out[reason] += 1
-    echo(f"{len(before) + new} requests are in {arguments.output}, {new} of them new")
+    echo(f"{len(before) + new} prompts are in {arguments.output}, {new} of them new")
     for reason, number in left_out.most_common():
         echo(f"  {number} samples left out: {reason}")
     return Outcome(facts={"requests": len(before) + new, "new": new, "left_out": dict(left_out)})

@@ -13,7 +13,7 @@ from dflash_hf._io.terminal import Outcome
 from dflash_hf.commands.shared import options_given
 
 
-AGAIN = "the same command uploads the rest; files that arrived are not sent again"
+RESUME_HINT = "the same command uploads the rest; files that arrived are not sent again"
 _CARD_FACTS = (
     "base_model",
     "base_model_revision",
@@ -28,9 +28,9 @@ _CARD_FACTS = (
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("folder", help="local folder of a drafter")
+    parser.add_argument("source", metavar="folder", help="local folder of a drafter; its repository for --code-only")
     parser.add_argument("repo", nargs="?", help="user/name on the Hub")
-    only = "open a pull request in the repository, named alone, with this version's code, and nothing else"
+    only = "open a pull request with this version's code in a repository, which is the only other argument"
     parser.add_argument("--code-only", action="store_true", help=only)
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="list what would change, print the card, send nothing")
@@ -45,8 +45,8 @@ def add_arguments(parser) -> None:
     facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--license", help="the Hub's identifier, such as mit; other with the next two")
-    facts.add_argument("--license-name", metavar="NAME", help="of another license, such as my-license-1.0")
-    facts.add_argument("--license-link", metavar="LINK", help="to its text: a URL, or LICENSE in the folder")
+    facts.add_argument("--license-name", metavar="NAME", help="name of another license, such as my-license-1.0")
+    facts.add_argument("--license-link", metavar="LINK", help="its text: a URL, or LICENSE in the folder")
     facts.add_argument(
         "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
     )
@@ -65,28 +65,28 @@ def run(arguments, echo) -> Outcome:
     if arguments.code_only:
         return _code_only(arguments, echo)
     if arguments.repo is None:
-        raise UsageError(f"{arguments.folder}: name a folder and a repository, or with --code-only a repository.")
-    if not Path(arguments.folder).is_dir():
-        raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
+        raise UsageError(f"{arguments.source}: name a folder and a repository, or with --code-only a repository.")
+    if not Path(arguments.source).is_dir():
+        raise FileNotFoundError(f"{arguments.source}: there is no such folder; publish a local folder.")
     facts = None
     given_facts = {name: getattr(arguments, name) for name in _CARD_FACTS if getattr(arguments, name)}
-    if given_facts and has_own_card(arguments.folder):
+    if given_facts and has_own_card(arguments.source):
         raise UsageError(
-            f"{Path(arguments.folder, 'README.md')} was written by hand and is taken as it is: instead of "
+            f"{Path(arguments.source, 'README.md')} was written by hand and is taken as it is: instead of "
             f"{', '.join(options_given(arguments, _CARD_FACTS))}, change its metadata, or remove it for a rendered "
             "card."
         )
     if given_facts:
         given_facts["data"] = given_facts.pop("data_description", None)
-        facts = CardFacts.from_folder(arguments.folder, **given_facts)
+        facts = CardFacts.from_folder(arguments.source, **given_facts)
     options = {"facts": facts, "gguf_target": arguments.gguf, "replace_card": arguments.replace_card}
-    options["announce"] = partial(_announce, Path(arguments.folder), echo)
-    result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
+    options["announce"] = partial(_announce, Path(arguments.source), echo)
+    result = publish(arguments.source, arguments.repo, arguments.private, arguments.dry_run, **options)
     if arguments.dry_run:
         echo(f"README.md:\n\n{result.card}\nDry run: nothing was sent to {result.repo}.")
     else:
         if facts is not None:  # the card is rendered again each time
-            facts.save(arguments.folder)
+            facts.save(arguments.source)
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
     outcome = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     outcome["card"] = str(result.card)
@@ -136,8 +136,8 @@ def _code_only(arguments, echo) -> Outcome:
     ignored = options_given(arguments, ("private", "gguf", "replace_card", *_CARD_FACTS))
     if ignored or arguments.repo is not None:
         others = ", ".join(ignored or [arguments.repo])
-        raise UsageError(f"--code-only changes the code of a repository alone: leave out {others}.")
-    change = publish_code(arguments.folder, arguments.dry_run)
+        raise UsageError(f"--code-only changes only the code of a repository: leave out {others}.")
+    change = publish_code(arguments.source, arguments.dry_run)
     echo(f"code beside the weights: {change.before} -> {change.after}")
     for sign, names in (("+", change.files), ("-", change.removed)):
         for name in names:

@@ -16,7 +16,7 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
 
 
-AGAIN = "the same command continues with the rows that are missing"
+RESUME_HINT = "the same command continues with the rows that are missing"
 # Options for answers of this process, which a server does not read.
 _IN_PROCESS = (
     "raw",
@@ -52,76 +52,113 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """Write the rows that are missing in the output; the exit status is 1 if some were refused."""
-    from transformers.utils import logging
-
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.template import digests_of_tokenizer
-    from dflash_hf.pairs.configs import check_token_id
-    from dflash_hf.synthetic.regenerate import question_digest, questions_of, with_thinking
+    from dflash_hf.synthetic.regenerate import ask_rows, question_digest
     from dflash_hf.synthetic.response_file import ResponseFile
 
+    # 1. The options.
     unread = shared.options_given(arguments, _IN_PROCESS)
     if arguments.server and unread:
         raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(unread)}.")
     shared.check_sampling(arguments)
     shared.check_not_data(arguments.output, arguments.data)
+    # 2. Who answers: a server, or the target in this process.
+    server = None
+    pair = None
     if arguments.server:
-        pair = None
-        tokenizer = None
         kwargs = template_kwargs(template_arguments(arguments.template_args), say=note)
-        ask_server = _from_server(arguments, kwargs)
-        sees = True
+        server = _client_of(arguments, kwargs)
     else:
-        pair = NamedPair(arguments, note)
-        check_token_id(arguments.mask_token_id, pair.config)
-        sees = pair.image_reader is not None  # first: a template may be the processor's
+        pair = _target_of(arguments)
         kwargs = pair.template()
-        tokenizer = pair.tokenizer
-        if arguments.thinking and "enable_thinking" not in str(tokenizer.chat_template):
-            raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
-    as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    data = shared.rows_of(arguments)
-    every_turn = arguments.turns == "all"
-    questions, left_out = questions_of(data, arguments.data, as_chat, every_turn, sees)
-    if arguments.thinking:
-        for index, question in questions.items():
-            questions[index] = with_thinking(question, arguments.thinking, arguments.seed)
+    # 3. The tasks.
+    tasks, left_out = _tasks(arguments, pair)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
-
-    # Everything that answers depend on. Files are identified by content: data by each prompt, the target by weights.
+    # 4. The rows that are missing. Everything that answers depend on is stored in the output: files are identified by
+    #    content, data by each prompt, the target by its weights.
     names = ("turns", "thinking", "max_new_tokens", "temperature", "top_p", "seed", "raw")
-    settings = {
-        **{name: getattr(arguments, name) for name in names},
-        "chat_template_kwargs": kwargs,
-        "served": arguments.target if arguments.server else None,
-        **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
-    }
-    total = len(questions)
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"chat_template_kwargs": kwargs, "served": arguments.target if pair is None else None}
+    if pair is None:
+        settings["mask_token_id"] = arguments.mask_token_id
+    else:
+        settings |= digests_of_tokenizer(pair.tokenizer)
+    shortened: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
     with ResponseFile(arguments.output, settings, question_digest, echo) as output:
-        for index, digest in output.finished.items():
-            if index in questions and questions[index].digest != digest:
-                raise ValueError(
-                    f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
-                    "the data has changed; choose another output."
-                )
-        missing = [question for index, question in questions.items() if index not in output.finished]
-        echo(f"{total - len(missing)} of {total} rows are finished")
-        refused: Counter[str] = Counter()
-        shortened: Counter[str] = Counter()
+        _check_same_prompts(output, tasks, arguments)
+        missing = [task for index, task in tasks.items() if index not in output.finished]
+        echo(f"{len(tasks) - len(missing)} of {len(tasks)} rows are finished")
         if missing:
-            rows = ask_server(missing) if pair is None else _in_process(pair, kwargs, missing, output)
-            with logging.tqdm(total=total, initial=total - len(missing), unit="row") as bar:
-                for row, reason in rows:
-                    if row:
-                        output.write_row(row)
-                    if reason and row:
-                        shortened[reason] += 1
-                    elif reason:
-                        refused[reason] += 1
-                    bar.update()
-            echo(f"{total - refused.total()} of {total} rows are in {arguments.output}")
-    return _outcome(echo, total, left_out, shortened, refused)
+            if pair is None:
+                seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
+                rows = ask_rows(server, missing, concurrency=arguments.concurrency, seed=seed)
+            else:
+                rows = _in_process(pair, kwargs, missing, output)
+            _write_rows(rows, output, len(tasks), len(tasks) - len(missing), shortened, refused)
+            echo(f"{len(tasks) - refused.total()} of {len(tasks)} rows are in {arguments.output}")
+    return _outcome(echo, len(tasks), left_out, shortened, refused)
+
+
+def _target_of(arguments) -> NamedPair:
+    """
+    The target that answers in this process.
+
+    Raises:
+        `ValueError`: it has no such mask token, or its template does not know `--thinking`.
+    """
+    from dflash_hf.pairs.configs import check_token_id
+
+    pair = NamedPair(arguments)
+    check_token_id(arguments.mask_token_id, pair.config)
+    _ = pair.image_reader  # before the tokenizer is used: a template may be the processor's
+    if arguments.thinking and "enable_thinking" not in str(pair.tokenizer.chat_template):
+        raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
+    return pair
+
+
+def _tasks(arguments, pair: NamedPair | None) -> tuple[dict, dict[str, int]]:
+    """The tasks by the index of their row, and how many rows are left out, by the reason; no `pair`: a server."""
+    from dflash_hf.synthetic.regenerate import questions_of, with_thinking
+
+    as_chat = not arguments.raw and (pair is None or bool(pair.tokenizer.chat_template))
+    reads_images = pair is None or pair.image_reader is not None
+    rows = shared.rows_of(arguments)
+    tasks, left_out = questions_of(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
+    if arguments.thinking:
+        for index, task in tasks.items():
+            tasks[index] = with_thinking(task, arguments.thinking, arguments.seed)
+    return tasks, left_out
+
+
+def _check_same_prompts(output, tasks: dict, arguments) -> None:
+    """
+    Raises:
+        `ValueError`: a row of the output answers another prompt than the data now has.
+    """
+    for index, digest in output.finished.items():
+        if index in tasks and tasks[index].digest != digest:
+            raise ValueError(
+                f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
+                "the data has changed; choose another output."
+            )
+
+
+def _write_rows(rows, output, total: int, num_finished: int, shortened: Counter, refused: Counter) -> None:
+    """Write the rows as they are answered, and count, by the reason, those that end early and those without answer."""
+    from transformers.utils import logging
+
+    with logging.tqdm(total=total, initial=num_finished, unit="row") as bar:
+        for row, reason in rows:
+            if row:
+                output.write_row(row)
+            if reason and row:
+                shortened[reason] += 1
+            elif reason:
+                refused[reason] += 1
+            bar.update()
 
 
 def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, refused: Counter) -> Outcome:
@@ -134,21 +171,16 @@ def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, ref
     return Outcome(1 if refused else 0, {**facts, "shortened": dict(shortened)})
 
 
-def _from_server(arguments, kwargs: dict):
-    """A function that has a server answer questions."""
-    from functools import partial
-
+def _client_of(arguments, kwargs: dict):
+    """A client of `--server`, which asks for answers with the options of this command."""
     from dflash_hf.synthetic.chat_client import ChatClient
-    from dflash_hf.synthetic.regenerate import ask_rows
 
     options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
         options["logit_bias"] = {str(arguments.mask_token_id): -100}
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p}
     options |= {name: value for name, value in sampling.items() if value is not None}
-    server = ChatClient(arguments.server, options, kwargs, arguments.timeout)
-    seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
-    return partial(ask_rows, server, concurrency=arguments.concurrency, seed=seed)
+    return ChatClient(arguments.server, options, kwargs, arguments.timeout)
 
 
 def _generation_config(target, arguments):
@@ -176,7 +208,7 @@ def _generation_config(target, arguments):
     return config
 
 
-def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
+def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     """The rows as they are answered."""
     from dflash_hf.pairs.loading import pack
     from dflash_hf.synthetic.regenerate import generate_rows
@@ -205,5 +237,5 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.settle({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
-    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
-    return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)
+    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
+    return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)

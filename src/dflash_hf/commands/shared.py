@@ -18,7 +18,7 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
     """Add `--target` and `--draft`; with `default`, SmolLM2-135M and its drafter are used if neither is given."""
     shown = " (default: SmolLM2-135M and its drafter)" if default else ""
     parser.add_argument("--target", required=required, help=f"the target: a folder or Hub name{shown}")
-    alone = "; without it the target decodes alone" if default else ""
+    alone = "; without it, decoding is target-only" if default else ""
     parser.add_argument("--draft", required=required, help=f"its drafter: a folder or Hub name{alone}")
 
 
@@ -138,7 +138,8 @@ def options_given(arguments, names: Iterable[str]) -> list[str]:
     options = []
     for name in names:
         value = getattr(arguments, name)
-        if value and (name, value) != ("dtype", "auto"):
+        is_default_dtype = name == "dtype" and value == "auto"  # the only default that is true
+        if value and not is_default_dtype:
             options.append(f"--{name.replace('_', '-')}")
     return options
 

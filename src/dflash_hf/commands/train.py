@@ -28,18 +28,18 @@ from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed
 from dflash_hf.training.presets import PAPER
 
 
-LONG = PAPER["max_length"].value  # tokens of the paper's longest texts
-# Memory at a hidden size of 4096 of a slot of a block, its activations stored or recomputed, and of a token of a text,
-# from measurements of a tiny target (examples/benchmarks/results/long_texts.md).
-GB_PER_SLOT_STORED = 1.5e-3
-GB_PER_SLOT_RECOMPUTED = 0.55e-3
-GB_PER_TOKEN = 0.48e-3
-AGAIN = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
-# Options of version 0.2 and their new spellings: they work, and a note names the new one. `key=value` stands for each
-# setting.
+PAPER_MAX_LENGTH = PAPER["max_length"].value  # tokens of the paper's longest texts
+# Memory of a training step for a target with a hidden size of 4096, in proportion for others. Estimated from
+# measurements of a tiny target (examples/benchmarks/results/long_texts.md).
+GB_PER_SLOT_STORED = 1.5e-3  # for each slot of a block, if its activations are stored
+GB_PER_SLOT_RECOMPUTED = 0.55e-3  # with --activation-checkpointing
+GB_PER_TOKEN = 0.48e-3  # for each token of a text
+RESUME_HINT = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
+# Spellings of version 0.2, and those of today: the old ones work, and a note names the new one. `key=value` stands for
+# every setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
 
-# The settings that help lists; `--keys` lists all.
+# The settings that `--help` lists; `--keys` lists all.
 LISTED = (
     "preset",
     "target",
@@ -60,33 +60,59 @@ LISTED = (
     "num_anchors",
     "loss_type",
 )
-_RECIPE_ALONE = frozenset({"debug"})  # a setting of transformers, and an option of all commands
+_RECIPE_ONLY = frozenset({"debug"})  # settings of transformers whose option has another meaning in all commands
 
 
 def add_arguments(parser) -> None:
     parser.allow_abbrev = False  # a setting has one spelling
     parser.add_argument("--config", metavar="FILE", help="YAML recipe (examples/recipes has some)")
-    parser.add_argument("--dry-run", action="store_true", help="print the settings, and who decided each")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings, and where each comes from")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
     _add_options(parser.add_argument_group("target, drafter and data"), ScriptArguments)
     _add_options(parser.add_argument_group("training"), DFlashOptions)
-    parser.add_argument("--entry", action="append", help=argparse.SUPPRESS)  # of a mapping, see `translate`
+    # `--peft-config.r 16` as `--entry peft_config.r=16`: argparse has no options with variable names. See `translate`.
+    parser.add_argument("--entry", action="append", help=argparse.SUPPRESS)
 
 
 def add_more_arguments(parser) -> None:
     """The options of transformers' `TrainingArguments`, which needs torch; `--help` does not list them."""
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    _add_options(parser, DFlashTrainingArguments, present=_RECIPE_ALONE.union(DFlashOptions.__annotations__))
+    _add_options(parser, DFlashTrainingArguments, without=_RECIPE_ONLY.union(DFlashOptions.__annotations__))
 
 
-def _add_options(parser, dataclass_type: type, present: frozenset = frozenset()) -> None:
-    """An option for each field of a dataclass that is not `present`; its value is text, read by `training.recipe`."""
+class _StoreSetting(argparse.Action):
+    """Stores the value of a setting, not its text; without the option, the namespace has no attribute for it."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        try:
+            setattr(namespace, self.dest, _parse_words(self.dest, values))
+        except (ValueError, ImportError) as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def _parse_words(name: str, words: str | list[str]):
+    """The value of a setting from the words after its option: a list may be several words, or one in YAML."""
+    from dflash_hf.training.recipe import HINTS, parse_option
+
+    if not isinstance(words, list):
+        return parse_option(name, words)
+    kinds = allowed_types(HINTS[name])
+    text = " ".join(words)
+    if text == "null" or text.startswith("["):
+        return parse_option(name, text)
+    if len(words) == 1 and str in kinds:
+        return words[0]
+    return parse_option(name, f"[{', '.join(words)}]") if list[int] in kinds else words
+
+
+def _add_options(parser, dataclass_type: type, without: frozenset = frozenset()) -> None:
+    """Add an option for each field of a dataclass, `without` some."""
     hints = typing.get_type_hints(dataclass_type)
     for field in dataclasses.fields(dataclass_type):
-        if not field.init or field.name in present:
+        if not field.init or field.name in without:
             continue
         kinds = [typing.get_origin(kind) or kind for kind in allowed_types(hints[field.name])]
         help = help_of(field, hints[field.name], is_short=True).replace("%", "%%")
@@ -96,7 +122,8 @@ def _add_options(parser, dataclass_type: type, present: frozenset = frozenset())
             options |= {"nargs": "?", "const": "true"}
         elif list in kinds:
             options |= {"nargs": "+"}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, **options)
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, dest=field.name, action=_StoreSetting, default=argparse.SUPPRESS, **options)
 
 
 def _metavar(name: str, kinds: list) -> str:
@@ -112,36 +139,44 @@ def _metavar(name: str, kinds: list) -> str:
 
 def translate(words: list[str], parser) -> list[str]:
     """
-    The words of a command line as `parser` reads them: old spellings as new ones, and entries of mappings,
+    The words of a command line as argparse can read them: old spellings as new ones, and entries of mappings,
     `--peft-config.r 16`, as values of one option.
     """
+    options = parser.options
     translated: list[str] = []
     new_spellings = []
     remaining = list(words)
-    is_value = False  # whether the word is the value of the option before it
+    is_value = False  # whether the next word is the value of the option before it
     while remaining:
         word = remaining.pop(0)
-        name, equals, text = word.partition("=")
-        if not is_value and equals and re.fullmatch(r"[a-z]\w*(\.\w+)*", name):  # key=value
-            setting, dot, entry = name.partition(".")
-            name = f"--{setting.replace('_', '-')}{dot}{entry}"
-            new_spellings.append(f"{name} {'...' if is_secret(setting) else shlex.quote(text)}")
-            word = f"{name}={text}"
-        elif not is_value and name in OLD_SPELLINGS:
-            name = OLD_SPELLINGS[name]
-            new_spellings.append(name)
-            word = f"{name}{equals}{text}"
-        if not is_value and re.fullmatch(r"--[a-z][\w-]*\.[\w.]+", name):
-            setting, _, entry = name.removeprefix("--").partition(".")
-            value = text if "=" in word or not remaining else remaining.pop(0)
-            translated += ["--entry", f"{setting.replace('-', '_')}.{entry}={value}"]
-            continue
+        if not is_value:
+            word, new_spelling = _in_new_spelling(word)
+            new_spellings += [new_spelling] if new_spelling else []
+            if re.match(r"--[a-z][\w-]*\.[\w.]+(=|$)", word):  # an entry of a mapping
+                name, equals, text = word.partition("=")
+                if not equals and remaining:
+                    text = remaining.pop(0)
+                setting, _, entry = name.removeprefix("--").partition(".")
+                translated += ["--entry", f"{setting.replace('-', '_')}.{entry}={text}"]
+                continue
         translated.append(word)
-        action = parser._option_string_actions.get(word)
-        is_value = action is not None and action.nargs in (None, "+")
+        is_value = word in options and options[word].nargs in (None, "+")
     if new_spellings:
         note(f"dflash train: settings are options since 0.3; write {' '.join(new_spellings)}")
     return translated
+
+
+def _in_new_spelling(word: str) -> tuple[str, str]:
+    """A word in the spelling of today; and that spelling for a note, without secrets, empty if it is the same."""
+    name, equals, text = word.partition("=")
+    if equals and re.fullmatch(r"[a-z]\w*(\.\w+)*", name):  # key=value
+        setting, dot, entry = name.partition(".")
+        option = f"--{setting.replace('_', '-')}{dot}{entry}"
+        return f"{option}={text}", f"{option} {'...' if is_secret(setting) else shlex.quote(text)}"
+    if name in OLD_SPELLINGS:
+        option = OLD_SPELLINGS[name]
+        return f"{option}{equals}{text}", option
+    return word, ""
 
 
 def remedy(unknown: list[str], words: list[str], parser) -> str:
@@ -150,7 +185,7 @@ def remedy(unknown: list[str], words: list[str], parser) -> str:
     for word in unknown:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--"):
-            nearest = difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(option, parser.options, n=1, cutoff=0.0)[0]
             sentences.append(f"did you mean {nearest}?")
     for option in ("--data", "--eval-data"):
         if option in words[:-1]:
@@ -161,31 +196,19 @@ def remedy(unknown: list[str], words: list[str], parser) -> str:
     return " ".join(sentences) or "settings are written as --name value"
 
 
-def settings_of(arguments) -> dict[str, str]:
-    """The settings of a command line, by name, as YAML."""
-    from dflash_hf.training.recipe import HINTS
+def settings_of(arguments) -> dict[str, typing.Any]:
+    """The settings of a command line by name; an entry of a mapping as `peft_config.r`."""
+    from dflash_hf.training.recipe import HINTS, parse_option
 
-    settings: dict[str, str] = {}
-    for name, value in vars(arguments).items():
-        if value is None or name not in HINTS or name in _RECIPE_ALONE:
-            continue
-        kinds = allowed_types(HINTS[name])
-        if not isinstance(value, list):
-            settings[name] = value
-        elif value[0] == "null" or value[0].startswith("["):
-            settings[name] = " ".join(value)
-        elif len(value) == 1 and str in kinds:
-            settings[name] = json.dumps(value[0])
-        else:
-            settings[name] = f"[{', '.join(value)}]" if list[int] in kinds else json.dumps(value)
+    names = HINTS.keys() - _RECIPE_ONLY
+    settings = {name: value for name, value in vars(arguments).items() if name in names}
     for entry in arguments.entry or ():
         name, _, text = entry.partition("=")
-        settings[name] = text
+        settings[name] = parse_option(name, text)
     return settings
 
 
 def run(arguments, echo) -> Outcome:
-    from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import as_arguments, decide, key_lines, lines_of_choices
 
     if arguments.keys is not None:
@@ -193,26 +216,8 @@ def run(arguments, echo) -> Outcome:
         for line in lines:
             echo(line)
         return Outcome(facts={"keys": lines})
-    options = settings_of(arguments)
-    for name, value in vars(arguments).items():
-        if isinstance(value, list) and len(value) == 1:
-            setattr(arguments, name, value[0])  # as errors name it
-    settings = decide(arguments.config, options)
-    for name, setting in settings.items():
-        if setting.source == "command line":
-            setattr(arguments, name, setting.value)
-    script, training = as_arguments(settings)
-    script = replace(script, target=folder_of(script.target), draft=folder_of(script.draft, drafter=True))
-    if not training.get("output_dir"):
-        raise ValueError("No output folder is given; name the folder for the drafter with --output-dir.")
-    for name in ("data", "eval_data"):
-        check_files(name, getattr(script, name))
-    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(script, name)]
-    if unread and training.get("eval_strategy", "no") == "no":
-        raise ValueError(
-            f"{unread[0]}={getattr(script, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
-            "and eval_steps, or leave it out."
-        )
+    settings = decide(arguments.config, settings_of(arguments))
+    script, training = _checked(*as_arguments(settings))
     if arguments.dry_run:
         _warn_of_long_texts(script, training)
         return _dry_run(settings, echo)
@@ -233,9 +238,33 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
+def _checked(script, training: dict) -> tuple:
+    """
+    The arguments of a run, with a recipe's `smollm2` resolved: `cli` has resolved that of the command line.
+
+    Raises:
+        `ValueError`: there is no output folder, or evaluation data is never read.
+        `FileNotFoundError`: a file of data does not exist.
+    """
+    from dflash_hf.smollm2 import folder_of
+
+    script = replace(script, target=folder_of(script.target), draft=folder_of(script.draft, drafter=True))
+    if not training.get("output_dir"):
+        raise ValueError("No output folder is given; name the folder for the drafter with --output-dir.")
+    for name in ("data", "eval_data"):
+        check_files(name, getattr(script, name))
+    unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(script, name)]
+    if unread and training.get("eval_strategy", "no") == "no":
+        raise ValueError(
+            f"{unread[0]}={getattr(script, unread[0])!r} is never read with eval_strategy=no: set eval_strategy=steps "
+            "and eval_steps, or leave it out."
+        )
+    return script, training
+
+
 def _warn_of_long_texts(script, training: dict) -> None:
-    """A note about the memory of a step, if the texts may be longer than the paper's."""
-    if script.max_length <= LONG:
+    """Print a note about the memory of a step, if the texts may be longer than the paper's."""
+    if script.max_length <= PAPER_MAX_LENGTH:
         return
     slots = training["num_anchors"] * (script.block_size or PAPER["block_size"].value)
     rows = training["per_device_train_batch_size"]
@@ -250,7 +279,7 @@ def _warn_of_long_texts(script, training: dict) -> None:
 
 
 def _dry_run(settings: dict, echo) -> Outcome:
-    """The settings of a run, each with who decided it, as a recipe."""
+    """Print the settings of a run as a recipe, each with where it comes from."""
     shown = {key: "(set)" if is_secret(key) else setting.value for key, setting in settings.items()}
     for key, value in shown.items():
         echo(f"{f'{key}: {json.dumps(value)}':40}  # {settings[key].origin}")

@@ -21,7 +21,8 @@ HELP = """/draft off  answer without the drafter; /draft on uses it again
 /reset      start a new conversation
 /help       show this
 Ctrl-C stops an answer, Ctrl-D exits. A pasted block of lines is one message."""
-SECONDS_IN_A_PASTE = 0.05  # between the lines of a pasted block, which a terminal passes on at once
+# A terminal passes on a pasted block at once: lines that follow within this time belong to it.
+SECONDS_IN_A_PASTE = 0.05
 
 
 class Chat:
@@ -62,7 +63,7 @@ class Chat:
         return self.turns
 
     def _run_command(self, command: str) -> None:
-        """Do what a line with a slash says, and say what was done."""
+        """Run a command, a line with a slash, and note what was done."""
         if command == "/reset":
             self.messages = []
             self.note("A new conversation: what was said before is forgotten.")
@@ -95,13 +96,13 @@ class Chat:
         target = self.decoder.target
         messages = [*self.messages, {"role": "user", "content": text}]
         streamer = PieceStreamer(self.decoder.tokenizer, self._show)
-        settings = copy.deepcopy(target.generation_config)
-        settings.update(**self.options)
+        generation_config = copy.deepcopy(target.generation_config)
+        generation_config.update(**self.options)
         with hold_back_logs():
             try:
                 ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                request = Request(self.decoder, inputs, settings, streamer, drafts=self.drafts)
+                request = Request(self.decoder, inputs, generation_config, streamer, drafts=self.drafts)
                 self._wait_for(self.decoder.submit(request))
             except Exception as error:
                 if not sys.stdin.isatty():
@@ -116,8 +117,8 @@ class Chat:
         elif request.status is RequestStatus.FINISHED_LENGTH:
             cut = cut_reason(request.tokens, self.options["max_new_tokens"], target.generation_config)
             ending = f"; cut off at {cut}" if cut else ""
-        who = "with the drafter" if streamer.rounds else "target alone"
-        self.note(f"{who}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")
+        method = "with the drafter" if streamer.rounds else "target alone"
+        self.note(f"{method}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures, "cached": request.cached_tokens})
 

@@ -1,4 +1,4 @@
-"""Several choices in one answer: of one prompt, or of several."""
+"""Several choices in one answer, to one prompt or to several."""
 
 import asyncio
 import json
@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 
 
 def total_usage(usages: Sequence[dict], per_prompt: int) -> dict:
-    """The sum of the usages of choices, of which so many in a row share a prompt, which counts once."""
+    """The sum of the usages of all choices. `per_prompt` consecutive ones share a prompt, which is counted once."""
     total: dict = {}
     for index, usage in enumerate(usages):
         for name, value in usage.items():
-            # Of choices that share a prompt, only the first counts its tokens.
+            # Only the first choice for a prompt counts its tokens.
             is_counted = index % per_prompt == 0 or not name.startswith(("prompt", "total"))
             if isinstance(value, dict):
                 details = total.setdefault(name, dict.fromkeys(value, 0))
@@ -23,7 +23,7 @@ def total_usage(usages: Sequence[dict], per_prompt: int) -> dict:
 
 
 def merge_answers(answers: Sequence[dict], per_prompt: int) -> dict:
-    """One answer with the choices of all, and their usage; the first has its name and time."""
+    """One answer with the choices of all answers and the sum of their usage; id and time are those of the first."""
     choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     usage = total_usage([answer["usage"] for answer in answers], per_prompt)
     return {**answers[0], "choices": choices, "usage": usage}

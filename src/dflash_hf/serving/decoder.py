@@ -3,11 +3,14 @@ Decoding for several requests with one pair, in one thread. A request that waits
 drafter. As soon as a second one waits that can be batched with it, both go on together in transformers' continuous
 batching, with all that come before the batch is empty; a batch does not use the drafter.
 
-The thread serves everybody, so every error belongs to somebody. An error while a single request is decoded, or of its
-own streamer or processors, is that request's: its `future` has it, and the next request is answered. After an error of
-a batch, its requests go on one by one. Caches of conversations only save time: an error of theirs is logged, and the
-prompt is read from its beginning. If the thread ends nevertheless, `is_alive` is false and nobody is left waiting: all
-requests fail, those that wait and those that come later.
+All requests share this thread, so every error must be attributed to a request, and end no other:
+
+- An error while a request is decoded on its own, or of its streamer or processors: this request fails with it, and the
+  next one is answered.
+- An error of a batch: its requests go on one by one.
+- An error of the caches of earlier answers, which only save time: it is logged, the caches are dropped, and the prompt
+  is read from its beginning.
+- If the thread ends nevertheless, `is_alive` is false, and all requests fail: those that wait, and later ones.
 """
 
 import contextlib
@@ -31,7 +34,7 @@ from transformers.utils import logging
 
 from dflash_hf._io.errors import one_line
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.serving.conversations import Conversations
+from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.targets.clones import with_own_config
@@ -39,21 +42,21 @@ from dflash_hf.targets.clones import with_own_config
 
 logger = logging.get_logger(__name__)
 
-# Settings that may differ between the requests of a batch: the argument, and the attribute that holds its value.
+# Logits processors that may differ between the requests of a batch, and the setting that each is made from.
 _PER_REQUEST_SETTINGS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
 }
 _TEXT_INPUTS = {"input_ids", "attention_mask"}
-_MAX_BATCH_FAILURES = 3  # after so many in a row, nothing is batched any more
+_MAX_BATCH_FAILURES = 3  # consecutive failures, after which nothing is batched any more
 _MAX_BATCH_MANAGERS = 2  # each has its own cache
-_BATCH_CACHE_SHARE = 0.1  # of the free memory, for such a cache
-_MAX_BATCH_TOKENS_ON_CPU = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
-_BATCH_POLL_SECONDS = 0.1  # without a token, after which the decoder looks whether the batch still runs
-_MAX_BACK_OFF = 31  # requests without the drafter
+_BATCH_CACHE_SHARE = 0.1  # share of the free memory for the cache of a manager
+_MAX_BATCH_TOKENS_ON_CPU = 512  # per forward; more is no faster on a CPU, and upstream keeps logits of all of them
+_BATCH_POLL_SECONDS = 0.1  # after this time without a token, the decoder checks that the batch still runs
+_MAX_PAUSE = 31  # requests without the drafter, in a row
 _ENDED = "The thread that decodes has ended, and no request is answered any more; restart the server."
-# After an error that belongs to no request, so that one that repeats does not take a whole core.
+# Pause after an error that belongs to no request: one that repeats must not take a whole core.
 _SECONDS_AFTER_ERROR = 0.1
 
 
@@ -61,15 +64,15 @@ class DecoderEnded(RuntimeError):
     """No request is answered any more."""
 
 
-class DrafterBackOff:
+class DrafterPause:
     """
-    After an answer that gained nothing by the drafter, requests are decoded without it: one, and twice as many and one
-    more after each further such answer, at most `_MAX_BACK_OFF`. The loop that can draft costs time, too.
+    Pauses the drafter after answers that it did not speed up: for 1, 3, 7, ... requests (`2n + 1`), at most
+    `_MAX_PAUSE`. Even a round that drafts nothing costs time in the loop that can draft.
     """
 
     def __init__(self):
-        self._length = 0  # requests without the drafter after the latest such answer
-        self._remaining = 0  # of these, how many are still to come
+        self._length = 0  # requests of the latest pause; 0 after an answer that the drafter sped up
+        self._remaining = 0  # requests of it that are still to come
 
     def allows_drafter(self) -> bool:
         """Whether the next request may use the drafter; called once for each request that would."""
@@ -79,13 +82,13 @@ class DrafterBackOff:
         return False
 
     def record(self, speedup: float) -> None:
-        """Record the estimated speed-up of an answer that could use the drafter."""
-        self._length = 0 if speedup > 1 else min(2 * self._length + 1, _MAX_BACK_OFF)
+        """Record the estimated speedup of an answer that could use the drafter."""
+        self._length = 0 if speedup > 1 else min(2 * self._length + 1, _MAX_PAUSE)
         self._remaining = self._length
 
 
-class _EndsSingleDecoding(StoppingCriteria):
-    """Ends a call of `generate` when its request wants no more tokens, or leaves it to join a batch."""
+class _SingleDecodingStop(StoppingCriteria):
+    """Stops a call of `generate` when its request wants no more tokens, or leaves the call to join a batch."""
 
     def __init__(self, decoder: "Decoder", request: Request):
         self.decoder = decoder
@@ -95,8 +98,8 @@ class _EndsSingleDecoding(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs) -> torch.BoolTensor:
         self.decoder.receive(wait=False)
         self.leaves_for_batch = self.decoder.can_batch_next(self.request.batch_key)
-        ends = self.leaves_for_batch or not self.request.wants_tokens
-        return torch.full((len(input_ids),), ends, device=input_ids.device)
+        stops = self.leaves_for_batch or not self.request.wants_tokens
+        return torch.full((len(input_ids),), stops, device=input_ids.device)
 
 
 class Decoder:
@@ -119,13 +122,13 @@ class Decoder:
         self.stop_strings = target.generation_config.stop_strings
         target.generation_config.stop_strings = None
         self.token_bytes = TokenBytes(tokenizer)
-        self.inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # `None`: the sign to stop
+        self.inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # `None`: stop
         self.waiting: deque[Request] = deque()
-        self.conversations = Conversations(target)
-        self.batch_managers: dict[tuple, Any] = {}  # by the key of their batches; the latest last
+        self.prefix_caches = PrefixCaches(target)
+        self.batch_managers: dict[tuple, Any] = {}  # by batch key; the latest last
         self.batch_failures = 0 if hasattr(target, "init_continuous_batching") else _MAX_BATCH_FAILURES
         self.request_numbers = itertools.count()
-        self.back_off = DrafterBackOff()
+        self.drafter_pause = DrafterPause()
         self.stop_requested = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -151,7 +154,7 @@ class Decoder:
         return self.thread.is_alive()
 
     def stop(self) -> None:
-        """End the threads; torch must not be at work in one while the interpreter ends."""
+        """End the threads: torch must not run in one while the interpreter exits."""
         self.inbox.put(None)
         self.thread.join(timeout=2)
         for manager in list(self.batch_managers.values()):
@@ -162,22 +165,22 @@ class Decoder:
         Requests with the same key can be in one batch: whether they sample, and the types of their logits processors.
         `None` if a request cannot be batched.
         """
-        settings = request.settings
+        config = request.generation_config
         if set(request.inputs) - _TEXT_INPUTS or request.processors or request.prompt_scores is not None:
             return None
-        if not settings.max_new_tokens or settings.max_time or settings.bad_words_ids:
+        if not config.max_new_tokens or config.max_time or config.bad_words_ids:
             return None
-        if settings.do_sample and request.seed is not None:
+        if config.do_sample and request.seed is not None:
             return None
-        if settings.num_beams not in (None, 1) or settings.repetition_penalty not in (None, 1.0):
+        if config.num_beams not in (None, 1) or config.repetition_penalty not in (None, 1.0):
             return None
         try:
-            processors = [type(processor) for processor in self.target._get_logits_processor(settings)]
+            processors = [type(processor) for processor in self.target._get_logits_processor(config)]
         except (TypeError, AttributeError):  # one needs what `generate` adds, such as the length of the prompt
             return None
         if not all(processor in _PER_REQUEST_SETTINGS for processor in processors):
             return None
-        return (settings.do_sample, *processors)
+        return (config.do_sample, *processors)
 
     # --------------------------------------------------------------------------------------------------- in the thread
 
@@ -189,7 +192,7 @@ class Decoder:
                     self.receive(wait=not self.waiting)
                     if self.waiting:
                         self._serve(self.waiting.popleft())
-                except BaseException as error:  # of no request
+                except BaseException as error:  # not a request's
                     _log("The thread that decodes goes on after an error", error)
                     time.sleep(_SECONDS_AFTER_ERROR)
         finally:
@@ -209,7 +212,7 @@ class Decoder:
                 self._decode_single(request)
         except BaseException as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):  # the next one may need what they take
-                self.conversations.entries.clear()
+                self.prefix_caches.clear()
             request.fail(error)
 
     def _fail_waiting(self) -> None:
@@ -223,7 +226,7 @@ class Decoder:
             self.waiting.popleft().fail(DecoderEnded(_ENDED))
 
     def receive(self, wait: bool) -> None:
-        """Move what has arrived to `waiting`; with `wait`, at least one request, or the sign to stop."""
+        """Move what has arrived to `waiting`; with `wait`, wait for a request, or for `stop`."""
         while wait or not self.inbox.empty():
             request = self.inbox.get()
             wait = False
@@ -248,25 +251,38 @@ class Decoder:
             request.start()
             request.finish()
             return
-        # 2. Its inputs: with the tokens of a batch, if it comes from one.
-        drafts = request.drafts and self.back_off.allows_drafter()
+        # 2. The answer.
+        stop = _SingleDecodingStop(self, request)
+        speedup = self._generate(request, stop)
+        if speedup is not None:
+            self.drafter_pause.record(speedup)
+        # 3. It is finished, or waits for a batch.
+        if stop.leaves_for_batch and request.remaining_tokens and request.wants_tokens and not request.at_end:
+            request.pause()
+            self.waiting.appendleft(request)
+        else:
+            request.finish()
+
+    def _generate(self, request: Request, stop: StoppingCriteria) -> float | None:
+        """Call `generate` for a request; returns the estimated speedup by the drafter, `None` if it was not used."""
+        # 1. Its inputs: with the tokens of a batch, if it comes from one.
+        drafts = request.drafts and self.drafter_pause.allows_drafter()
         inputs = request.inputs
         token_ids = request.token_ids
         if request.tokens:
             ids = torch.tensor([token_ids], device=self.target.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        settings = copy.copy(request.settings)
-        settings.max_new_tokens = request.remaining_tokens
-        settings.return_dict_in_generate = True
+        config = copy.copy(request.generation_config)
+        config.max_new_tokens = request.remaining_tokens
+        config.return_dict_in_generate = True
         options: dict = {"assistant_model": self.draft if drafts else None}
-        # 3. The cache of an earlier answer, if it fits.
+        # 2. The cache of an earlier answer, if it fits.
         is_text = not set(inputs) - _TEXT_INPUTS
-        keeps_cache = is_text and (settings.num_beams or 1) == 1 and not settings.cache_implementation
+        keeps_cache = is_text and (config.num_beams or 1) == 1 and not config.cache_implementation
         request.start()
         if keeps_cache:
             options[CACHE_NAME], request.cached_tokens = self._take_cache(token_ids)
-        # 4. Decode.
-        ends = _EndsSingleDecoding(self, request)
+        # 3. Decode; a seed is for this request alone.
         device = self.target.device
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
             if request.seed is not None:
@@ -274,40 +290,32 @@ class Decoder:
             output = self.target.generate(
                 **inputs,
                 **options,
-                generation_config=settings,
+                generation_config=config,
                 streamer=request,
                 logits_processor=[*request.processors],
-                stopping_criteria=[ends],
+                stopping_criteria=[stop],
             )
-        # 5. What the next requests need.
+        # 4. The cache, for the next turn.
         if keeps_cache:
             self._keep_cache(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
-        speedup = output.get("estimated_speedup")
-        if speedup is not None:
-            self.back_off.record(speedup)
-        # 6. It is finished, or waits for a batch.
-        if ends.leaves_for_batch and request.remaining_tokens and request.wants_tokens and not request.at_end:
-            request.pause()
-            self.waiting.appendleft(request)
-        else:
-            request.finish()
+        return output.get("estimated_speedup")
 
     def _take_cache(self, token_ids: list[int]) -> tuple[Any, int]:
         """The cache with the longest common prefix, and the number of tokens in it."""
         try:
-            return self.conversations.take(token_ids)
+            return self.prefix_caches.take(token_ids)
         except Exception as error:
-            _log("The caches of conversations are dropped after an error", error)
-            self.conversations.entries.clear()
+            _log("The caches of earlier answers are dropped after an error", error)
+            self.prefix_caches.clear()
             return None, 0
 
     def _keep_cache(self, token_ids: list[int], prompt_length: int, cache) -> None:
         """Keep the cache of a prompt and its answer for the next turn."""
         try:
-            self.conversations.keep(token_ids, prompt_length, cache)
+            self.prefix_caches.keep(token_ids, prompt_length, cache)
         except Exception as error:
-            _log("The caches of conversations are dropped after an error", error)
-            self.conversations.entries.clear()
+            _log("The caches of earlier answers are dropped after an error", error)
+            self.prefix_caches.clear()
 
     # -------------------------------------------------------------------------------------------- several in a batch
 
@@ -349,7 +357,7 @@ class Decoder:
         try:
             for name in running:
                 manager.cancel_request(name)
-            threading.Thread(target=manager.stop, daemon=True).start()  # which may never end
+            threading.Thread(target=manager.stop, daemon=True).start()  # it may never end
         except BaseException as error:
             _log("A batch cannot be ended", error)
 
@@ -358,9 +366,9 @@ class Decoder:
         if batch_key not in self.batch_managers:
             if len(self.batch_managers) == _MAX_BATCH_MANAGERS:
                 self.batch_managers.pop(next(iter(self.batch_managers))).stop(block=True, timeout=2)
-            # Its own configuration: upstream changes the attention that drafted requests use, too.
+            # Its own configuration: upstream would also change the attention of drafted requests.
             manager = with_own_config(self.target).init_continuous_batching(
-                generation_config=copy.deepcopy(self.waiting[0].settings),
+                generation_config=copy.deepcopy(self.waiting[0].generation_config),
                 continuous_batching_config=ContinuousBatchingConfig(
                     auto_switch_to_flash=False,
                     per_request_processors=True,
@@ -375,14 +383,14 @@ class Decoder:
     def _add_to_batch(self, manager, running: dict[str, Request]) -> None:
         """The first waiting request joins a batch."""
         request = self.waiting[0]
-        settings = request.settings
+        config = request.generation_config
         try:
             _, *processors = request.batch_key
             attributes = [_PER_REQUEST_SETTINGS[processor] for processor in processors]
-            own_settings = {attribute: getattr(settings, attribute) for attribute in attributes}
+            own_settings = {attribute: getattr(config, attribute) for attribute in attributes}
             token_ids = request.token_ids
             request.start()
-        except BaseException as error:  # of its streamer
+        except BaseException as error:  # such as its streamer's
             self.waiting.popleft()
             request.fail(error)
             return
@@ -392,7 +400,7 @@ class Decoder:
             name,
             request.remaining_tokens,
             streaming=True,
-            eos_token_id=settings.eos_token_id,
+            eos_token_id=config.eos_token_id,
             **own_settings,
         )
         if not was_added:

@@ -1,4 +1,4 @@
-"""The log-probabilities that a request may ask for."""
+"""The log-probabilities of tokens that a request may ask for."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.targets.features import cache_argument, empty_cache, input_device
 
 
-_CHUNK_TOKENS = 512  # of a prompt, which are scored in one forward
-_MIN_LOG_PROB = -9999.0  # JSON has no infinity; OpenAI's value
+_CHUNK_TOKENS = 512  # prompt tokens scored in one forward
+_MIN_LOG_PROB = -9999.0  # OpenAI's value for -inf, which JSON does not have
 
 
 class LogProbs(LogitsProcessor):

@@ -15,17 +15,18 @@ import jinja2
 import jinja2.meta
 
 
-# The types of parts with text.
+# Types of parts that hold text.
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # The other types of parts, and the field that holds their data.
 _DATA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "video_url": "video_url"}
 _DATA_FIELDS |= {"audio_url": "audio_url", "input_audio": "input_audio"}
-_PLAIN_FIELDS = ("type", "detail")  # fields of such a part that are never loaded
-_CHUNK_CHARACTERS = 4096  # whose tokens are counted at a time
-_MAX_DEPTH = 64  # of objects and lists in a body; copying them is recursive
+_PLAIN_FIELDS = ("type", "detail")  # fields of such a part that nothing is loaded from
+_CHUNK_CHARACTERS = 4096  # characters whose tokens are counted at a time
+_MAX_DEPTH = 64  # nested objects and lists of a body: copying them is recursive
 # Required fields of the items of `/v1/responses`, by type.
 _REQUIRED_FIELDS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own
+# A tag of transformers that marks what is trained on; jinja2 does not know it.
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 # ------------------------------------------------------------------------------------------------------- any body
@@ -44,8 +45,8 @@ def check_strings(body: dict) -> None:
             except UnicodeEncodeError as error:
                 half = ascii(text[error.start])
                 raise ValueError(
-                    f"{path} holds {half}, half of a surrogate pair, which is no character; send the pair, or leave "
-                    "it out."
+                    f"{path} holds {half}, half of a surrogate pair, which is not a character; send the pair, or "
+                    "leave it out."
                 ) from error
 
 
@@ -73,8 +74,8 @@ def _values(name: str, whole) -> Iterator[tuple[str, Any]]:
 def check_length(tokenizer, value, max_tokens: int | None) -> None:
     """
     Reject what is much too long for the model before upstream encodes it: that takes 50 s for 12 MB, in the event loop
-    that serves everybody. Tokens are counted chunk by chunk and only up to the limit, so that this takes no longer for
-    12 MB than for a text of `max_tokens` tokens.
+    that serves all requests. Tokens are counted chunk by chunk and only up to the limit: 12 MB take no longer
+    than a text of `max_tokens` tokens.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
@@ -237,11 +238,10 @@ def read_messages(read: Callable, messages: list[dict], modality) -> list[dict]:
     messages = [{key: value for key, value in message.items() if key != "tool_calls" or value} for message in messages]
     check_messages(messages)
     for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if (
-                not read([{"role": "user", "content": [part]}], modality)[0]["content"]
-                and part["type"] not in _TEXT_TYPES
-            ):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            is_dropped = not read([{"role": "user", "content": [part]}], modality)[0]["content"]
+            if is_dropped and part["type"] not in _TEXT_TYPES:
                 raise ValueError(f"content has a part of type {part['type']!r}, which the model cannot read.")
     return read(messages, modality)
 
@@ -251,8 +251,8 @@ def read_messages(read: Callable, messages: list[dict], modality) -> list[dict]:
 
 def template_arguments_of(processor, arguments: dict) -> dict:
     """
-    Those of a request's arguments for the chat template that the template reads. Others change nothing; a processor
-    would take them for images, or for the names of files.
+    The arguments of a request that its chat template reads. Others change nothing, but a processor would take them for
+    images, or for names of files.
 
     Args:
         processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): The processor with the template.
@@ -265,7 +265,8 @@ def template_arguments_of(processor, arguments: dict) -> dict:
     reserved_names = [name for name in arguments if name in reserved]
     if reserved_names:
         raise ValueError(
-            f"chat_template_kwargs has {reserved_names[0]!r}, which is no variable of the chat template; leave it out."
+            f"chat_template_kwargs has {reserved_names[0]!r}, which is not a variable of the chat template; leave it "
+            "out."
         )
     templates = getattr(processor, "chat_template", None) or ""
     texts = templates.values() if isinstance(templates, dict) else [templates]

@@ -1,4 +1,4 @@
-"""What a request's body asks for beyond what upstream's handlers understand."""
+"""The fields of a request's body that upstream's handlers ignore, misread or do not check."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -7,9 +7,9 @@ from pydantic import BaseModel, Field, StrictInt, ValidationError
 from transformers import GenerationConfig
 
 
-# Fields that are handled here and kept from upstream. It seeds torch as soon as a request arrives, in the middle of
-# another's answer, fails on whole biases and empty stop strings, searches the vocabulary for stop strings in each
-# call, and ignores the others or does not know them.
+# Fields that are handled here and taken out of the body that upstream gets. Upstream seeds torch as soon as a request
+# arrives, in the middle of another's answer; fails on integer biases and empty stop strings; searches the vocabulary
+# for stop strings in each call; and ignores the other fields, or rejects them.
 _HANDLED_HERE = {
     "seed",
     "stop",
@@ -26,10 +26,10 @@ _HANDLED_HERE = {
     "repetition_penalty",
     "repeat_penalty",
 }
-# Fields that would change the answer and are not supported: the value that changes nothing, besides null. `None` if
-# there is none.
+# Fields that would change the answer and are not supported, with the value that changes nothing; `None` if only null
+# does.
 _UNSUPPORTED = {
-    # of OpenAI
+    # OpenAI
     "functions": None,
     "function_call": None,
     "suffix": None,
@@ -49,7 +49,7 @@ _UNSUPPORTED = {
     "modalities": ["text"],
     "background": False,
     "truncation": "disabled",
-    # of vLLM and SGLang
+    # vLLM and SGLang
     "min_tokens": 0,
     "ignore_eos": False,
     "use_beam_search": False,
@@ -60,7 +60,7 @@ _UNSUPPORTED = {
     "spaces_between_special_tokens": True,
     "stop_token_ids": None,
     "prompt_logprobs": None,
-    # of llama.cpp
+    # llama.cpp
     "dynatemp_range": 0,
     "xtc_probability": 0,
     "typ_p": 1,
@@ -70,7 +70,7 @@ _UNSUPPORTED = {
 }
 # Fields that change no answer here, and are ignored.
 _IGNORED = {
-    # of beam search, and of samplers that are off
+    # Parameters of beam search, and of samplers that are off.
     "length_penalty",
     "early_stopping",
     "dynatemp_exponent",
@@ -82,7 +82,7 @@ _IGNORED = {
     "repeat_last_n",
     "samplers",
     "backend_sampling",
-    # what a server should log, keep or report
+    # What a server should log, keep or report.
     "timings_per_token",
     "return_progress",
     "cache_prompt",
@@ -100,17 +100,18 @@ _IGNORED = {
     "prompt_cache_retention",
     "prediction",
 }
-_MAX_CHOICES = 8  # of a prompt; they are decoded in one batch
+_MAX_CHOICES = 8  # for each prompt; they are decoded in one batch
 _MAX_PROMPTS = 256
-_MIN_TEMPERATURE = 1e-5  # below it logits overflow, and a sample is the likeliest token anyway
+_MIN_TEMPERATURE = 1e-5  # lower ones are greedy: logits would overflow, and samples be the likeliest token anyway
 Length = Annotated[int, Field(ge=1)]
-Limit = Annotated[int, Field(ge=-1)]  # -1: as many as there is room for
+Limit = Annotated[int, Field(ge=-1)]  # -1: as many tokens as there is room for
 Id = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
-Stop = Annotated[str, Field(max_length=512)]  # the end of an answer as long as this is decoded again for each token
+# A matcher decodes the end of the answer again for each token, as long as the longest stop string.
+Stop = Annotated[str, Field(max_length=512)]
 Stops = Annotated[list[Stop], Field(max_length=64)]
 _ADDED_BY_TRANSFORMERS = {"transformers_version", "_from_model_config"}  # by `GenerationConfig.to_json_string`
-# Of the settings that a request may not have, the values that change nothing and are no default of transformers.
+# Values of settings that a request may not have which change nothing, though they are not transformers' defaults.
 _NEUTRAL_SETTINGS = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -161,7 +162,7 @@ class GenerationSettings(BaseModel, extra="forbid", strict=True):
             text (`str`): The `generation_config`, a JSON object.
 
         Raises:
-            `ValueError`: it is no JSON object, or has a setting that a request may not have.
+            `ValueError`: it is not a JSON object, or has a setting that a request may not have.
         """
         try:
             settings = json.loads(text)
@@ -242,42 +243,54 @@ class Options(BaseModel):
         Raises:
             `ValueError`: a field has a wrong value, or is not supported.
         """
-        for name, value in body.items():
-            if name not in _UNSUPPORTED:
-                continue
-            neutral_value = _UNSUPPORTED[name]
-            if value in (None, neutral_value, [], ""):
-                continue
-            only = "" if neutral_value is None else f": only {neutral_value!r} is"
-            raise ValueError(f"{name}={value!r} is not supported{only}; leave it out.")
+        _reject_unsupported(body)
         try:
             options = cls.model_validate(body)
         except ValidationError as error:
             name, why = _first_error(error)
             raise ValueError(f"{name}={body[name]!r} is not supported: {why}.") from error
-        if options.generation_config is not None:
-            body["generation_config"] = json.dumps(GenerationSettings.from_json(options.generation_config))
-        if options.top_logprobs is not None and not options.logprobs:
-            raise ValueError(f"top_logprobs={options.top_logprobs} is not supported without logprobs=true in a chat.")
-        if "input" in body and options.num_top_logprobs is not None:
-            raise ValueError(f"logprobs={options.logprobs!r} is not supported by /v1/responses; use a chat.")
-        other_tools = [tool for tool in options.tools or [] if tool.get("type", "function") != "function"]
+        options._check_combinations()
+        options._rewrite(body)
+        return options
+
+    def _check_combinations(self) -> None:
+        """
+        Raises:
+            `ValueError`: fields that are not supported together.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} is not supported without logprobs=true in a chat.")
+        if self.input is not None and self.num_top_logprobs is not None:
+            raise ValueError(f"logprobs={self.logprobs!r} is not supported by /v1/responses; use a chat.")
+        other_tools = [tool for tool in self.tools or [] if tool.get("type", "function") != "function"]
         if other_tools:
             raise ValueError(f"tools has {other_tools[0]!r}, which is not supported: its type must be 'function'.")
-        if options.tool_choice == "none":
-            body.pop("tools", None)
-        elif options.parallel_tool_calls is False and options.tools and not options.forces_call:
+        calls_tools = bool(self.tools) and self.tool_choice != "none"
+        if calls_tools and self.parallel_tool_calls is False and not self.forces_call:
             raise ValueError(
                 "parallel_tool_calls=False is not supported unless tool_choice forces the call of a tool."
             )
-        if options.max_completion_tokens is not None:  # the oldest versions ignore it
+
+    def _rewrite(self, body: dict) -> None:
+        """
+        Rewrite a body for upstream: what it would misread in its own form, and without what is handled here.
+
+        Raises:
+            `ValueError`: `generation_config` has a setting that a request may not have.
+        """
+        if self.generation_config is not None:
+            body["generation_config"] = json.dumps(GenerationSettings.from_json(self.generation_config))
+        if self.tool_choice == "none":
+            body.pop("tools", None)
+        if self.max_completion_tokens is not None:  # the oldest supported version of transformers ignores it
             body["max_tokens"] = body.pop("max_completion_tokens")
-        if (options.temperature or 1.0) < _MIN_TEMPERATURE or options.top_p == 0:
-            options.temperature = body["temperature"] = 0.0
+        is_nearly_zero = self.temperature is not None and 0 < self.temperature < _MIN_TEMPERATURE
+        if is_nearly_zero or self.top_p == 0:  # greedy
+            self.temperature = 0.0
+            body["temperature"] = 0.0
             body.pop("top_p", None)
         for name in body.keys() & (_HANDLED_HERE | _IGNORED | _UNSUPPORTED.keys()):
             del body[name]
-        return options
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -344,6 +357,20 @@ class Options(BaseModel):
                 return schema
             case other:
                 raise ValueError(f"response_format={other!r} is not supported: text, json_object and json_schema are.")
+
+
+def _reject_unsupported(body: dict) -> None:
+    """
+    Raises:
+        `ValueError`: a field that is not supported has a value that would change the answer.
+    """
+    for name, value in body.items():
+        if name not in _UNSUPPORTED:
+            continue
+        neutral_value = _UNSUPPORTED[name]
+        if value not in (None, neutral_value, [], ""):
+            only = "" if neutral_value is None else f": only {neutral_value!r} is"
+            raise ValueError(f"{name}={value!r} is not supported{only}; leave it out.")
 
 
 def _call_schema(tool: dict) -> dict:

@@ -1,4 +1,4 @@
-"""An answer while it is generated: pieces of text, each with its source."""
+"""Streams an answer as pieces of text, each with its source: the drafter or the target."""
 
 import time
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class PieceStreamer(BaseStreamer):
         self._start = time.perf_counter()
         self._awaits_prompt = True
         self._round: list[int] = []  # tokens committed by the current verification
-        self._line: list[int] = []  # the last line break and the tokens since; and their text written so far
-        self._written = ""
+        self._line: list[int] = []  # tokens from the last line break on
+        self._written = ""  # what has been written of their text
 
     @property
     def tau(self) -> float | None:
@@ -60,7 +60,7 @@ class PieceStreamer(BaseStreamer):
             self._flush()
 
     def next_round(self, drafted: int = 0) -> None:
-        """The following tokens come from a new verification, of so many drafted ones."""
+        """The following tokens come from a new verification, of `drafted` drafted tokens."""
         self._flush()
         self.rounds += 1
 

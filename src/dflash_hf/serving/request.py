@@ -1,4 +1,4 @@
-"""A request: what is asked for, and how its answer grows."""
+"""A request to the decoder, and the answer to it so far."""
 
 import contextlib
 import enum
@@ -45,24 +45,25 @@ class Request:
     Args:
         decoder (`Decoder`): The decoder that will answer.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
-        settings (`GenerationConfig`): Changed: `max_new_tokens` is limited by the room in the context, and greedy
-            decoding has no settings of sampling.
+        generation_config (`GenerationConfig`): Changed in place: `max_new_tokens` is limited by the room in the
+            context, and greedy decoding has no sampling parameters.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
-        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: the settings', then the
-            target's.
+        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: those of
+            `generation_config`, then the target's.
         seed (`int`, *optional*): Seed of this request's samples.
         processors (`Sequence[LogitsProcessor]`): Logits processors. Those with a method `on_token` are called with
             each token of the answer.
         drafts (`bool`): Whether the drafter may be used.
-        prompt_scores (`LogProbs`, *optional*): Records the log-probabilities of the prompt's own tokens, too.
+        prompt_scores (`LogProbs`, *optional*): Also records the log-probabilities of the prompt's own tokens.
 
     Attributes:
         status (`RequestStatus`): Where it is.
         future (`Future`): Done when it is finished. Its result is the request itself, its exception what failed.
         prompt (`list[int]`): Token ids of the prompt.
         tokens (`list[int]`): Token ids of the answer so far.
-        rounds (`int`), drafted (`int`), accepted (`int`): Number of verifications; of tokens that they verified, and
-            kept.
+        rounds (`int`): Number of verifications.
+        drafted (`int`): Number of drafted tokens that they verified.
+        accepted (`int`): How many of these they accepted; without the token of the target's own in each round.
         cached_tokens (`int`): Tokens of the prompt that were in the cache of an earlier answer.
         tokens_before_batch (`int`): Tokens of prompt and answer when it joined a batch; 0 if it has not.
 
@@ -74,7 +75,7 @@ class Request:
         self,
         decoder,
         inputs: dict,
-        settings: GenerationConfig,
+        generation_config: GenerationConfig,
         streamer=None,
         stop_strings: Sequence[str] | None = None,
         seed: int | None = None,
@@ -82,13 +83,13 @@ class Request:
         drafts: bool = True,
         prompt_scores=None,
     ):
-        if not settings.do_sample:  # these mean nothing then, and upstream warns of other values
-            settings.temperature = 1.0
-            settings.top_p = 1.0
-            settings.top_k = 50
-            settings.min_p = None
+        if not generation_config.do_sample:  # these mean nothing then, and upstream warns of other values
+            generation_config.temperature = 1.0
+            generation_config.top_p = 1.0
+            generation_config.top_k = 50
+            generation_config.min_p = None
         self.inputs = inputs
-        self.settings = settings
+        self.generation_config = generation_config
         self.streamer = streamer
         self.seed = seed
         self.processors = processors
@@ -97,12 +98,14 @@ class Request:
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
             raise ValueError("The prompt is empty.")
-        if settings.max_new_tokens == 0:  # the prompt alone is read
+        if generation_config.max_new_tokens == 0:  # only the prompt is read
             max_answer_tokens(decoder.target, len(self.prompt) - 1, 1)
         else:
-            settings.max_new_tokens = max_answer_tokens(decoder.target, len(self.prompt), settings.max_new_tokens)
-        strings = stop_strings or settings.stop_strings or decoder.stop_strings or []
-        settings.stop_strings = None  # `generate` would search the vocabulary for them
+            generation_config.max_new_tokens = max_answer_tokens(
+                decoder.target, len(self.prompt), generation_config.max_new_tokens
+            )
+        strings = stop_strings or generation_config.stop_strings or decoder.stop_strings or []
+        generation_config.stop_strings = None  # `generate` would search the vocabulary for them
         strings = [strings] if isinstance(strings, str) else strings
         # An empty one would end every answer at once.
         self.stop_strings: Sequence[str] = [string for string in strings if string]
@@ -125,7 +128,7 @@ class Request:
         self._is_verified = False  # whether the next tokens come from a verification
 
     def abort(self) -> None:
-        """Ask for no more tokens: nobody waits for the answer any more. May be called from any thread."""
+        """End the answer at the next token: nobody waits for it any more. May be called from any thread."""
         self._abort_requested.set()
 
     @property
@@ -136,7 +139,7 @@ class Request:
     @property
     def at_end(self) -> bool:
         """Whether the answer so far ends at a stop string or an end-of-sequence token."""
-        return self._has_stop_string or bool(self.tokens) and self.tokens[-1] in eos_ids(self.settings)
+        return self._has_stop_string or bool(self.tokens) and self.tokens[-1] in eos_ids(self.generation_config)
 
     @property
     def is_finished(self) -> bool:
@@ -151,11 +154,11 @@ class Request:
     @property
     def remaining_tokens(self) -> int | None:
         """How many tokens may follow; `None` if there is no limit."""
-        limit = self.settings.max_new_tokens
+        limit = self.generation_config.max_new_tokens
         return None if limit is None else limit - len(self.tokens)
 
     def start(self) -> None:
-        """Start decoding, or go on in another way. The streamer is given the prompt, once."""
+        """Start decoding, or continue it, alone or in a batch. The streamer is given the prompt, once."""
         self.status = RequestStatus.RUNNING
         if self.start_time is None:
             self.start_time = time.perf_counter()
@@ -165,7 +168,7 @@ class Request:
         self._is_verified = False
 
     def pause(self) -> None:
-        """Wait to go on in another way, after the tokens so far."""
+        """Wait to be continued, alone or in a batch, after the tokens so far."""
         self.status = RequestStatus.WAITING
 
     def put(self, value: torch.Tensor) -> None:
@@ -195,20 +198,21 @@ class Request:
         """The following tokens come from a new verification, the last of them from the target itself."""
         self.rounds += 1
         self.drafted += drafted
-        self.accepted -= 1  # `put` will count the target's own token, too
+        # `put` counts all tokens of the round as accepted; the last of them is the target's own.
+        self.accepted -= 1
         self._is_verified = True
         if hasattr(self.streamer, "next_round"):
             self.streamer.next_round(drafted)
 
     def end(self) -> None:
-        """As a streamer: a call of `generate` has ended, but not necessarily the answer. See [`finish`]."""
+        """As a streamer: a call of `generate` has ended, but perhaps not the answer. See [`finish`]."""
 
     def finish(self) -> None:
         """Finish with the answer so far. If the streamer raises, the request fails."""
         if self.is_finished:
             return
         if self.at_end:
-            self.settings.max_new_tokens = None  # or upstream says that an answer of this length was cut
+            self.generation_config.max_new_tokens = None  # or upstream says that an answer of this length was cut
         status = RequestStatus.FINISHED_LENGTH
         if self._abort_requested.is_set():
             status = RequestStatus.FINISHED_ABORTED
@@ -221,7 +225,7 @@ class Request:
         except BaseException as error:
             self._finish_with_error(error)
             return
-        with contextlib.suppress(BaseException):  # of callbacks: a future does not log what would end a thread
+        with contextlib.suppress(BaseException):  # a future does not log a `SystemExit` of a callback
             self.future.set_result(self)
 
     def fail(self, error: BaseException) -> None:
@@ -231,7 +235,7 @@ class Request:
 
     def _finish_with_error(self, error: BaseException) -> None:
         self.status = RequestStatus.FINISHED_ERROR
-        with contextlib.suppress(BaseException):  # of callbacks, as above
+        with contextlib.suppress(BaseException):  # as above
             self.future.set_exception(_raisable(error))
 
     def summary(self) -> str:

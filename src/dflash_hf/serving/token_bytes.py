@@ -44,7 +44,7 @@ class TokenBytes:
         if token in self.added:
             return self.added[token].encode()
         text = self.tokenizer.convert_ids_to_tokens(token)
-        if text is None:  # a row of the embedding that is no token
+        if text is None:  # the embedding may have more rows than there are tokens
             return b""
         if self.byte_level and all(character in _byte_of_character() for character in text):
             return bytes(_byte_of_character()[character] for character in text)
@@ -56,7 +56,7 @@ class TokenBytes:
         return self.tokenizer.decode([token]).encode()
 
     def shown(self, token: int) -> str:
-        """A token's text; its bytes, as OpenAI writes them, where these are no text."""
+        """A token's text; its bytes, as OpenAI writes them, where these are not UTF-8."""
         data = self(token)
         try:
             return data.decode()

@@ -68,7 +68,7 @@ class Setting:
 
 
 def read_recipe(
-    path: str | Path | None, options: typing.Mapping[str, str] | None = None
+    path: str | Path | None, options: typing.Mapping[str, typing.Any] | None = None
 ) -> tuple[ScriptArguments, dict]:
     """
     Read a recipe and the options of a command line; see [`decide`].
@@ -79,14 +79,14 @@ def read_recipe(
     return as_arguments(decide(path, options))
 
 
-def decide(path: str | Path | None, options: typing.Mapping[str, str] | None = None) -> dict[str, Setting]:
+def decide(path: str | Path | None, options: typing.Mapping[str, typing.Any] | None = None) -> dict[str, Setting]:
     """
     The settings of a run. Each is decided once: by the command line, else by the recipe, else by the head, else by the
     machine, else by the preset, else by the default of its field.
 
     Args:
         path (`str` or `Path`, *optional*): A YAML file of names and values.
-        options (`Mapping[str, str]`, *optional*): Names and values of the command line, a value as in YAML; a name
+        options (`Mapping[str, Any]`, *optional*): Names and values of the command line, see [`parse_option`]; a name
             such as `peft_config.r` is an entry of a mapping.
 
     Returns:
@@ -100,8 +100,8 @@ def decide(path: str | Path | None, options: typing.Mapping[str, str] | None = N
     # 1. What the recipe and the command line set, and where each was set.
     values = {} if path is None else _read_yaml(Path(path))
     settings = {name: Setting(None, "recipe", str(path)) for name in values}
-    for name, text in (options or {}).items():
-        _set_entry(values, name.split("."), _parse_option(name, text))
+    for name, value in (options or {}).items():
+        _set_entry(values, name.split("."), value)
         settings[name.partition(".")[0]] = Setting(None, "command line")
     unknown = [name for name in values if name not in HINTS]
     if unknown:
@@ -191,8 +191,17 @@ def key_lines(word: str = "") -> list[str]:
     return [line for line in lines if word.lower() in line.lower()] or [f"No setting contains {word!r}."]
 
 
-def _parse_option(name: str, text: str):
-    """The value of an option of the command line; `null` is none."""
+def parse_option(name: str, text: str) -> typing.Any:
+    """
+    The value of an option of the command line.
+
+    Args:
+        name (`str`): A setting, or an entry of a mapping such as `peft_config.r`.
+        text (`str`): The value as YAML, but for settings that are text; `null` is `None`.
+
+    Raises:
+        `ValueError`: not YAML.
+    """
     hint = HINTS.get(name)
     if text != "null" and hint in (str, str | None):  # a commit such as 12e4 is no number
         return text
