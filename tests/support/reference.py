@@ -1,6 +1,6 @@
 """
-Slow restatements to be equal to: the drafter element by element from its published tensors, and the published loop
-line by line for one row. Neither imports the package.
+Slow reference implementations: the drafter, element by element from its published tensors, and the published loop,
+line by line for one row. Of the package they use only the name of the cache argument.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""A small pair, trained and decoded on this machine: `dflash demo`."""
+"""`dflash demo`: the bundled SmolLM2 pair, decoded with each method on this machine."""

@@ -114,7 +114,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     # 1. What it is, by the reader of this package.
     try:
         config = read_json(folder / "config.json")
-        canonical_config(config)  # raises `UnknownHeadError`
+        canonical_config(config)  # raises `UnknownDrafterError`
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except UnknownDrafterError as error:
         yield Finding("error", ("transformers", LLAMA_CPP), "architectures", one_line(error))
