@@ -31,6 +31,25 @@ def make_trainer(folder, target, rows, draft=None, eval_rows=None, kwargs=None, 
     return DFlashTrainer(draft, target, DFlashTrainingArguments(**fields), rows, eval_rows, **(kwargs or {}))
 
 
+# Settings of `dflash train` for a run of two steps of a drafter with one layer.
+TINY_RECIPE = (
+    "mask_token_id=null",
+    "target_layer_ids=[0, 2]",
+    "num_draft_layers=1",
+    "block_size=4",
+    "init_layers=null",
+    "draft_config.intermediate_size=32",
+    "max_steps=2",
+    "logging_steps=1",
+    "disable_tqdm=true",
+    "report_to=none",
+    "num_anchors=4",
+    "per_device_train_batch_size=2",
+    "gradient_accumulation_steps=1",
+    "bf16=false",
+    "use_cpu=true",
+    "target_dtype=float32",
+)
 # With these, one step moves every parameter by minus its gradient.
 PLAIN_SGD = {
     "optim": "sgd",

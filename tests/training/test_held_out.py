@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from support.runs import as_options, as_settings
+from support.runs import TINY_RECIPE, as_options, as_settings
 from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf._io.files import read_json, write_json
@@ -24,26 +24,7 @@ from dflash_hf.training.trainer import DFlashTrainer
 pytest.importorskip("yaml")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("own_cache")
-TINY = (
-    "mask_token_id=null",
-    "target_layer_ids=[0, 2]",
-    "num_draft_layers=1",
-    "block_size=4",
-    "init_layers=null",
-    "draft_config.intermediate_size=32",
-    "max_steps=2",
-    "logging_steps=1",
-    "disable_tqdm=true",
-    "report_to=none",
-    "num_anchors=4",
-    "per_device_train_batch_size=2",
-    "gradient_accumulation_steps=1",
-    "bf16=false",
-    "use_cpu=true",
-    "target_dtype=float32",
-    "save_steps=1",
-    "draft_vocab_size=null",
-)
+TINY = (*TINY_RECIPE, "save_steps=1", "draft_vocab_size=null")
 ROWS = 40
 
 

@@ -8,34 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.runs import TINY_RECIPE
 from support.tiny_chat import THINKING, save_target
 
 
 pytest.importorskip("yaml")
 pytest.importorskip("datasets")
 TESTS = Path(__file__).parents[1]
-TINY = (
-    "mask_token_id=null",
-    "target_layer_ids=[0, 2]",
-    "num_draft_layers=1",
-    "block_size=4",
-    "init_layers=null",
-    "draft_config.intermediate_size=32",
-    "max_steps=2",
-    "logging_steps=1",
-    "disable_tqdm=true",
-    "report_to=none",
-    "num_anchors=4",
-    "per_device_train_batch_size=2",
-    "gradient_accumulation_steps=1",
-    "bf16=false",
-    "use_cpu=true",
-    "target_dtype=float32",
-    "save_strategy=no",
-    "draft_vocab_size=null",
-    "max_length=64",
-    "store_rows=12",
-)
+TINY = (*TINY_RECIPE, "save_strategy=no", "draft_vocab_size=null", "max_length=64", "store_rows=12")
 
 
 def write(path, rows):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pairs import make_draft, make_target
-from support.runs import as_options, as_settings
+from support.runs import TINY_RECIPE, as_options, as_settings
 from support.tiny_chat import CHATML, THINKING, make_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -34,26 +34,7 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("own_cache")
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 DEMO, OFFLINE, LORA = (FOLDER / f"{name}.yaml" for name in ("demo", "offline", "lora"))
-TINY = (
-    "mask_token_id=null",
-    "target_layer_ids=[0, 2]",
-    "num_draft_layers=1",
-    "block_size=4",
-    "draft_config.intermediate_size=32",
-    "max_steps=2",
-    "logging_steps=1",
-    "disable_tqdm=true",
-    "report_to=none",
-    "num_anchors=4",
-    "per_device_train_batch_size=2",
-    "gradient_accumulation_steps=1",
-    "bf16=false",
-    "use_cpu=true",
-    "dataloader_num_workers=0",
-    "target_dtype=float32",
-    "init_layers=null",
-    "save_steps=1",
-)
+TINY = (*TINY_RECIPE, "dataloader_num_workers=0", "save_steps=1")
 ONLINE = ("max_length=64", "store_rows=0")
 RESUME = "resume_from_checkpoint=auto"
 
