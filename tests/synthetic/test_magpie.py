@@ -15,8 +15,8 @@ from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.synthetic import magpie
+from dflash_hf.synthetic.continuous_batch import BatchCache
 from dflash_hf.synthetic.magpie import KINDS, user_turn
-from dflash_hf.synthetic.responses import _Slots
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
@@ -140,13 +140,13 @@ def test_requests_follow_the_templates_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
     prefills = []
-    original = _Slots.read
+    original = BatchCache.prefill
 
-    def spy(self, place, ids, texts):
-        prefills.append(tokenizer.decode(ids))
-        return original(self, place, ids, texts)
+    def spy(self, row, prompt, tokens_of_rows):
+        prefills.append(tokenizer.decode(prompt))
+        return original(self, row, prompt, tokens_of_rows)
 
-    monkeypatch.setattr(_Slots, "read", spy)
+    monkeypatch.setattr(BatchCache, "prefill", spy)
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)

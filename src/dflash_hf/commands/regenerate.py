@@ -57,8 +57,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.template import digests_of_tokenizer
     from dflash_hf.pairs.configs import check_token_id
-    from dflash_hf.synthetic.regenerate import question_digest, questions_of, with_thinking
     from dflash_hf.synthetic.response_file import ResponseFile
+    from dflash_hf.synthetic.tasks import make_tasks, task_digest_of, with_thinking
 
     unread = shared.options_given(arguments, _IN_PROCESS)
     if arguments.server and unread:
@@ -82,10 +82,10 @@ def run(arguments, echo) -> Outcome:
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
     data = shared.rows_of(arguments)
     every_turn = arguments.turns == "all"
-    questions, left_out = questions_of(data, arguments.data, as_chat, every_turn, sees)
+    tasks, left_out = make_tasks(data, arguments.data, as_chat, every_turn, sees)
     if arguments.thinking:
-        for index, question in questions.items():
-            questions[index] = with_thinking(question, arguments.thinking, arguments.seed)
+        for index, task in tasks.items():
+            tasks[index] = with_thinking(task, arguments.thinking, arguments.seed)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
 
@@ -97,15 +97,15 @@ def run(arguments, echo) -> Outcome:
         "served": arguments.target if arguments.server else None,
         **({"mask_token_id": arguments.mask_token_id} if pair is None else digests_of_tokenizer(tokenizer)),
     }
-    total = len(questions)
-    with ResponseFile(arguments.output, settings, question_digest, echo) as output:
+    total = len(tasks)
+    with ResponseFile(arguments.output, settings, task_digest_of, echo) as output:
         for index, digest in output.finished.items():
-            if index in questions and questions[index].digest != digest:
+            if index in tasks and tasks[index].digest != digest:
                 raise ValueError(
                     f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
                     "the data has changed; choose another output."
                 )
-        missing = [question for index, question in questions.items() if index not in output.finished]
+        missing = [task for index, task in tasks.items() if index not in output.finished]
         echo(f"{total - len(missing)} of {total} rows are finished")
         refused: Counter[str] = Counter()
         shortened: Counter[str] = Counter()
@@ -135,11 +135,11 @@ def _outcome(echo, total: int, left_out: dict[str, int], shortened: Counter, ref
 
 
 def _from_server(arguments, kwargs: dict):
-    """A function that has a server answer questions."""
+    """A function that has a server answer tasks, and gives their rows."""
     from functools import partial
 
     from dflash_hf.synthetic.chat_client import ChatClient
-    from dflash_hf.synthetic.regenerate import ask_rows
+    from dflash_hf.synthetic.regenerate import rows_from_server
 
     options = {"model": arguments.target, "max_tokens": arguments.max_new_tokens}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
@@ -148,7 +148,7 @@ def _from_server(arguments, kwargs: dict):
     options |= {name: value for name, value in sampling.items() if value is not None}
     server = ChatClient(arguments.server, options, kwargs, arguments.timeout)
     seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
-    return partial(ask_rows, server, concurrency=arguments.concurrency, seed=seed)
+    return partial(rows_from_server, server, concurrency=arguments.concurrency, seed=seed)
 
 
 def _generation_config(target, arguments):
@@ -176,7 +176,7 @@ def _generation_config(target, arguments):
     return config
 
 
-def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
+def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     """The rows as they are answered."""
     from dflash_hf.pairs.loading import pack
     from dflash_hf.synthetic.regenerate import generate_rows
@@ -205,5 +205,5 @@ def _in_process(pair: NamedPair, kwargs: dict, questions: list, output):
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.settle({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
-    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(questions))
-    return generate_rows(target, encoder, questions, arguments.max_new_tokens, rows, config, arguments.seed)
+    rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
+    return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)

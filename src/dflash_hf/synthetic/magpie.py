@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.data.template import decoded
-from dflash_hf.synthetic.responses import responses
+from dflash_hf.synthetic.responses import stream_responses
 from dflash_hf.targets.generation import eos_ids
 
 
@@ -194,7 +194,9 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
     )
     prompts = _prompts_from(first, tokenizer, turn, settings)
     waiting: dict[int, list[int]] = {}  # samples that ended before earlier ones
-    for number, response in responses(target, prompts, settings.max_new_tokens, config, batch_size, settings.seed):
+    for number, response in stream_responses(
+        target, prompts, settings.max_new_tokens, config, batch_size, settings.seed
+    ):
         waiting[number] = response
         while first in waiting:
             yield first, waiting.pop(first)
