@@ -24,7 +24,8 @@ from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import MarkovHead, PathSelector, TokenHead
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
-from dflash_hf.pairs.configs import incompatibilities, read_config
+from dflash_hf.pairs.configs import incompatibilities, read_config, resized_vocabulary
+from dflash_hf.targets.config_fields import num_layers_of
 from dflash_hf.targets.digests import digest_of_parameters
 
 
@@ -97,14 +98,17 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
 def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple[str, str]]:
     """What llama.cpp does not expose of a target, and where drafter and target do not fit each other."""
     model_type = str(target.get("model_type"))
-    architecture = "".join(sign for sign in model_type.removesuffix("_text") if sign.isalnum())
-    depth = target.get("num_hidden_layers")
-    reads_last_layer = depth is not None and max(config.target_layer_ids) + 1 == depth
+    architecture = "".join(character for character in model_type.removesuffix("_text") if character.isalnum())
+    num_layers = num_layers_of(target)
+    reads_last_layer = num_layers is not None and max(config.target_layer_ids) + 1 == num_layers
     if architecture not in _LLAMA_CPP["targets"]:
         yield "model_type", f"llama.cpp (b11549) exposes no features of a {model_type} target, and exits."
     elif reads_last_layer and architecture not in _LLAMA_CPP["last_layer"]:
-        yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
+        yield "target_layer_ids", f"{num_layers - 1} is the last layer, whose output llama.cpp does not expose."
     yield from incompatibilities(config, target)
+    resized = resized_vocabulary(config, target)
+    if resized is not None:
+        yield "vocab_size", f"{resized}; a GGUF file has one vocabulary, for the drafter and its tokenizer."
 
 
 def target_config(target: str | Path) -> dict:

@@ -31,7 +31,7 @@ from dflash_hf.layouts.read import canonical_config, is_drafter_config
 from dflash_hf.layouts.tensor_names import published_name, tensor_names
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
-from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
+from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config, resized_vocabulary
 
 
 _ALL_READERS = (*ENGINES, LLAMA_CPP)
@@ -138,6 +138,10 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(load_error))
     for key, reason in incompatibilities(parsed, target):
         yield Finding("error", ENGINES, key, one_line(reason))
+    resized = resized_vocabulary(parsed, target)
+    if resized is not None:  # `generate` drafts the tokens that both have
+        message = f"{resized}; whether this engine can decode with such a pair is not known."
+        yield Finding("warning", SERVERS, "vocab_size", message, leaves_open=True)
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
     if load_error is None:

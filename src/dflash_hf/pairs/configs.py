@@ -1,12 +1,11 @@
 """Checks of a pair's configurations, before any weights are read."""
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dflash_hf._io.files import read_json
 from dflash_hf._io.repositories import small_file
-from dflash_hf.targets.config_fields import vocab_size_of
+from dflash_hf.targets.config_fields import num_layers_of, vocab_size_of
 
 
 if TYPE_CHECKING:
@@ -101,24 +100,37 @@ def check_token_id(token_id: int | None, config: dict, argument: str | None = No
 
 def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
     """
-    Where a drafter shows that it belongs to another target: field, and reason.
+    Where a drafter shows that it belongs to another target: field, and reason. The same comparison as that of loaded
+    models, [`~dflash_hf.modeling.target_dflash.pair_mismatches`].
 
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
-        target (`dict`): The target's, without that of other parts than its text; what it lacks is not compared.
+        target (`dict`): The configuration of the target's text model; fields that it lacks are not compared.
     """
-    sizes = {"target_hidden_size": "hidden_size", "num_target_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
-    for field, target_field in sizes.items():
-        size = getattr(config, field)
-        target_size = target.get(target_field)
-        if size is not None and target_size is not None and size != target_size:
-            reason = f"{size} is not the target's {target_field}={target_size}: the drafter belongs to another target."
-            yield field, reason
-    ids = config.target_layer_ids
-    if max(ids) >= (target.get("num_hidden_layers") or math.inf):
-        yield "target_layer_ids", f"{ids} reach past the target's {target['num_hidden_layers']} layers."
-    if config.mask_token_id >= (target.get("vocab_size") or math.inf):
-        yield "mask_token_id", f"{config.mask_token_id} is not one of the target's {target['vocab_size']} ids."
+    from dflash_hf.modeling.target_dflash import TargetSizes, pair_mismatches
+
+    vocab_size = target.get("vocab_size")
+    sizes = TargetSizes(
+        hidden_size=target.get("hidden_size"),
+        num_layers=num_layers_of(target),
+        vocab_size=vocab_size,
+        embedding_rows=vocab_size,  # `resize_token_embeddings` changes both
+    )
+    for field, difference in pair_mismatches(config, sizes):
+        yield field, f"{difference} in the target: the drafter belongs to another target."
+
+
+def resized_vocabulary(config, target: dict) -> str | None:
+    """
+    How the vocabulary of a target differs from that which its drafter was trained with: its embedding was resized.
+    `None` if it does not, or if it differs so much that [`incompatibilities`] names it.
+    """
+    vocab_size = target.get("vocab_size")
+    if vocab_size in (None, config.vocab_size) or config.vocab_size is None:
+        return None
+    if any(field == "vocab_size" for field, _ in incompatibilities(config, target)):
+        return None
+    return f"{config.vocab_size}, not {vocab_size} in the target, whose embedding was resized"
 
 
 def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
