@@ -29,9 +29,8 @@ def run(arguments, echo) -> Outcome:
     import shutil
     from pathlib import Path
 
-    from dflash_hf._io.repositories import check_revision
+    from dflash_hf._io.repositories import check_revision, is_gguf
     from dflash_hf.conversion.convert import convert
-    from dflash_hf.conversion.gguf_format import is_gguf
     from dflash_hf.hub.card import FACTS_FILE
     from dflash_hf.pairs.configs import check_is_drafter, read_config
 

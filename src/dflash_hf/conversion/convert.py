@@ -16,8 +16,10 @@ from transformers import MuseGlimmerAssistantConfig
 from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import OUTPUT_LAYOUTS
 from dflash_hf._io.progress import without_bars
+from dflash_hf._io.repositories import is_gguf
 from dflash_hf._io.weights import save_folder
-from dflash_hf.conversion.gguf_format import is_gguf, unpack_gguf, write_gguf
+from dflash_hf.conversion.gguf_read import unpack_gguf
+from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
 
@@ -45,7 +47,7 @@ def convert(
         dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
         to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
             only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
-            llama.cpp, whose limits [`~dflash_hf.conversion.gguf_format.limits`] lists.
+            llama.cpp, whose limits [`~dflash_hf.conversion.llama_cpp_limits.llama_cpp_limits`] lists.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
             unchanged.
