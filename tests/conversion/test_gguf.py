@@ -23,7 +23,7 @@ from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.conversion.llama_cpp_limits import llama_cpp_limits
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.hub.check import check
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
 
 
 gguf = pytest.importorskip("gguf")

@@ -6,7 +6,6 @@ Sources: every layout that `DFlashDraftModel.from_pretrained` reads, and `.gguf`
 `MuseGlimmerAssistantModel` without any code next to them.
 """
 
-import copy
 import tempfile
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from dflash_hf.conversion.gguf_read import unpack_gguf
 from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
+from dflash_hf.pairs.draft_vocabulary import with_shared_head
 
 
 # Tensors that have another name in the native layout.
@@ -139,32 +139,6 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
         if getattr(config, key) not in (None, default):
             return f"{key}={getattr(config, key)}, which the native model does not have"
     return None
-
-
-def with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
-    """
-    The same drafter over the target's whole vocabulary, with the target's head.
-
-    Args:
-        draft (`DFlashDraftModel`): A drafter with a reduced vocabulary; it is not changed.
-
-    Raises:
-        `ValueError`: a head of it covers its own tokens only.
-    """
-    config = copy.deepcopy(draft.config)
-    config.draft_vocab_size = None
-    shared = DFlashDraftModel(config).to(draft.dtype)
-    tensors = draft.state_dict()
-    for name in ("lm_head.weight", "d2t"):
-        tensors.pop(name, None)
-    for name, tensor in shared.state_dict().items():
-        if tensors[name].shape != tensor.shape:
-            raise ValueError(
-                f"--share-head: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
-                f"is part of its {draft.config.token_head_class.name}; train it over the whole vocabulary instead."
-            )
-    shared.load_state_dict(tensors)
-    return shared
 
 
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:

@@ -14,7 +14,6 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from dflash_hf._io.argument_types import check_writable
 from dflash_hf._io.files import locked, read_json
 from dflash_hf._io.terminal import note
-from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import ImageReader, load_image_reader
@@ -26,6 +25,7 @@ from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_pair_configs, check_token_id
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
 from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter
 from dflash_hf.training.arguments import ScriptArguments
@@ -50,7 +50,7 @@ from dflash_hf.training.nodes import one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
-from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
+from dflash_hf.training.start import make_draft, mask_token_of, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
