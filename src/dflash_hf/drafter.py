@@ -167,5 +167,6 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             if last >= embedding_rows:
                 raise ValueError(
                     f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
-                    f"target {type(target).__name__} has {embedding_rows} rows: resize its embedding to {last + 1} or more."
+                    f"target {type(target).__name__} has {embedding_rows} rows: resize its embedding to {last + 1} or "
+                    "more."
                 )
