@@ -127,7 +127,7 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"^target={tmp_path}: .*{message}"):
         load_target(str(tmp_path), Loading())
     with pytest.raises(ValueError, match=message):
         load_for_training(None, tmp_path)
@@ -152,7 +152,7 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, "dflash_hf"):
         assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
-    assert caplog.text.count("this processor has no units for bf16 (--dtype bfloat16") == (dtype != asked)
+    assert caplog.text.count("this processor has no units for bf16 (dtype bfloat16") == (dtype != asked)
 
 
 def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):

@@ -56,7 +56,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.template import digests_of_tokenizer
-    from dflash_hf.pairs.configs import check_token_id
+    from dflash_hf.pairs.configs import check_mask_token_id
     from dflash_hf.synthetic.response_file import ResponseFile
     from dflash_hf.synthetic.tasks import make_tasks, task_digest_of, with_thinking
 
@@ -73,7 +73,7 @@ def run(arguments, echo) -> Outcome:
         sees = True
     else:
         pair = NamedPair(arguments, note)
-        check_token_id(arguments.mask_token_id, pair.config)
+        check_mask_token_id(arguments.mask_token_id, pair.config)
         sees = pair.image_reader is not None  # first: a template may be the processor's
         kwargs = pair.template()
         tokenizer = pair.tokenizer

@@ -164,7 +164,7 @@ def target_config(target: str | Path) -> dict:
         `ValueError`, `OSError`: it cannot be read.
     """
     if not is_gguf(target):
-        config = read_config(str(target), f"--target {target}", None)
+        config = read_config(str(target), f"target={target}")
         return config.get("text_config", config)
     fields = open_gguf(target).fields
     architecture = fields["general.architecture"].contents()

@@ -1,4 +1,8 @@
-"""Checks of a pair's configurations, before any weights are read."""
+"""
+Checks of a pair's configurations, before any weights are read.
+
+Messages name arguments as in Python, `target=...`; the command line writes its options in their place.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,8 +15,8 @@ from dflash_hf.targets.config_fields import num_layers_of, vocab_size_of
 if TYPE_CHECKING:
     from dflash_hf.pairs.loading import Loading
 
-# Fields whose defaults are a plain drafter's.
-_PLAIN_BY_DEFAULT = (
+# Fields that add to Qwen3-style layers unless they have their default; see `non_default_fields`.
+_ADDITIONS = (
     "draft_vocab_size",
     "sample_from_anchor",
     "conv_kernel_size",
@@ -45,14 +49,14 @@ def read_config(name: str, argument: str, revision: str | None = None) -> dict:
     return read_json(path)
 
 
-def check_pair_configs(target: str, draft: str | None, loading: "Loading", argument_format: str = "--{} {}") -> dict:
+def check_pair_configs(target: str, draft: str | None, loading: "Loading", target_argument: str = "target") -> dict:
     """
     Check both configurations, before any weights are read.
 
     Args:
-        target, draft (`str`): Their names.
+        target, draft (`str`): Folders, or repositories on the Hub.
         loading (`Loading`): Names the revisions.
-        argument_format (`str`): Format of an argument and its value in messages.
+        target_argument (`str`): The argument that names the target, for messages.
 
     Returns:
         `dict`: The target's configuration.
@@ -60,18 +64,16 @@ def check_pair_configs(target: str, draft: str | None, loading: "Loading", argum
     Raises:
         `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
-    target_argument = argument_format.format("target", target)
-    draft_argument = argument_format.format("draft", draft)
-    config = read_config(target, target_argument, loading.revision)
-    draft_config = None if draft is None else read_config(draft, draft_argument, loading.draft_revision)
+    config = read_config(target, f"{target_argument}={target}", loading.revision)
+    draft_config = None if draft is None else read_config(draft, f"draft={draft}", loading.draft_revision)
     from dflash_hf.layouts.read import is_drafter_config
 
     if is_drafter_config(config):
         swapped = draft_config is not None and not is_drafter_config(draft_config)
         remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
-        raise ValueError(f"{target_argument} is a DFlash drafter: {remedy}.")
+        raise ValueError(f"{target_argument}={target} is a DFlash drafter: {remedy}.")
     if draft_config is not None:
-        check_is_drafter(draft_config, draft_argument)
+        check_is_drafter(draft_config, f"draft={draft}")
     return config
 
 
@@ -87,15 +89,16 @@ def check_is_drafter(config: dict, argument: str) -> None:
         raise ValueError(f"{argument} is not a DFlash drafter but {kind}; `dflash train` trains one.")
 
 
-def check_token_id(token_id: int | None, config: dict, argument: str | None = None) -> None:
+def check_mask_token_id(token_id: int | None, target_config: dict) -> None:
     """
     Raises:
         `ValueError`: the target's embedding has no such row.
     """
-    rows = vocab_size_of(config)
+    rows = vocab_size_of(target_config)
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
-        argument = argument or f"--mask-token-id {token_id}"
-        raise ValueError(f"{argument} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
+        raise ValueError(
+            f"mask_token_id={token_id} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}."
+        )
 
 
 def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
@@ -142,7 +145,7 @@ def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
     defaults = dict(config.token_head_class.fields)
-    defaults |= {name: getattr(type(config), name) for name in _PLAIN_BY_DEFAULT}
+    defaults |= {name: getattr(type(config), name) for name in _ADDITIONS}
     defaults |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     for key, default in defaults.items():
         value = getattr(config, key)

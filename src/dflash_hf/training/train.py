@@ -24,7 +24,7 @@ from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.evaluation.report_files import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs.configs import check_pair_configs, check_token_id
+from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
 from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter
@@ -218,7 +218,7 @@ def _load_target(run: Run):
     if script.attn_implementation:
         options["attn_implementation"] = script.attn_implementation
     device = "cpu" if script.features else run.args.device
-    return load_target(script.target, run.loading, device, argument_format="{}={}", **options)
+    return load_target(script.target, run.loading, device, **options)
 
 
 def _load_rows(script: ScriptArguments) -> tuple:
@@ -443,8 +443,8 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     if script.peft_config:
         adapter_config(script.peft_config)
     loading = Loading(revision=script.target_revision, draft_revision=script.draft_revision)
-    config = check_pair_configs(script.target, script.draft, loading, argument_format="{}={}")
-    check_token_id(script.mask_token_id, config, f"mask_token_id={script.mask_token_id}")
+    config = check_pair_configs(script.target, script.draft, loading)
+    check_mask_token_id(script.mask_token_id, config)
     return config
 
 
