@@ -203,7 +203,7 @@ def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     config = _generation_config(target, arguments)
     generation = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
-    output.settle({**made_with, "generation_config": generation})
+    output.add_settings({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
     return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)
