@@ -24,9 +24,9 @@ from dflash_hf.pairs.configs import non_default_fields
 from dflash_hf.pairs.draft_vocabulary import with_shared_head
 
 
-# Tensors that have another name in the native layout.
+# The native layout's names of tensors that it names differently, by published name.
 NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-# Without `vocab_size`, engines would use Muse's.
+# Keys of a native config.json. Without `vocab_size`, engines would use Muse's.
 _NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
 
 
@@ -64,7 +64,7 @@ def convert(
         `FileExistsError`: `dst` exists and is not an empty folder.
     """
     _check_arguments(to, str(dst), dtype, target)
-    dst = Path(dst).resolve()  # "." has no name, and no parent
+    dst = Path(dst).resolve()  # `Path(".")` has neither a name nor a parent
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def convert(
     temporary_folder = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
     with temporary_folder as scratch:
         with without_bars():
-            draft = _read(src, Path(scratch, "unpacked"), revision)
+            draft = _load_source(src, Path(scratch, "unpacked"), revision)
         if share_head:
             draft = with_shared_head(draft)
         if target is not None:
@@ -86,7 +86,7 @@ def convert(
         else:
             with without_bars():
                 draft.save_pretrained(result)
-        if dst.is_dir():  # an empty one, which may be somebody's current folder
+        if dst.is_dir():  # an empty folder, which stays: it may be the working directory of a shell
             for file in result.iterdir():
                 file.rename(dst / file.name)
         else:
@@ -113,8 +113,8 @@ def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
         raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
 
 
-def _read(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
-    """A drafter; the folder that a GGUF file is unpacked into is not named in errors."""
+def _load_source(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
+    """The drafter to convert. Errors name the GGUF file, not the temporary folder that it is unpacked into."""
     if not is_gguf(src):
         return DFlashDraftModel.from_pretrained(src, revision=revision or "main")
     try:
@@ -155,7 +155,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
-    # If absent, these would become Muse's own ids.
+    # If these keys were absent, Muse's own ids would be used.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     native["dtype"] = str(draft.dtype).removeprefix("torch.")
     native["torch_dtype"] = native["dtype"]

@@ -117,7 +117,8 @@ def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
     if not separator or stop_id is None or not before.strip() or _MARKER_TEXT in after:
         raise ValueError(
             f"The chat template does not mark a user's text: {_MARKER_TEXT!r} was rendered as {rendered!r}, not once, "
-            "after text of the template, and before an added token. Give another chat template, or choose another target."
+            "after text of the template, and before an added token. Give another chat template, or choose another "
+            "target."
         )
     return UserTurn(before, stop_id)
 
