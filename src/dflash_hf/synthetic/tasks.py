@@ -36,10 +36,10 @@ class Task(NamedTuple):
     def digest(self) -> str:
         """A digest of all that the target reads except its own responses."""
         prompt = self.prompts[0] if len(self.prompts) == 1 else self.prompts
-        read = [prompt, self.tools]
+        content = [prompt, self.tools]
         if self.template_kwargs:
-            read.append(self.template_kwargs)
-        return digest_of(read)
+            content.append(self.template_kwargs)
+        return digest_of(content)
 
 
 class Response(NamedTuple):
