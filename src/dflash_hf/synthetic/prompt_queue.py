@@ -18,7 +18,7 @@ class PromptQueue:
     """
 
     def __init__(self, prompts: Iterable[tuple[Hashable, Any]] = ()):
-        self._first_prompts: Iterator[tuple[Hashable, Any]] = iter(prompts)
+        self._initial_prompts: Iterator[tuple[Hashable, Any]] = iter(prompts)
         self._pushed: list[tuple[Hashable, Any]] = []
 
     def push(self, key: Hashable, prompt) -> None:
@@ -29,7 +29,7 @@ class PromptQueue:
         """Take the next key and prompt; `None` if none waits now, though more may be pushed later."""
         if self._pushed:
             return self._pushed.pop()
-        return next(self._first_prompts, None)
+        return next(self._initial_prompts, None)
 
     def pop_up_to(self, count: int) -> list[tuple[Hashable, Any]]:
         """Take up to `count` keys and prompts; fewer if no more wait now."""
