@@ -1,6 +1,7 @@
 """The target, as far as a drafter needs it: whether both fit, its decoder layers, and its rotary frequencies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -37,27 +38,65 @@ def check_pair(target, config) -> None:
             "`AutoModelForCausalLM`, or call `generate` without `assistant_model`."
         )
     text_config = target.config.get_text_config()
-    rows = len(embedding.weight)
-    num_layers = num_decoder_layers(target.config)
-    vocab_size = config.vocab_size or rows
-    fits_vocabulary = vocab_size == text_config.vocab_size or abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
-    mismatches = []
-    if config.target_hidden_size != text_config.hidden_size:
-        mismatches.append(f"target_hidden_size={config.target_hidden_size}, not {text_config.hidden_size}")
+    sizes = TargetSizes(
+        hidden_size=text_config.hidden_size,
+        num_layers=num_decoder_layers(target.config),
+        vocab_size=text_config.vocab_size,
+        embedding_rows=len(embedding.weight),
+    )
+    mismatches = [f"{field}={difference}" for field, difference in pair_mismatches(config, sizes)]
     if config.hidden_size != width:
         mismatches.append(f"hidden_size={config.hidden_size}, not {width} as its embedding")
-    if not fits_vocabulary:
-        mismatches.append(f"vocab_size={vocab_size}, not {rows}")
-    if config.mask_token_id >= rows:
-        mismatches.append(f"mask_token_id={config.mask_token_id} of {rows} embeddings")
-    if max(config.target_layer_ids) >= num_layers:
-        mismatches.append(f"target_layer_ids={config.target_layer_ids} of {num_layers} layers")
-    if config.num_target_layers not in (None, num_layers):
-        mismatches.append(f"num_target_layers={config.num_target_layers}, not {num_layers}")
     if mismatches:
         raise ValueError(
             f"The drafter does not fit this {name}: {'; '.join(mismatches)}. Load the drafter that was trained for it."
         )
+
+
+class TargetSizes(NamedTuple):
+    """
+    The sizes of a target that a drafter is made for; `None` where they are not known.
+
+    Args:
+        hidden_size (`int`): Width of the decoder layers' outputs.
+        num_layers (`int`): Number of decoder layers.
+        vocab_size (`int`): Vocabulary size in its configuration.
+        embedding_rows (`int`): Rows of its embedding, which may have been padded or resized.
+    """
+
+    hidden_size: int | None
+    num_layers: int | None
+    vocab_size: int | None
+    embedding_rows: int | None
+
+
+def pair_mismatches(config, target: TargetSizes) -> Iterator[tuple[str, str]]:
+    """
+    Where a drafter's configuration shows that it belongs to another target. This is the only comparison of a pair:
+    [`check_pair`] makes it for loaded models, `dflash check` for configurations.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's configuration.
+        target (`TargetSizes`): What is known of the target.
+
+    Yields:
+        A field of the drafter, and its value with that of the target, such as `"64, not 32"`.
+    """
+    if target.hidden_size not in (None, config.target_hidden_size):
+        yield "target_hidden_size", f"{config.target_hidden_size}, not {target.hidden_size}"
+    rows = target.embedding_rows
+    if rows is not None:
+        vocab_size = config.vocab_size or rows
+        was_resized = abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
+        if vocab_size != target.vocab_size and not was_resized:
+            yield "vocab_size", f"{vocab_size}, not {rows}"
+        if config.mask_token_id >= rows:
+            yield "mask_token_id", f"{config.mask_token_id} of {rows} embeddings"
+    if target.num_layers is not None:
+        if max(config.target_layer_ids) >= target.num_layers:
+            yield "target_layer_ids", f"{config.target_layer_ids} of {target.num_layers} layers"
+        if config.num_target_layers not in (None, target.num_layers):
+            yield "num_target_layers", f"{config.num_target_layers}, not {target.num_layers}"
 
 
 def num_decoder_layers(target_config) -> int:

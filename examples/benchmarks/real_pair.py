@@ -26,17 +26,17 @@ from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
-from dflash_hf.smollm2 import Pair, load_pair
+from dflash_hf.smollm2 import LoadedPair, load_pair
 
 
 STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")
 
 
-def ids_of(pair: Pair, text: str) -> list[int]:
+def ids_of(pair: LoadedPair, text: str) -> list[int]:
     return prompt_ids(RowEncoder(pair.tokenizer), {"messages": [{"role": "user", "content": text}]})
 
 
-def decode(pair: Pair, rows: list[list[int]], new: int, drafted: bool = True, **options):
+def decode(pair: LoadedPair, rows: list[list[int]], new: int, drafted: bool = True, **options):
     """Decode left-padded rows; returns the output and the seconds."""
     width = max(map(len, rows))
     ids = torch.tensor([[pair.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
@@ -57,7 +57,7 @@ def mean(lengths) -> float:
     return statistics.fmean(lengths) if lengths else float("nan")
 
 
-def position(pair: Pair) -> list[str]:
+def position(pair: LoadedPair) -> list[str]:
     """tau by distance into answers of up to 2,000 tokens."""
     buckets: dict[int, list[int]] = {}
     for text in STORIES:
@@ -69,7 +69,7 @@ def position(pair: Pair) -> list[str]:
     return [f"tau by position: {', '.join(f'{at}+ {mean(lengths):.2f}' for at, lengths in sorted(buckets.items()))}"]
 
 
-def long_prompt(pair: Pair) -> list[str]:
+def long_prompt(pair: LoadedPair) -> list[str]:
     """A request after 4,000 tokens of other requests, against the target alone, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     text = "\n\n".join(row["messages"][0]["content"] for row in demo_prompts(120))
@@ -81,7 +81,7 @@ def long_prompt(pair: Pair) -> list[str]:
     return [f"a prompt of {len(row):,} tokens: tau {mean(drafted.acceptance_lengths[0]):.2f}, {same}"]
 
 
-def turns(pair: Pair) -> list[str]:
+def turns(pair: LoadedPair) -> list[str]:
     """Three turns, each on the previous turn's cache, against the same without a drafter, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     texts = []
@@ -109,7 +109,7 @@ def turns(pair: Pair) -> list[str]:
     return [f"three turns on one cache: tau {', '.join(f'{tau:.2f}' for tau in taus)}, {same}"]
 
 
-def sampling(pair: Pair) -> list[str]:
+def sampling(pair: LoadedPair) -> list[str]:
     """T = 0 and T = 1, blocks and trees: tau, and speed over the target alone, all packed."""
     free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     methods = {
@@ -122,7 +122,7 @@ def sampling(pair: Pair) -> list[str]:
     ratios = {name: [] for name in methods}
 
     def seconds_per_token(changes: dict, ids: list[int], options: dict, drafted: bool = True):
-        changed = Pair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
+        changed = LoadedPair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
         torch.manual_seed(len(ids))
         output, seconds = decode(changed, [ids], 48, drafted, **options)
         return output, seconds / (output.sequences.shape[1] - len(ids))
@@ -143,7 +143,7 @@ def sampling(pair: Pair) -> list[str]:
     return lines
 
 
-def batches(pair: Pair) -> list[str]:
+def batches(pair: LoadedPair) -> list[str]:
     """Rows decoded together, against the target alone with the same number of rows."""
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(8)]
     lines = []
@@ -157,7 +157,7 @@ def batches(pair: Pair) -> list[str]:
     return lines
 
 
-def threads(pair: Pair) -> list[str]:
+def threads(pair: LoadedPair) -> list[str]:
     """One thread and two."""
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]
     lines = []
@@ -169,7 +169,7 @@ def threads(pair: Pair) -> list[str]:
     return lines
 
 
-def samples(pair: Pair) -> list[str]:
+def samples(pair: LoadedPair) -> list[str]:
     """The distribution of three sampled tokens with and without a drafter, by chi-square, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     row = ids_of(pair, "Name a color.")
@@ -191,7 +191,7 @@ def samples(pair: Pair) -> list[str]:
     return [f"2,000 samples of three tokens each way, {len(table)} kinds: p = {p:.3f} (chi-square, fp32)"]
 
 
-def equal(pair: Pair) -> list[str]:
+def equal(pair: LoadedPair) -> list[str]:
     """300 answers, six at a time, against the target alone with the same number of rows, in fp32, both packed."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     asked = [row["messages"] for row in demo_prompts(150)]
@@ -211,7 +211,7 @@ def equal(pair: Pair) -> list[str]:
     return [f"{same} of {len(rows)} answers of 48 tokens equal, tau {mean(lengths):.2f} (fp32, six rows at a time)"]
 
 
-def at_once(pair: Pair) -> list[str]:
+def at_once(pair: LoadedPair) -> list[str]:
     """Four threads that share both models, every other call plain, against the same calls in turn, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(16)]
@@ -230,7 +230,7 @@ def at_once(pair: Pair) -> list[str]:
 class Asking(LogitsProcessor):
     """Changes nothing, and at every eighth call runs another request on the same pair."""
 
-    def __init__(self, pair: Pair, row: list[int], drafted: bool):
+    def __init__(self, pair: LoadedPair, row: list[int], drafted: bool):
         self.pair = pair
         self.row = row
         self.drafted = drafted
@@ -245,7 +245,7 @@ class Asking(LogitsProcessor):
         return scores
 
 
-def nested(pair: Pair) -> list[str]:
+def nested(pair: LoadedPair) -> list[str]:
     """Drafted calls inside the processors of drafted and plain calls, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]

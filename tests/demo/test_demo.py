@@ -18,14 +18,14 @@ from dflash_hf.demo import run as demo
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
 from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.smollm2 import Pair, data_folder, drafter_folder
+from dflash_hf.smollm2 import LoadedPair, data_folder, drafter_folder
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = save_target(tmp_path_factory.mktemp("target"))
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return Pair(target, make_draft(target), AutoTokenizer.from_pretrained(folder))
+    return LoadedPair(target, make_draft(target), AutoTokenizer.from_pretrained(folder))
 
 
 def test_prompts_were_not_trained_on():

@@ -24,7 +24,7 @@ from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.findings import Finding, render
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -287,7 +287,9 @@ TARGETS = {
     "same": ({}, set(), ()),
     "wide": ({"hidden_size": 64}, {"target_hidden_size"}, ENGINES),
     "shallow": ({"num_hidden_layers": 2}, {"num_target_layers", "target_layer_ids"}, ENGINES),
-    "few words": ({"vocab_size": 90}, {"vocab_size", "mask_token_id"}, ENGINES),
+    "few words": ({"vocab_size": 80}, {"vocab_size", "mask_token_id"}, ENGINES),
+    "resized": ({"vocab_size": 104}, {"vocab_size"}, VS),
+    "layers of two attentions": ({"num_layers": 4, "num_hidden_layers": 8}, set(), ()),  # as LongCat counts them
     "long": ({"max_position_embeddings": 4096}, {"max_position_embeddings"}, V),
     "gemma": (GEMMA, {"vocab_size"}, V),
 }

@@ -10,11 +10,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pairs import make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
+from support.tiny_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 
+from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.decoding import cpu_dtypes
+from dflash_hf.modeling.target_dflash import check_pair
+from dflash_hf.pairs.configs import incompatibilities, resized_vocabulary
 from dflash_hf.pairs.loading import Loading, load_for_training, load_target, load_tokenizer
 from dflash_hf.targets.config_fields import stated_context_length
 from dflash_hf.targets.generation import max_answer_tokens
@@ -49,6 +53,39 @@ def test_stretched_rope_extends_the_context_length():
     stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     target = make_target(max_position_embeddings=64, rope_parameters=stretched)
     assert max_answer_tokens(target, 64, 100) == 100 and max_answer_tokens(target, 250, 100) == 6
+
+
+@pytest.mark.parametrize("rows", [VOCAB + 8, VOCAB - 8, VOCAB + 16, VOCAB - 16])
+def test_check_accepts_what_decodes(rows):
+    """A drafter of a target with a few more tokens was said to belong to another target, and decoded with it."""
+    target = make_target()
+    config = make_draft(target).config
+    config.mask_token_id = 3
+    target.resize_token_embeddings(rows, mean_resizing=False)
+    mismatches = dict(incompatibilities(config, target.config.to_dict()))
+    resized = resized_vocabulary(config, target.config.to_dict())
+    if abs(rows - VOCAB) <= 0.1 * VOCAB:
+        check_pair(target, config)
+        assert mismatches == {}
+        assert resized == f"{VOCAB}, not {rows} in the target, whose embedding was resized"
+    else:
+        with pytest.raises(ValueError, match=f"vocab_size={VOCAB}, not {rows}. Load"):
+            check_pair(target, config)
+        expected = f"{VOCAB}, not {rows} in the target: the drafter belongs to another target."
+        assert mismatches == {"vocab_size": expected}
+        assert resized is None
+
+
+def test_check_counts_layers_as_decoding_does():
+    """LongCat's configuration counts each layer twice."""
+    target = tiny_model("longcat_flash")
+    config = DFlashDraftConfig.for_target(target.config, 5, num_hidden_layers=2, target_layer_ids=[0, 3])
+    check_pair(target, config)
+    assert not list(incompatibilities(config, target.config.to_dict()))
+    config.target_layer_ids = [0, 4]  # there are four
+    with pytest.raises(ValueError, match=r"target_layer_ids=\[0, 4\] of 4 layers"):
+        check_pair(target, config)
+    assert dict(incompatibilities(config, target.config.to_dict())).keys() == {"target_layer_ids"}
 
 
 def test_audio_target_is_loaded_whole(tmp_path):
@@ -90,7 +127,7 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"^target={tmp_path}: .*{message}"):
         load_target(str(tmp_path), Loading())
     with pytest.raises(ValueError, match=message):
         load_for_training(None, tmp_path)
@@ -115,7 +152,7 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, "dflash_hf"):
         assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
-    assert caplog.text.count("this processor has no units for bf16 (--dtype bfloat16") == (dtype != asked)
+    assert caplog.text.count("this processor has no units for bf16 (dtype bfloat16") == (dtype != asked)
 
 
 def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):

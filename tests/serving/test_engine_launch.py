@@ -12,7 +12,7 @@ from support.pairs import make_draft, make_target
 from support.shell import Ended, dflash, make_world
 
 from dflash_hf.cli import main
-from dflash_hf.conversion.gguf_format import write_gguf
+from dflash_hf.conversion.gguf_write import write_gguf
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.synthetic import magpie
+from dflash_hf.synthetic.continuous_batch import BatchCache
 from dflash_hf.synthetic.magpie import KINDS, user_turn
-from dflash_hf.synthetic.responses import _Slots
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
@@ -128,7 +128,7 @@ def test_wrong_prompt_settings_are_named():
         with pytest.raises(ValueError, match=re.escape(message)):
             PromptSettings(**fields)
     assert all(text == text.rstrip(" ") for texts in KINDS.values() for text in texts)
-    kinds = [PromptSettings(kinds=("chat", "chat", "code"), begin=("a", "b")).of_sample(i) for i in range(8)]
+    kinds = [PromptSettings(kinds=("chat", "chat", "code"), begin=("a", "b")).kind_and_beginning(i) for i in range(8)]
     assert [kind for kind, _ in kinds] == ["chat", "chat", "code", "begin"] * 2
     assert [text for _, text in kinds] == ["", "", KINDS["code"][0], "a", "", "", KINDS["code"][1], "b"]
 
@@ -140,13 +140,13 @@ def test_requests_follow_the_templates_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
     prefills = []
-    original = _Slots.read
+    original = BatchCache.prefill
 
-    def spy(self, place, ids, texts):
-        prefills.append(tokenizer.decode(ids))
-        return original(self, place, ids, texts)
+    def spy(self, row, prompt, tokens_of_rows):
+        prefills.append(tokenizer.decode(prompt))
+        return original(self, row, prompt, tokens_of_rows)
 
-    monkeypatch.setattr(_Slots, "read", spy)
+    monkeypatch.setattr(BatchCache, "prefill", spy)
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -169,9 +169,9 @@ def test_requests_follow_the_templates_prefix(pair, monkeypatch):
 
 def test_few_new_requests_end_with_an_error(pair, monkeypatch):
     target, tokenizer = pair
-    monkeypatch.setattr(magpie, "_request", lambda *args: ("bar dust kin lost dun", None))
+    monkeypatch.setattr(magpie, "_user_prompt", lambda *args: ("bar dust kin lost dun", None))
     with pytest.raises(
-        ValueError, match=r"count=5: after 1 requests the last 512 samples gave no new one .*512 like another"
+        ValueError, match=r"count=5: after 1 prompts the last 512 samples gave no new one .*512 like another"
     ):
         generate_prompts(target, tokenizer, 5, PromptSettings())
 
@@ -221,7 +221,7 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     notes.write_text('{"raw": true}')
     code, _, error = write(capsys, folder, foreign, 6)
     assert notes.read_text() == '{"raw": true}'  # it got our settings before it was refused
-    assert code == 1 and "Line 1 of" in error and "not a request of `dflash prompts`" in error
+    assert code == 1 and "Line 1 of" in error and "not a row of `dflash prompts`" in error
     code, _, error = write(capsys, folder, tmp_path / "new.jsonl", 6, "--kinds", "poem")
     assert code == 1 and "'poem' is unknown" in error and not (tmp_path / "new.jsonl").exists()
 

@@ -259,7 +259,7 @@ def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
         ([lines[0], "nonsense\n", lines[1]], same_settings, "Line 2 of"),
         (['{"row": 0, "text": "Hi"}\n'], same_settings, "is not a row of such a file (KeyError('messages'))"),
         (lines, "{", "out.jsonl.settings.json is not JSON"),
-        (['{"minified": true}'], None, "out.jsonl is no file of such rows; choose another output"),
+        (['{"minified": true}'], None, "out.jsonl is not a file of such rows; choose another output"),
     ):
         output.write_text("".join(text), encoding="utf-8")
         notes.unlink() if settings is None else notes.write_text(settings, encoding="utf-8")

@@ -12,15 +12,17 @@ from support.watch import Watch
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf.decoding.session import SlotSession
+from dflash_hf.synthetic import continuous_batch, sampling
 from dflash_hf.synthetic import responses as module
+from dflash_hf.synthetic.continuous_batch import BatchCache
+from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.responses import (
-    Choice,
-    decodes_in_slots,
     generate_responses,
-    responses,
     rows_that_fit,
-    sample_tokens,
+    stream_responses,
+    supports_continuous_batch,
 )
+from dflash_hf.synthetic.sampling import TokenSampler, sample_tokens
 from dflash_hf.targets.generation import cut_reason
 
 
@@ -34,7 +36,7 @@ def make_prompts(count=12, longest=30, seed=1):
 
 
 def all_of(target, prompts, max_new, config, rows, seed=0):
-    answers = list(responses(target, enumerate(prompts), max_new, config, rows, seed))
+    answers = list(stream_responses(target, enumerate(prompts), max_new, config, rows, seed))
     assert sorted(number for number, _ in answers) == list(range(len(prompts)))  # each once
     return [text for _, text in sorted(answers)]
 
@@ -52,7 +54,7 @@ def test_greedy_texts_equal_generate(family):
     config = copy.deepcopy(target.generation_config)
     config.eos_token_id = STOPS[:1]
     config.suppress_tokens = [60]
-    assert decodes_in_slots(target, config)
+    assert supports_continuous_batch(target, config)
     config.max_new_tokens = 100
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
     for rows in (1, 5):
@@ -63,7 +65,7 @@ def test_greedy_texts_equal_generate(family):
 @pytest.mark.parametrize("in_slots", [True, False])
 def test_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
     """Not on the rows of the batch, on the prompts beside it, or on a kill: the same in slots and by `generate`."""
-    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
+    monkeypatch.setattr(module, "supports_continuous_batch", lambda *args: in_slots)
     prompts = make_prompts()
     torch.manual_seed(7)
     expected = torch.rand(1)
@@ -72,20 +74,20 @@ def test_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
     assert torch.rand(1) == expected  # the caller's randomness is left alone
     for rows in (1, 64):
         assert all_of(target, prompts, 40, SAMPLED, rows, seed=3) == reference
-    later = dict(responses(target, ((i, prompts[i]) for i in (10, 4, 9)), 40, SAMPLED, 2, seed=3))
+    later = dict(stream_responses(target, ((i, prompts[i]) for i in (10, 4, 9)), 40, SAMPLED, 2, seed=3))
     assert later == {i: reference[i] for i in (10, 4, 9)}
     assert all_of(target, prompts, 40, SAMPLED, 5, seed=4) != reference
-    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: not in_slots)
+    monkeypatch.setattr(module, "supports_continuous_batch", lambda *args: not in_slots)
     assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == reference
 
 
 def test_finished_row_is_replaced_at_once(target, monkeypatch):
-    """No step with a place that is free while a prompt waits, and no prompt is taken before there is a place."""
+    """No step with a row that is free while a prompt waits, and no prompt is taken before there is a row for it."""
     taken_numbers = []
     running = set()
     steps = []
     rows = 4
-    step = module._Slots.step
+    step = BatchCache.step
 
     def counted(self, tokens):
         steps.append((len(tokens), self.rows, len(taken_numbers)))
@@ -98,15 +100,15 @@ def test_finished_row_is_replaced_at_once(target, monkeypatch):
             running.add(number)
             yield number, ids
 
-    monkeypatch.setattr(module._Slots, "step", counted)
+    monkeypatch.setattr(BatchCache, "step", counted)
     config = GenerationConfig(eos_token_id=STOPS)
-    for number, text in responses(target, prompts(), 60, config, rows):
+    for number, text in stream_responses(target, prompts(), 60, config, rows):
         running.remove(number)
         assert text[-1] in STOPS or len(text) == 60
     # Those whose first token ends them leave in the step that they would have begun with.
     while_waiting = [active for active, _, count in steps if count < 40]
     assert sum(while_waiting) > 0.9 * rows * len(while_waiting)
-    assert steps[-1][1] < rows  # places go when nobody is left to take them
+    assert steps[-1][1] < rows  # free rows are dropped when no prompt is left
     assert not running and len(taken_numbers) == 40
 
 
@@ -122,7 +124,7 @@ def test_repeated_prompts_are_prefilled_once(target, monkeypatch):
     prefill_lengths = [size for rows, size in prefills if rows == 1]
     # Of ten times; a prompt is read again only where no slot holds it.
     assert sum(prefill_lengths) < 3 * sum(map(len, make_prompts(2)))
-    monkeypatch.setattr(module, "_REMEMBERED", 1)
+    monkeypatch.setattr(continuous_batch, "_MAX_CACHED_LOGITS", 1)
     assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
 
 
@@ -135,7 +137,7 @@ def test_common_prefix_is_prefilled_once(family, monkeypatch):
     prompts = [begin + end for end in ends] + [begin, begin + ends[0], begin[:5], [*begin[:38], 1]]
     config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=24)
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
-    assert decodes_in_slots(target, config)
+    assert supports_continuous_batch(target, config)
     prefills = []
     verify = SlotSession.verify
 
@@ -145,7 +147,7 @@ def test_common_prefix_is_prefilled_once(family, monkeypatch):
     new_lengths = [max(len(end), 1) for end in ends[1:]]
     assert sizes[: len(ends)] == [len(prompts[0]), *new_lengths]  # but for what two ends have in common
     assert sum(sizes) < 350 < sum(map(len, prompts)) / 2
-    monkeypatch.setattr(module, "_PIECE", 7)
+    monkeypatch.setattr(continuous_batch, "_PREFILL_CHUNK", 7)
     assert all_of(target, prompts, 24, config, 3) == expected
 
 
@@ -154,41 +156,58 @@ def test_next_turn_prefills_only_new_tokens(family, monkeypatch):
     """Its next prompt is asked for at once, and only what is new of it is read; full batches all the time."""
     target = make_target(family)
     config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=9)
-    waiting = []
+    prompts = {}
     expected = {}
     answers = {}
     prefills = []
     steps = []
     for number, ids in enumerate(make_prompts(7, 40, seed=5)):
-        waiting.append(((number, 0), ids))
+        prompts[number, 0] = ids
         for turn in range(3):
             text = target.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist()
             expected[number, turn] = text
             ids = [*ids, *text, 50 + turn, 60]
 
-    class Prompts:
-        def __iter__(self):
-            return self
+    def counted_step(self, next_tokens):
+        num_unanswered = len(prompts) - len(answers)
+        steps.append((len(next_tokens), num_unanswered))
+        return step(self, next_tokens)
 
-        def __next__(self):
-            if not waiting:
-                raise StopIteration
-            return waiting.pop(0)
-
-    prompts = dict(waiting)
     verify = SlotSession.verify
-    step = module._Slots.step
+    step = BatchCache.step
     monkeypatch.setattr(SlotSession, "verify", lambda *of: prefills.append(of[1].tokens.shape) or verify(*of))
-    monkeypatch.setattr(module._Slots, "step", lambda *of: steps.append((len(of[1]), bool(waiting))) or step(*of))
-    for (number, turn), text in responses(target, Prompts(), 9, config, 4):
+    monkeypatch.setattr(BatchCache, "step", counted_step)
+    queue = PromptQueue(list(prompts.items()))
+    for (number, turn), text in stream_responses(target, queue, 9, config, 4):
         answers[number, turn] = text
         if turn < 2:
             prompts[number, turn + 1] = [*prompts[number, turn], *text, 50 + turn, 60]
-            waiting.insert(0, ((number, turn + 1), prompts[number, turn + 1]))
+            queue.push((number, turn + 1), prompts[number, turn + 1])
     assert answers == expected
     sizes = [size for rows, size in prefills if rows == 1 and size > 1]
     assert sum(size <= 3 for size in sizes) >= 12  # of 14 next turns: the last token, and two that are new
-    assert all(rows == 4 for rows, is_waiting in steps if is_waiting)
+    assert all(rows == min(4, num_unanswered) for rows, num_unanswered in steps)
+
+
+def test_pushed_prompts_are_taken_first():
+    """The last one before the others; and a queue that was empty goes on when more are pushed."""
+    queue = PromptQueue((number, [number]) for number in range(3))
+    queue.push("a", [7])
+    queue.push("b", [8])
+    assert queue.pop_up_to(3) == [("b", [8]), ("a", [7]), (0, [0])]
+    assert queue.pop_up_to(9) == [(1, [1]), (2, [2])]
+    assert queue.pop() is None
+    queue.push("c", [9])
+    assert queue.pop() == ("c", [9])
+    assert queue.pop_up_to(2) == []
+
+
+def test_looking_at_a_queue_takes_nothing():
+    """Iterating over the list that was the queue emptied it."""
+    queue = PromptQueue([(0, [5])])
+    with pytest.raises(TypeError):
+        list(queue)
+    assert queue.pop() == (0, [5])
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
@@ -196,7 +215,7 @@ def test_recurrent_targets_decode_batch_by_batch(family):
     target = make_target(family, attn=None)
     prompts = make_prompts(5, 11)
     config = GenerationConfig(eos_token_id=STOPS, pad_token_id=0)
-    assert not decodes_in_slots(target, config)
+    assert not supports_continuous_batch(target, config)
     outputs = [target.generate(torch.tensor([p]), generation_config=config, max_new_tokens=12) for p in prompts]
     expected = [row[0, len(p) :].tolist() for row, p in zip(outputs, prompts, strict=True)]
     assert all_of(target, prompts, 12, config, 1) == expected
@@ -205,7 +224,7 @@ def test_recurrent_targets_decode_batch_by_batch(family):
 def test_unsupported_settings_decode_batch_by_batch(target):
     prompts = make_prompts(7)
     for fields in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
-        assert not decodes_in_slots(target, GenerationConfig(**fields))
+        assert not supports_continuous_batch(target, GenerationConfig(**fields))
     penalty = GenerationConfig(repetition_penalty=5.0, pad_token_id=0)
     outputs = [target.generate(torch.tensor([p]), generation_config=penalty, max_new_tokens=20) for p in prompts]
     expected = [row[0, len(p) :].tolist() for row, p in zip(outputs, prompts, strict=True)]
@@ -216,7 +235,7 @@ def test_unsupported_settings_decode_batch_by_batch(target):
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("qwen3", "max_position_embeddings")])
 def test_row_ends_where_the_context_is_full(family, name, in_slots, monkeypatch):
     """Learned positions ended in an `IndexError`, rotary ones went on beyond those that the target was trained on."""
-    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
+    monkeypatch.setattr(module, "supports_continuous_batch", lambda *args: in_slots)
     target = make_target(family, **{name: 48})
     prompts = [*make_prompts(6), [5] * 47]
     texts = all_of(target, prompts, 100, target.generation_config, 3)
@@ -242,22 +261,22 @@ def test_each_prompt_has_one_answer(target):
     [(2, 0, 0.95), (2, 5, 0.3), (16, 0, 0.3), (16, 5, 1.0), (16, 5, 0.95), (1024, 0, 1.0), (1024, 5, 0.95)],
 )
 def test_distribution_equals_that_of_transformers(likely, top_k, top_p, monkeypatch):
-    """Evenly spread chances find each token as often as its probability says, in narrow rows and in wide ones."""
-    monkeypatch.setattr(module, "_LIKELY", likely)
+    """Evenly spread draws find each token as often as its probability says, in narrow rows and in wide ones."""
+    monkeypatch.setattr(sampling, "_NUM_TOP_TOKENS", likely)
     scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[9], [4], [2], [1], [0.1], [99]]
     )
     scores[:, 3] = -torch.inf
     count = 4000
-    chances = (torch.arange(count, dtype=torch.double) + 0.5) / count
-    choice = Choice(GenerationConfig(do_sample=True, temperature=0.7, top_k=top_k, top_p=top_p), seed=0)
+    uniforms = (torch.arange(count, dtype=torch.double) + 0.5) / count
+    sampler = TokenSampler(GenerationConfig(do_sample=True, temperature=0.7, top_k=top_k, top_p=top_p), seed=0)
     expected = TemperatureLogitsWarper(0.7)(None, scores)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     for row, probabilities in zip(scores, expected.softmax(-1), strict=True):
-        tokens = sample_tokens(row.expand(count, -1) / choice.temperature, chances, choice.top_k, choice.top_p)
+        tokens = sample_tokens(row.expand(count, -1) / sampler.temperature, uniforms, sampler.top_k, sampler.top_p)
         frequencies = torch.bincount(tokens, minlength=64) / count
         assert (frequencies - probabilities).abs().max() < 2 / count
 
@@ -265,9 +284,9 @@ def test_distribution_equals_that_of_transformers(likely, top_k, top_p, monkeypa
 def test_draw_near_one_takes_a_possible_token(monkeypatch):
     scores = torch.full((1, 8), -torch.inf)
     scores[0, 2:4] = 0.0
-    chances = torch.tensor([1 - 2**-53], dtype=torch.double)
+    uniforms = torch.tensor([1 - 2**-53], dtype=torch.double)
     for top_k, top_p in itertools.product((0, 4), (0.9, 1.0)):
-        assert int(sample_tokens(scores, chances, top_k, top_p)) in (2, 3)
+        assert int(sample_tokens(scores, uniforms, top_k, top_p)) in (2, 3)
 
 
 def test_batch_size_follows_memory_and_text_count(target, monkeypatch):
@@ -275,9 +294,9 @@ def test_batch_size_follows_memory_and_text_count(target, monkeypatch):
         return rows_that_fit(target, GenerationConfig(**options), 40, texts)
 
     assert (rows(1000), rows(100), rows(1), rows(1000, num_beams=2)) == (128, 50, 1, 16)
-    slots = module._Slots(target, 1)
-    slots.step({0: (0, 40)})
-    monkeypatch.setattr(module, "free_memory", lambda device: 2 * 5.5 * slots.memory)
+    cache = BatchCache(target, 1)
+    cache.step({0: (0, 40)})
+    monkeypatch.setattr(module, "free_memory", lambda device: 2 * 5.5 * cache.nbytes)
     assert rows(1000) == 5
 
 
@@ -296,10 +315,10 @@ def test_answers_keep_no_graph_and_no_memory(family):
     target = tiny_model(family).train().eval().requires_grad_(True)
     config = GenerationConfig(do_sample=True, eos_token_id=1, pad_token_id=0)
     prompts = make_prompts(40, longest=12)
-    list(responses(target, enumerate(prompts[:4]), 8, config, 4))  # what is found out once
+    list(stream_responses(target, enumerate(prompts[:4]), 8, config, 4))  # what is found out once
     peaks = []
     with Watch() as watch:
-        for _ in responses(target, enumerate(prompts), 8, config, 4):
+        for _ in stream_responses(target, enumerate(prompts), 8, config, 4):
             peaks.append(watch.peak_since_last())
         rows_that_fit(target, config, 20, 40)
         generate_responses(target, prompts[:4], 8, None, generation_config=config)

@@ -12,7 +12,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.data.row_layouts import conversation_of
-from dflash_hf.synthetic.regenerate import Answer, Question, question_of, row_of, turns_of
+from dflash_hf.synthetic.tasks import Response, Task, make_task, output_row, split_turns
 
 
 pytest.importorskip("datasets")
@@ -32,8 +32,8 @@ def other(text):
     return chat_message("assistant", text)
 
 
-def question(row, index=0, every_turn=False):
-    return question_of(conversation_of(row, answers=False, ids=False), index, True, every_turn)
+def task_of(row, index=0, every_turn=False):
+    return make_task(conversation_of(row, answers=False, ids=False), index, True, every_turn)
 
 
 CALL = chat_message("assistant", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}])
@@ -56,15 +56,15 @@ RESULT, SYSTEM = chat_message("tool", "4"), chat_message("system", "Be kind.")
     ],
 )
 def test_turns_split_where_the_target_answers(messages, turns):
-    assert turns_of(messages) == turns
+    assert split_turns(messages) == turns
 
 
 def test_json_text_is_read_as_its_messages():
     """Every turn of the rows of a table was taken for the last."""
     messages = [user("a"), other("b"), user("c"), other("d")]
     for every_turn in (True, False):
-        expected = question({"messages": messages}, every_turn=every_turn)
-        assert question({"messages": json.dumps(messages)}, every_turn=every_turn) == expected
+        expected = task_of({"messages": messages}, every_turn=every_turn)
+        assert task_of({"messages": json.dumps(messages)}, every_turn=every_turn) == expected
         assert len(expected.prompts) == 1 + every_turn
 
 
@@ -104,7 +104,7 @@ def turns_by_generate(target, encoder, row):
     messages = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row.get("messages")
     messages = messages or [SYSTEM, user("Hi"), other("no"), user("Bye")]
     messages_so_far, tokens = [], []
-    for turn in turns_of(messages):
+    for turn in split_turns(messages):
         messages_so_far += turn
         kwargs = row.get("chat_template_kwargs", {})
         prompt = ids_of_prompt(encoder, messages_so_far, row.get("tools"), **kwargs)
@@ -144,13 +144,13 @@ def test_every_turn_is_answered_by_the_target(template, data, tmp_path):
 
 
 def test_turns_with_a_common_prefix_share_an_example():
-    question = Question(3, [[user("a")], [user("b")], [user("c")]])
+    task = Task(3, [[user("a")], [user("b")], [user("c")]])
     prompts = [[1, 2], [1, 2, 5, 6, 3], [1, 4]]
-    answers = [Answer(other("x"), "stop", prompt, ids) for prompt, ids in zip(prompts, ([5, 6], [7], [8, 9]))]
-    row = row_of(question, answers)
+    answers = [Response(other("x"), "stop", prompt, ids) for prompt, ids in zip(prompts, ([5, 6], [7], [8, 9]))]
+    row = output_row(task, answers)
     assert row["input_ids"] == [1, 2, 5, 6, 3, 7, 1, 4, 8, 9] and row["document_ids"] == [0] * 6 + [1] * 4
     assert row["loss_mask"] == [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
-    assert "document_ids" not in row_of(question, answers[:2])
+    assert "document_ids" not in output_row(task, answers[:2])
     expected = [{"input_ids": [1, 2, 5, 6, 3, 7], "loss_mask": [0, 0, 1, 1, 0, 1]}]
     assert RowEncoder()(row) == [*expected, {"input_ids": [1, 4, 8, 9], "loss_mask": [0, 0, 1, 1]}]
 
@@ -160,10 +160,10 @@ def test_turns_with_a_common_prefix_share_an_example():
     [{"messages": [user("b")]}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_digest_covers_all_of_a_question(changes):
-    """A file of answers to other questions is not continued."""
+def test_digest_covers_all_of_a_task(changes):
+    """A file of responses to other prompts is not continued."""
     row = {"messages": [user("a")]}
-    digests = [question(row, number).digest for number, row in enumerate((row, row, {**row, **changes}))]
+    digests = [task_of(row, number).digest for number, row in enumerate((row, row, {**row, **changes}))]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -11,8 +11,8 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.head_dflash import TokenHead
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
 from dflash_hf.training.losses import Teacher, block_loss, token_losses
-from dflash_hf.training.start import set_draft_vocabulary
 
 
 @pytest.fixture(autouse=True)

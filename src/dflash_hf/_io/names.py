@@ -5,7 +5,7 @@ commands must not wait for torch.
 
 SERVERS = ("vllm", "sglang")  # engines with a launch line
 ENGINES = (*SERVERS, "transformers")  # engines that read a drafter's folder
-LLAMA_CPP = "llama.cpp"  # reads GGUF files: its rules are `dflash_hf.conversion.gguf_format.limits`
+LLAMA_CPP = "llama.cpp"  # reads GGUF files: its rules are `dflash_hf.conversion.llama_cpp_limits`
 OUTPUT_LAYOUTS = ("native", "z-lab", "gguf")  # layouts that a drafter can be written in
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT_DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}

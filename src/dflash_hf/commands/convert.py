@@ -30,9 +30,8 @@ def run(arguments, echo) -> Outcome:
     from pathlib import Path
 
     from dflash_hf._io.names import FACTS_FILE
-    from dflash_hf._io.repositories import check_revision
+    from dflash_hf._io.repositories import check_revision, is_gguf
     from dflash_hf.conversion.convert import convert
-    from dflash_hf.conversion.gguf_format import is_gguf
     from dflash_hf.pairs.configs import check_is_drafter, read_config
 
     what = f"DRAFT {arguments.draft}"

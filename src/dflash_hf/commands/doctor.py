@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
 
     pair = NamedPair(arguments)
     if arguments.base is not None:
-        check_pair_configs(arguments.base, None, Loading(), argument_format="--base {1}")
+        check_pair_configs(arguments.base, None, Loading(), target_argument="base")
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = eval_rows(arguments.data, arguments.prompts, arguments.split)

@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.data.template import digests_of_tokenizer
     from dflash_hf.pairs.loading import pack
-    from dflash_hf.synthetic.magpie import PromptSettings, request_of, sample_requests, user_turn
+    from dflash_hf.synthetic.magpie import PromptSettings, checked_row, sample_prompts, user_turn
     from dflash_hf.synthetic.response_file import ResponseFile
     from dflash_hf.synthetic.responses import rows_that_fit
     from dflash_hf.targets.digests import digest_of_target
@@ -55,19 +55,19 @@ def run(arguments, echo) -> Outcome:
     left_out: Counter[str] = Counter()
     new = 0
     made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
-    with ResponseFile(arguments.output, made_with, request_of, echo) as output:
+    with ResponseFile(arguments.output, made_with, checked_row, echo) as output:
         before = list(output.finished.values())
         echo(f"{len(before)} of {arguments.count} prompts are done")
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = pair.target()
         ends = sorted(eos_ids(target.generation_config))
-        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype), "eos_token_ids": ends})
+        output.add_settings({"weights": digest_of_target(target), "dtype": str(target.dtype), "eos_token_ids": ends})
         pack(arguments.packed, target)
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="prompt") as bar:
-            for row, reason in sample_requests(target, tokenizer, arguments.count, settings, rows, before):
+            for row, reason in sample_prompts(target, tokenizer, arguments.count, settings, rows, before):
                 if row:
                     output.write_row(row)
                     new += 1

@@ -54,8 +54,9 @@ def run(arguments, echo) -> Outcome:
     """Write the rows that are missing in the output; the exit status is 1 if some were refused."""
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.template import digests_of_tokenizer
-    from dflash_hf.synthetic.regenerate import ask_rows, question_digest
+    from dflash_hf.synthetic.regenerate import rows_from_server
     from dflash_hf.synthetic.response_file import ResponseFile
+    from dflash_hf.synthetic.tasks import task_digest_of
 
     # 1. The options.
     unread = shared.options_given(arguments, _IN_PROCESS)
@@ -87,14 +88,14 @@ def run(arguments, echo) -> Outcome:
         settings |= digests_of_tokenizer(pair.tokenizer)
     shortened: Counter[str] = Counter()
     refused: Counter[str] = Counter()
-    with ResponseFile(arguments.output, settings, question_digest, echo) as output:
+    with ResponseFile(arguments.output, settings, task_digest_of, echo) as output:
         _check_same_prompts(output, tasks, arguments)
         missing = [task for index, task in tasks.items() if index not in output.finished]
         echo(f"{len(tasks) - len(missing)} of {len(tasks)} rows are finished")
         if missing:
             if pair is None:
                 seed = None if arguments.temperature == 0 else arguments.seed  # greedy answers need none
-                rows = ask_rows(server, missing, concurrency=arguments.concurrency, seed=seed)
+                rows = rows_from_server(server, missing, concurrency=arguments.concurrency, seed=seed)
             else:
                 rows = _in_process(pair, kwargs, missing, output)
             _write_rows(rows, output, len(tasks), len(tasks) - len(missing), shortened, refused)
@@ -109,10 +110,10 @@ def _target_of(arguments) -> NamedPair:
     Raises:
         `ValueError`: it has no such mask token, or its template does not know `--thinking`.
     """
-    from dflash_hf.pairs.configs import check_token_id
+    from dflash_hf.pairs.configs import check_mask_token_id
 
     pair = NamedPair(arguments)
-    check_token_id(arguments.mask_token_id, pair.config)
+    check_mask_token_id(arguments.mask_token_id, pair.config)
     _ = pair.image_reader  # before the tokenizer is used: a template may be the processor's
     if arguments.thinking and "enable_thinking" not in str(pair.tokenizer.chat_template):
         raise ValueError("--thinking: the chat template has no `enable_thinking`; leave it out.")
@@ -121,12 +122,12 @@ def _target_of(arguments) -> NamedPair:
 
 def _tasks(arguments, pair: NamedPair | None) -> tuple[dict, dict[str, int]]:
     """The tasks by the index of their row, and how many rows are left out, by the reason; no `pair`: a server."""
-    from dflash_hf.synthetic.regenerate import questions_of, with_thinking
+    from dflash_hf.synthetic.tasks import make_tasks, with_thinking
 
     as_chat = not arguments.raw and (pair is None or bool(pair.tokenizer.chat_template))
     reads_images = pair is None or pair.image_reader is not None
     rows = shared.rows_of(arguments)
-    tasks, left_out = questions_of(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
+    tasks, left_out = make_tasks(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
     if arguments.thinking:
         for index, task in tasks.items():
             tasks[index] = with_thinking(task, arguments.thinking, arguments.seed)
@@ -235,7 +236,7 @@ def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     config = _generation_config(target, arguments)
     generation = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
-    output.settle({**made_with, "generation_config": generation})
+    output.add_settings({**made_with, "generation_config": generation})
     pack(arguments.packed, target)
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
     return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)

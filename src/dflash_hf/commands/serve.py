@@ -236,7 +236,9 @@ def _llama_cpp_pair(arguments) -> _EnginePair:
     """
     from pathlib import Path
 
-    from dflash_hf.conversion.gguf_format import gguf_config, gguf_in, is_gguf, target_config
+    from dflash_hf._io.repositories import is_gguf
+    from dflash_hf.conversion.gguf_names import gguf_in
+    from dflash_hf.conversion.gguf_read import gguf_config, target_config
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.pairs.loading import Loading, load_draft_config

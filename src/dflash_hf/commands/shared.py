@@ -178,11 +178,11 @@ def encoder_of(pair):
     """
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.pairs.configs import check_token_id
+    from dflash_hf.pairs.configs import check_mask_token_id
     from dflash_hf.targets.config_fields import vocab_size_of
 
     arguments = pair.arguments
-    check_token_id(arguments.mask_token_id, pair.config)
+    check_mask_token_id(arguments.mask_token_id, pair.config)
     kwargs = template_kwargs(argument_types.template_arguments(arguments.template_args), arguments.data, say=note)
     return RowEncoder(
         pair.tokenizer,

@@ -6,7 +6,6 @@ Sources: every layout that `DFlashDraftModel.from_pretrained` reads, and `.gguf`
 `MuseGlimmerAssistantModel` without any code next to them.
 """
 
-import copy
 import tempfile
 from pathlib import Path
 
@@ -16,15 +15,18 @@ from transformers import MuseGlimmerAssistantConfig
 from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import OUTPUT_LAYOUTS
 from dflash_hf._io.progress import without_bars
+from dflash_hf._io.repositories import is_gguf
 from dflash_hf._io.weights import save_folder
-from dflash_hf.conversion.gguf_format import is_gguf, unpack_gguf, write_gguf
+from dflash_hf.conversion.gguf_read import unpack_gguf
+from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
+from dflash_hf.pairs.draft_vocabulary import with_shared_head
 
 
-# Tensors that have another name in the native layout.
+# The native layout's names of tensors that it names differently, by published name.
 NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-# Without `vocab_size`, engines would use Muse's.
+# Keys of a native config.json. Without `vocab_size`, engines would use Muse's.
 _NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
 
 
@@ -45,7 +47,7 @@ def convert(
         dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
         to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
             only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
-            llama.cpp, whose limits [`~dflash_hf.conversion.gguf_format.limits`] lists.
+            llama.cpp, whose limits [`~dflash_hf.conversion.llama_cpp_limits.llama_cpp_limits`] lists.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
             unchanged.
@@ -62,7 +64,7 @@ def convert(
         `FileExistsError`: `dst` exists and is not an empty folder.
     """
     _check_arguments(to, str(dst), dtype, target)
-    dst = Path(dst).resolve()  # "." has no name, and no parent
+    dst = Path(dst).resolve()  # `Path(".")` has neither a name nor a parent
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def convert(
     temporary_folder = tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", ignore_cleanup_errors=True)
     with temporary_folder as scratch:
         with without_bars():
-            draft = _read(src, Path(scratch, "unpacked"), revision)
+            draft = _load_source(src, Path(scratch, "unpacked"), revision)
         if share_head:
             draft = with_shared_head(draft)
         if target is not None:
@@ -84,7 +86,7 @@ def convert(
         else:
             with without_bars():
                 draft.save_pretrained(result)
-        if dst.is_dir():  # an empty one, which may be somebody's current folder
+        if dst.is_dir():  # an empty folder, which stays: it may be the working directory of a shell
             for file in result.iterdir():
                 file.rename(dst / file.name)
         else:
@@ -111,8 +113,8 @@ def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
         raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
 
 
-def _read(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
-    """A drafter; the folder that a GGUF file is unpacked into is not named in errors."""
+def _load_source(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
+    """The drafter to convert. Errors name the GGUF file, not the temporary folder that it is unpacked into."""
     if not is_gguf(src):
         return DFlashDraftModel.from_pretrained(src, revision=revision or "main")
     try:
@@ -139,32 +141,6 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     return None
 
 
-def with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
-    """
-    The same drafter over the target's whole vocabulary, with the target's head.
-
-    Args:
-        draft (`DFlashDraftModel`): A drafter with a reduced vocabulary; it is not changed.
-
-    Raises:
-        `ValueError`: a head of it covers its own tokens only.
-    """
-    config = copy.deepcopy(draft.config)
-    config.draft_vocab_size = None
-    shared = DFlashDraftModel(config).to(draft.dtype)
-    tensors = draft.state_dict()
-    for name in ("lm_head.weight", "d2t"):
-        tensors.pop(name, None)
-    for name, tensor in shared.state_dict().items():
-        if tensors[name].shape != tensor.shape:
-            raise ValueError(
-                f"--share-head: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
-                f"is part of its {draft.config.token_head_class.name}; train it over the whole vocabulary instead."
-            )
-    shared.load_state_dict(tensors)
-    return shared
-
-
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     """
     Raises:
@@ -179,7 +155,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
-    # If absent, these would become Muse's own ids.
+    # If these keys were absent, Muse's own ids would be used.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     native["dtype"] = str(draft.dtype).removeprefix("torch.")
     native["torch_dtype"] = native["dtype"]

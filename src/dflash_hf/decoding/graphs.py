@@ -19,7 +19,6 @@ from transformers.utils import logging
 from dflash_hf.decoding.adapters import adapters_of
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.session import SlotSession
-from dflash_hf.targets.features import tracing
 from dflash_hf.targets.unsafe_hooks import collects_features
 
 
@@ -214,11 +213,8 @@ def _verify(target, tap, inputs: dict):
         with tap.running():
             logits = target(**inputs).logits
         return logits, tap.take()
-    tracing.append(tap)
-    try:
+    with tap.tracing():
         logits = target(**inputs).logits
-    finally:
-        tracing.pop()
     return logits, tap.take()
 
 

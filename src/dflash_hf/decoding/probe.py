@@ -288,7 +288,7 @@ class Probe:
         ids = [-1, *range(len(decoder_layers(self.target)))]
         with FeatureTap(self.target, ids) as tap, tap.running():
             run_short_forward(self.target)
-            outputs = [tap.captured.get(place) for place in tap.places]
+            outputs = [tap.captured.get(hook_point) for hook_point in tap.hook_points]
         return frozenset(i for i, output in zip(ids, outputs) if output is not None and output.dim() == 3)
 
 

@@ -25,7 +25,7 @@ from dflash_hf.evaluation.methods import AUTO, DFLASH, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.report_files import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
-from dflash_hf.smollm2 import Pair, data_folder
+from dflash_hf.smollm2 import LoadedPair, data_folder
 
 
 logger = logging.get_logger(__name__)
@@ -58,7 +58,7 @@ def _sum_prompt(first: int, second: int) -> dict:
 
 
 def run_demo(
-    pair: Pair,
+    pair: LoadedPair,
     rows: list[dict],
     max_new_tokens: int = 40,
     runs: int = 1,
@@ -70,7 +70,7 @@ def run_demo(
     Compare the methods, save the report, and show it.
 
     Args:
-        pair ([`~dflash_hf.smollm2.Pair`]): The pair to decode with.
+        pair ([`~dflash_hf.smollm2.LoadedPair`]): The pair to decode with.
         rows (`list[dict]`): Rows of [`demo_prompts`].
         max_new_tokens, runs (`int`): Longest answer, and timed runs of each.
         output (`Path`, *optional*): Folder for figures and plot.
@@ -104,7 +104,7 @@ def run_demo(
     return report
 
 
-def sample_lines(pair: Pair, rows: list[dict], report: EvalReport, color: bool) -> list[str]:
+def sample_lines(pair: LoadedPair, rows: list[dict], report: EvalReport, color: bool) -> list[str]:
     """
     Lines that show an answer of median acceptance as it was drafted; none if no answer is equal to the target's own.
     """

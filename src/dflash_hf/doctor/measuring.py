@@ -13,10 +13,10 @@ from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.doctor.case import Text, Texts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive_mask
+from dflash_hf.pairs.draft_vocabulary import draft_ids
 from dflash_hf.targets.frozen import target_features
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
-from dflash_hf.training.start import draft_ids
 
 
 @dataclass(frozen=True)

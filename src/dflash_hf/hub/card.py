@@ -18,7 +18,7 @@ from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import digest_of, read_json, write_json
 from dflash_hf._io.names import FACTS_FILE, LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.conversion.gguf_format import gguf_in
+from dflash_hf.conversion.gguf_names import gguf_in
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import LABELS
 from dflash_hf.hub.check import check, read_shapes

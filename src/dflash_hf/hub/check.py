@@ -17,8 +17,9 @@ from dflash_hf._io.files import read_json
 from dflash_hf._io.names import ENGINES, LLAMA_CPP, SERVERS
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import check_revision, is_gguf, small_file
-from dflash_hf.conversion import gguf_format
 from dflash_hf.conversion.convert import NATIVE_NAMES
+from dflash_hf.conversion.gguf_read import gguf_config, target_config
+from dflash_hf.conversion.llama_cpp_limits import llama_cpp_limits
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.hub.drafter_folder import LAYOUT_OF_ARCHITECTURE, DrafterFolder
 from dflash_hf.hub.engines import engine_versions, split_engine
@@ -31,7 +32,7 @@ from dflash_hf.layouts.read import canonical_config, is_drafter_config
 from dflash_hf.layouts.tensor_names import published_name, tensor_names
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
-from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config
+from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config, resized_vocabulary
 
 
 _ALL_READERS = (*ENGINES, LLAMA_CPP)
@@ -139,6 +140,10 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(load_error))
     for key, reason in incompatibilities(parsed, target):
         yield Finding("error", ENGINES, key, one_line(reason))
+    resized = resized_vocabulary(parsed, target)
+    if resized is not None:  # `generate` drafts the tokens that both have
+        message = f"{resized}; whether this engine can decode with such a pair is not known."
+        yield Finding("warning", SERVERS, "vocab_size", message, leaves_open=True)
     yield from _limits_of_llama_cpp(parsed, target)
     # 3. What engines read of it.
     if load_error is None:
@@ -175,7 +180,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
 
 def _findings_of_gguf(file: Path, target: dict) -> Iterator[Finding]:
     try:
-        parsed = DFlashDraftConfig.from_dict(gguf_format.gguf_config(file))
+        parsed = DFlashDraftConfig.from_dict(gguf_config(file))
     except (ValueError, OSError, ImportError) as error:
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(error))
         return
@@ -183,7 +188,7 @@ def _findings_of_gguf(file: Path, target: dict) -> Iterator[Finding]:
 
 
 def _limits_of_llama_cpp(parsed, target: dict) -> Iterator[Finding]:
-    for key, reason in gguf_format.limits(parsed, target or None):
+    for key, reason in llama_cpp_limits(parsed, target or None):
         yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
 
 
@@ -237,7 +242,7 @@ def _target_config(target) -> dict:
     if not isinstance(target, dict):
         try:
             if is_gguf(target):
-                target = gguf_format.target_config(target)
+                target = target_config(target)
             elif Path(target).is_file():
                 target = read_json(target)
             else:

@@ -3,7 +3,7 @@
 import json
 
 from dflash_hf._io.names import LLAMA_CPP
-from dflash_hf.conversion.gguf_format import is_gguf
+from dflash_hf._io.repositories import is_gguf
 from dflash_hf.layouts.head_schemas import engine_method
 from dflash_hf.pairs.loading import Loading
 

@@ -21,7 +21,9 @@ from dflash_hf._io.names import LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
 from dflash_hf._io.weights import check_finite
-from dflash_hf.conversion.gguf_format import FILE_PATTERN, gguf_config, weights_of, write_gguf
+from dflash_hf.conversion.gguf_names import FILE_PATTERN
+from dflash_hf.conversion.gguf_read import gguf_config, weights_digest_of
+from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report_files import check_report
 from dflash_hf.hub.card import CardFacts, code_of, has_own_card, is_rendered, render_card
@@ -219,7 +221,7 @@ def _write_and_check_gguf(
     weights = digest_of_parameters(draft.named_parameters())
     findings = []
     for file in sorted(folder.glob(FILE_PATTERN)):
-        made_of = weights_of(file)
+        made_of = weights_digest_of(file)
         config = gguf_config(file)
         if made_of is None:
             message = "does not say of which weights it was made; recreate it with --gguf if these have changed since."

@@ -10,4 +10,5 @@ which drafters are saved. A `config.json` that was converted to it is *canonical
     head_schemas.py    names, keys and checks of the token heads
     configuration.py   `DFlashDraftConfig`, checked by check.py when it is created
     tensor_names.py, checkpoint_files.py, checkpoint.py   names of tensors, and checks of weights
+    loading.py         `DFlashDraftModel.from_pretrained`: from a name to a drafter
 """

@@ -1,1 +1,4 @@
-"""Pairs: checking names and configurations of a target and its drafter, and loading both."""
+"""
+A target with its drafter: `configs` checks names and configurations before any weights are read, `loading` loads both,
+`draft_vocabulary` chooses the tokens that the drafter drafts.
+"""

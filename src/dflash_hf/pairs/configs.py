@@ -1,19 +1,22 @@
-"""Checks of a pair's configurations, before any weights are read."""
+"""
+Checks of a pair's configurations, before any weights are read.
 
-import math
+Messages name arguments as in Python, `target=...`; the command line writes its options in their place.
+"""
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dflash_hf._io.files import read_json
 from dflash_hf._io.repositories import small_file
-from dflash_hf.targets.config_fields import vocab_size_of
+from dflash_hf.targets.config_fields import num_layers_of, vocab_size_of
 
 
 if TYPE_CHECKING:
     from dflash_hf.pairs.loading import Loading
 
-# Fields whose defaults are a plain drafter's.
-_PLAIN_BY_DEFAULT = (
+# Fields that add to Qwen3-style layers unless they have their default; see `non_default_fields`.
+_ADDITIONS = (
     "draft_vocab_size",
     "sample_from_anchor",
     "conv_kernel_size",
@@ -46,14 +49,14 @@ def read_config(name: str, argument: str, revision: str | None = None) -> dict:
     return read_json(path)
 
 
-def check_pair_configs(target: str, draft: str | None, loading: "Loading", argument_format: str = "--{} {}") -> dict:
+def check_pair_configs(target: str, draft: str | None, loading: "Loading", target_argument: str = "target") -> dict:
     """
     Check both configurations, before any weights are read.
 
     Args:
-        target, draft (`str`): Their names.
+        target, draft (`str`): Folders, or repositories on the Hub.
         loading (`Loading`): Names the revisions.
-        argument_format (`str`): Format of an argument and its value in messages.
+        target_argument (`str`): The argument that names the target, for messages.
 
     Returns:
         `dict`: The target's configuration.
@@ -61,18 +64,16 @@ def check_pair_configs(target: str, draft: str | None, loading: "Loading", argum
     Raises:
         `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
-    target_argument = argument_format.format("target", target)
-    draft_argument = argument_format.format("draft", draft)
-    config = read_config(target, target_argument, loading.revision)
-    draft_config = None if draft is None else read_config(draft, draft_argument, loading.draft_revision)
+    config = read_config(target, f"{target_argument}={target}", loading.revision)
+    draft_config = None if draft is None else read_config(draft, f"draft={draft}", loading.draft_revision)
     from dflash_hf.layouts.read import is_drafter_config
 
     if is_drafter_config(config):
         swapped = draft_config is not None and not is_drafter_config(draft_config)
         remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
-        raise ValueError(f"{target_argument} is a DFlash drafter: {remedy}.")
+        raise ValueError(f"{target_argument}={target} is a DFlash drafter: {remedy}.")
     if draft_config is not None:
-        check_is_drafter(draft_config, draft_argument)
+        check_is_drafter(draft_config, f"draft={draft}")
     return config
 
 
@@ -88,37 +89,51 @@ def check_is_drafter(config: dict, argument: str) -> None:
         raise ValueError(f"{argument} is not a DFlash drafter but {kind}; `dflash train` trains one.")
 
 
-def check_token_id(token_id: int | None, config: dict, argument: str | None = None) -> None:
+def check_mask_token_id(token_id: int | None, target_config: dict) -> None:
     """
     Raises:
         `ValueError`: the target's embedding has no such row.
     """
-    rows = vocab_size_of(config)
+    rows = vocab_size_of(target_config)
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
-        argument = argument or f"--mask-token-id {token_id}"
-        raise ValueError(f"{argument} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
+        raise ValueError(
+            f"mask_token_id={token_id} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}."
+        )
 
 
 def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
     """
-    Where a drafter shows that it belongs to another target: field, and reason.
+    Where a drafter shows that it belongs to another target: field, and reason. The same comparison as that of loaded
+    models, [`~dflash_hf.modeling.target_dflash.pair_mismatches`].
 
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
-        target (`dict`): The target's, without that of other parts than its text; what it lacks is not compared.
+        target (`dict`): The configuration of the target's text model; fields that it lacks are not compared.
     """
-    sizes = {"target_hidden_size": "hidden_size", "num_target_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
-    for field, target_field in sizes.items():
-        size = getattr(config, field)
-        target_size = target.get(target_field)
-        if size is not None and target_size is not None and size != target_size:
-            reason = f"{size} is not the target's {target_field}={target_size}: the drafter belongs to another target."
-            yield field, reason
-    ids = config.target_layer_ids
-    if max(ids) >= (target.get("num_hidden_layers") or math.inf):
-        yield "target_layer_ids", f"{ids} reach past the target's {target['num_hidden_layers']} layers."
-    if config.mask_token_id >= (target.get("vocab_size") or math.inf):
-        yield "mask_token_id", f"{config.mask_token_id} is not one of the target's {target['vocab_size']} ids."
+    from dflash_hf.modeling.target_dflash import TargetSizes, pair_mismatches
+
+    vocab_size = target.get("vocab_size")
+    sizes = TargetSizes(
+        hidden_size=target.get("hidden_size"),
+        num_layers=num_layers_of(target),
+        vocab_size=vocab_size,
+        embedding_rows=vocab_size,  # `resize_token_embeddings` changes both
+    )
+    for field, difference in pair_mismatches(config, sizes):
+        yield field, f"{difference} in the target: the drafter belongs to another target."
+
+
+def resized_vocabulary(config, target: dict) -> str | None:
+    """
+    How the vocabulary of a target differs from that which its drafter was trained with: its embedding was resized.
+    `None` if it does not, or if it differs so much that [`incompatibilities`] names it.
+    """
+    vocab_size = target.get("vocab_size")
+    if vocab_size in (None, config.vocab_size) or config.vocab_size is None:
+        return None
+    if any(field == "vocab_size" for field, _ in incompatibilities(config, target)):
+        return None
+    return f"{config.vocab_size}, not {vocab_size} in the target, whose embedding was resized"
 
 
 def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
@@ -130,7 +145,7 @@ def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
     defaults = dict(config.token_head_class.fields)
-    defaults |= {name: getattr(type(config), name) for name in _PLAIN_BY_DEFAULT}
+    defaults |= {name: getattr(type(config), name) for name in _ADDITIONS}
     defaults |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     for key, default in defaults.items():
         value = getattr(config, key)

@@ -1,4 +1,8 @@
-"""Loading a target and its drafter by their names on the command line."""
+"""
+Loading a target and its drafter by their names: a folder, or a repository on the Hub.
+
+Messages name arguments as in Python, `target=...`; the command line writes its options in their place.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +12,7 @@ from dflash_hf._io.files import read_text
 from dflash_hf._io.progress import without_bars
 
 
-TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
+TRUST_REMEDY = "add --trust-remote-code (in a recipe trust_remote_code=true)"
 
 
 @dataclass
@@ -37,8 +41,8 @@ class Loading:
 
     def dtype_on(self, device) -> str:
         """
-        The dtype for `from_pretrained`. `"auto"` is the checkpoint's, but float32 on a processor that has no units for
-        bf16, which is logged once.
+        The dtype for `from_pretrained`. `"auto"` is the checkpoint's, but float32 on a processor without hardware
+        support for products in bf16, which is logged once.
         """
         import torch
         from transformers.utils import logging
@@ -49,7 +53,7 @@ class Loading:
         if self.dtype != "auto" or not on_cpu or not is_emulated(torch.bfloat16):
             return self.dtype
         logging.get_logger(__name__).warning_once(
-            "float32: this processor has no units for bf16 (--dtype bfloat16 takes half the memory)"
+            "float32: this processor has no units for bf16 (dtype bfloat16 takes half the memory)"
         )
         return "float32"
 
@@ -63,23 +67,23 @@ def available_device(name: str | None) -> str:
     """
     import torch
 
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
-        return "cuda" if cards else "cpu"
+        return "cuda" if num_gpus else "cpu"
     kind, _, index = name.partition(":")
-    if kind == "cuda" and int(index or 0) >= cards:
-        available = f"cuda:0 to cuda:{cards - 1}"
-        if cards == 1:
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        available = f"cuda:0 to cuda:{num_gpus - 1}"
+        if num_gpus == 1:
             available = "only cuda:0"
-        elif cards == 0:
+        elif num_gpus == 0:
             available = "no CUDA device"
-        raise ValueError(f"--device {name}: this machine has {available}; use --device cpu, or leave it out.")
+        raise ValueError(f"device={name}: this machine has {available}; use `cpu`, or leave it out.")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"--device {name}: this machine has no Metal device; use --device cpu, or leave it out.")
+        raise ValueError(f"device={name}: this machine has no Metal device; use `cpu`, or leave it out.")
     return name
 
 
-def load_target(name: str, loading: Loading, device=None, argument_format: str = "--{} {}", **options):
+def load_target(name: str, loading: Loading, device=None, **options):
     """
     A target, in evaluation mode.
 
@@ -87,7 +91,6 @@ def load_target(name: str, loading: Loading, device=None, argument_format: str =
         name (`str`): A folder, or a repository on the Hub.
         loading (`Loading`): Loading options.
         device (`str` or `torch.device`, *optional*): Replaces `loading.device`.
-        argument_format (`str`): Format of an argument and its value in messages.
         options: Additional options of `from_pretrained`.
 
     Raises:
@@ -99,18 +102,18 @@ def load_target(name: str, loading: Loading, device=None, argument_format: str =
     device = device or available_device(loading.device)
     options |= {"dtype": loading.dtype_on(device), "device_map": device}
     options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
-    target = _load_complete(name, argument_format.format("target", name), **options).eval()
+    target = _load_complete(name, f"target={name}", **options).eval()
     warn_if_emulated(target)
     return target
 
 
 def _load_complete(name: str | Path, argument: str, **options):
-    """A target all of whose parameters its checkpoint has: others would be random."""
+    """A target, if its checkpoint has all of its parameters: others would be random."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # rejected below, by name
     try:
         config_options = {key: value for key, value in options.items() if key in ("revision", "trust_remote_code")}
         config = AutoConfig.from_pretrained(name, **config_options).to_dict()
@@ -125,7 +128,7 @@ def _load_complete(name: str | Path, argument: str, **options):
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(f"{argument} has custom code: read it, and if you trust it {TRUST}.") from error
+        raise ValueError(f"{argument} has custom code: read it, and if you trust it {TRUST_REMEDY}.") from error
     except ImportError as error:
         raise ImportError(f"{argument} needs a library that is not installed: {one_line(error, 160)}") from error
     parameters = {key for key, _ in target.named_parameters()}  # buffers are computed
@@ -182,15 +185,15 @@ def load_tokenizer(
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
-        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
-        usable = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
-        if not usable:  # made of a folder without files
+        added = tokenizer.added_tokens_decoder  # in mistral-common's tokenizers this is a method, which raises
+        is_usable = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
+        if not is_usable:  # transformers makes one of a folder without files
             raise ValueError(f"the tokenizer of {name} has no vocabulary")
     except StrictDataclassError as error:
         raise ValueError(damaged_config(str(name), error)) from error
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
+            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST_REMEDY}.") from error
         if Path(name).expanduser().is_dir():
             raise ValueError(
                 f"{name} holds no tokenizer that can be read; save the target's there with "
@@ -231,7 +234,7 @@ def load_for_training(model, target) -> tuple:
         `tuple[DFlashDraftModel, PreTrainedModel]`.
 
     Raises:
-        `ValueError`: the model is no drafter.
+        `ValueError`: the model is not a drafter.
     """
     import torch
 
@@ -240,8 +243,8 @@ def load_for_training(model, target) -> tuple:
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
     if isinstance(target, str | Path):
-        target = _load_complete(target, f"target {target}", dtype="auto")
-    model = getattr(model, "_orig_mod", model)  # of `torch.compile`, whose names would be saved
+        target = _load_complete(target, f"target={target}", dtype="auto")
+    model = getattr(model, "_orig_mod", model)  # without `torch.compile`'s wrapper, whose names would be saved
     if not hasattr(getattr(model, "config", None), "target_hidden_size"):
         raise ValueError(f"model is a {type(model).__name__}; pass the drafter (`DFlashDraftModel`), then its target.")
     return model, target

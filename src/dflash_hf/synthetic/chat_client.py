@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server, by the `openai` client, which retries when the server is busy."""
+"""Responses of an OpenAI-compatible server, by the `openai` client, which retries when the server is busy."""
 
 import os
 from urllib.parse import urlsplit
@@ -7,8 +7,8 @@ from dflash_hf._io.errors import one_line, requires_extra
 from dflash_hf.data.messages import UnusableRow
 
 
-RETRIES = 5  # of a request
-_REFUSALS = (400, 413, 422)  # of one conversation; others may be answered
+RETRIES = 5  # of each request, by the client
+_REFUSALS = (400, 413, 422)  # statuses that concern one conversation; others may be answered
 _HINTS = {401: "set OPENAI_API_KEY", 404: "does it serve this model there?"}
 
 
@@ -17,12 +17,12 @@ class ServerError(OSError):
 
 
 class NoAnswer(UnusableRow):
-    """No answer came in time."""
+    """The server has not answered in time."""
 
 
 class ChatClient:
     """
-    A client of a server.
+    A client of an OpenAI-compatible server.
 
     Args:
         url (`str`): `http://host:port` or `http://user:password@host:port`, with or without `/v1`. Without a password,
@@ -61,11 +61,14 @@ class ChatClient:
         self, messages: list[dict], tools: list | None, template_kwargs: dict, seed: int | None = None
     ) -> tuple[dict, str]:
         """
-        Request an answer, sampled with a seed if one is given; returns the message and why it ended.
+        Request the next message of a conversation, sampled with a seed if one is given.
+
+        Returns:
+            The message, and its finish reason.
 
         Raises:
             `UnusableRow`: this conversation is rejected, or its answer takes too long (`NoAnswer`).
-            `ServerError`: every conversation would be.
+            `ServerError`: every conversation would be rejected.
         """
         request = {**self.options, "messages": messages}
         if tools:
@@ -84,7 +87,7 @@ class ChatClient:
             detail = one_line(error.response.text, 300)
             redirect = error.response.headers.get("location")
             if redirect:
-                detail = f"it redirects to {redirect}, which is asked if it is given as the address"
+                detail = f"it redirects to {redirect}, which is queried if it is given as the address"
             if status in _REFUSALS:
                 raise UnusableRow(f"the server answers {status}: {detail}") from error
             hint = _HINTS.get(status, f"tried {RETRIES + 1} times; see its log" if status >= 429 else "see its log")

@@ -1,4 +1,4 @@
-"""A JSON Lines file of numbered rows that grows by whole lines and survives a kill at any moment."""
+"""A JSON Lines file of numbered rows, written line by line, which survives a kill at any moment."""
 
 import json
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from dflash_hf.data.sources import SETTINGS
 
 class ResponseFile:
     """
-    Rows by their numbers, with one writer. A line is there whole or not at all: opening the file cuts off what a kill
-    has left and reads the finished rows.
+    Rows by their numbers, with one writer. Opening the file removes an incomplete last line, which a kill leaves, and
+    reads the finished rows.
 
-    `NAME.settings.json`, next to it, has the settings of the rows; other settings are rejected.
+    `NAME.settings.json`, next to it, holds the settings of the rows; other settings are rejected.
 
     Args:
         path (`Path`): The file; created if it does not exist.
         settings (`dict`): What must be equal for the rows to belong together.
-        keep (`Callable`): What is kept of a row; raises if it is not one of such a file.
+        parse_row (`Callable`): Returns what is kept of a row; raises if it is not a row of such a file.
         say (`Callable`): Called with a line about what was cut off.
 
     Attributes:
@@ -29,10 +29,10 @@ class ResponseFile:
         `ValueError`: made with other settings, damaged in the middle, or being written by another process.
     """
 
-    def __init__(self, path: Path, settings: dict, keep: Callable[[dict], object], say: Callable[[str], None]):
+    def __init__(self, path: Path, settings: dict, parse_row: Callable[[dict], object], say: Callable[[str], None]):
         self.path = path
         self.settings_path = Path(f"{path}{SETTINGS}")
-        self.keep = keep
+        self.parse_row = parse_row
         self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -41,13 +41,13 @@ class ResponseFile:
             size = path.stat().st_size
             has_settings = self.settings_path.exists()
             self.settings = read_json(self.settings_path) if size and has_settings else {}
-            whole_lines = self._read()
-            if size and not self.finished and not has_settings:  # a kill leaves the settings
-                raise ValueError(f"{path} is no file of such rows; choose another output.")
-            self.settle(settings)  # only next to a valid response file
-            self.file.truncate(whole_lines)
-            if size > whole_lines:
-                say(f"removed an incomplete line of {size - whole_lines} bytes at the end of {path}")
+            complete_bytes = self._read()
+            if size and not self.finished and not has_settings:  # after a kill there would be settings
+                raise ValueError(f"{path} is not a file of such rows; choose another output.")
+            self.add_settings(settings)  # only next to a valid response file
+            self.file.truncate(complete_bytes)
+            if size > complete_bytes:
+                say(f"removed an incomplete line of {size - complete_bytes} bytes at the end of {path}")
             self.stack = stack.pop_all()  # the file and its lock stay open
 
     def __enter__(self):
@@ -56,9 +56,9 @@ class ResponseFile:
     def __exit__(self, *exc):
         self.stack.close()
 
-    def settle(self, settings: dict) -> None:
+    def add_settings(self, settings: dict) -> None:
         """
-        Add settings that were not known before.
+        Add settings that were not known when the file was opened.
 
         Raises:
             `ValueError`: the file was started with other settings; the message names them.
@@ -74,7 +74,7 @@ class ResponseFile:
         write_json(self.settings_path, self.settings)
 
     def _read(self) -> int:
-        """Keep what is kept of the finished rows; returns the bytes of whole lines."""
+        """Fill `finished` from the file; returns the bytes of its complete lines."""
         self.file.seek(0)
         size = 0
         for number, line in enumerate(self.file, start=1):
@@ -85,7 +85,7 @@ class ResponseFile:
                 row = json.loads(line)
                 if row["row"] in self.finished:
                     raise ValueError(f"row {row['row']} is in an earlier line")
-                self.finished[row["row"]] = self.keep(row)
+                self.finished[row["row"]] = self.parse_row(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Line {number} of {self.path} is not a row of such a file ({error!r}); remove that line, or "
@@ -98,4 +98,4 @@ class ResponseFile:
         # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
         self.file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self.file.flush()
-        self.finished[row["row"]] = self.keep(row)
+        self.finished[row["row"]] = self.parse_row(row)

@@ -15,15 +15,15 @@ def shallow_clone(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
     Raises:
         `ValueError`: a forward was replaced, by accelerate or others: it may call the shared module.
     """
-    wanted = {*modules}
+    to_copy = {*modules}
     clones: dict[nn.Module, nn.Module] = {}
 
     def clone(module: nn.Module) -> nn.Module:
         if module in clones:
             return clones[module]
-        clones[module] = module  # in case it contains itself
+        clones[module] = module  # in case the module contains itself
         children = {name: child if child is None else clone(child) for name, child in module._modules.items()}
-        if module in wanted or any(child is not module._modules[name] for name, child in children.items()):
+        if module in to_copy or any(child is not module._modules[name] for name, child in children.items()):
             if "forward" in vars(module):
                 raise ValueError(f"The forward of a {type(module).__name__} was replaced: it has no private copy.")
             clones[module] = copy.copy(module)  # which shares `_modules`, and hooks

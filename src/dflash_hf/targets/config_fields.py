@@ -12,6 +12,16 @@ def vocab_size_of(config: dict) -> int | None:
     return text_part(config).get("vocab_size", config.get("vocab_size"))
 
 
+def num_layers_of(text_config: dict) -> int | None:
+    """
+    The number of decoder layers in the configuration of a text model; `None` if it does not say.
+
+    LongCat's `num_hidden_layers` counts attentions, of which a layer has two; see
+    [`~dflash_hf.modeling.target_dflash.num_decoder_layers`], the same for a loaded target.
+    """
+    return text_config.get("num_layers") or text_config.get("num_hidden_layers")
+
+
 def stated_context_length(config: dict) -> int | None:
     """A target's context length in tokens, rope scaling included; `None` if its configuration does not say."""
     text = text_part(config)

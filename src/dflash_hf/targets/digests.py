@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 
-_VALUES = 64  # of each parameter, evenly spaced
+_NUM_VALUES = 64  # that are read of each parameter, evenly spaced
 
 
 def digest_of_target(target) -> dict[str, str]:
@@ -20,10 +20,11 @@ def digest_of_target(target) -> dict[str, str]:
     Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
     parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
     """
-    ids_of_ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
-    parts: dict[str, list] = {"ends": [], "layers": []}
+    embedding_and_head = {id(target.get_input_embeddings().weight)}
+    embedding_and_head |= {id(parameter) for parameter in target.get_output_embeddings().parameters()}
+    parts: dict[str, list] = {"ends": [], "layers": []}  # the names in manifests of stored features
     for name, parameter in target.named_parameters():
-        part = "ends" if id(parameter) in ids_of_ends else "layers"
+        part = "ends" if id(parameter) in embedding_and_head else "layers"
         parts[part].append((name, parameter))
     digests = {}
     for part, parameters in parts.items():
@@ -38,6 +39,6 @@ def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, parameter in parameters:
         flat = parameter.reshape(-1)
-        values = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].to("cpu", torch.bfloat16)
+        values = flat[:: max(1, len(flat) // _NUM_VALUES)][:_NUM_VALUES].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
     return digest.hexdigest()[:16]

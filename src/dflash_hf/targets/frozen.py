@@ -15,10 +15,17 @@ from dflash_hf.targets.generation import eos_ids
 
 @dataclass
 class TargetOutput:
-    """One forward of the target."""
+    """
+    The output of one forward of the target.
 
-    features: torch.Tensor  # [N, S, L*H]  outputs of the tapped layers
-    last_hidden_state: torch.Tensor | None  # [N, S, H]    after the final norm, the head's input; if requested
+    Args:
+        features (`torch.Tensor`): `[N, S, L * H]`, outputs of the layers that the drafter reads.
+        last_hidden_state (`torch.Tensor`, *optional*): `[N, S, H]`, after the final norm: the input of the head. If
+            requested.
+    """
+
+    features: torch.Tensor
+    last_hidden_state: torch.Tensor | None
 
 
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
@@ -28,8 +35,8 @@ def freeze(target: PreTrainedModel) -> PreTrainedModel:
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:
     """
-    Check that a drafter can be trained for a target: `check_pair`, a mask token that ends no text, and a readable
-    embedding and head.
+    Check that a drafter can be trained for a target: that they fit (`check_pair`), that the mask token does not end a
+    text, and that embedding and head can be read.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -65,20 +72,21 @@ def target_forward(
         target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
         input_ids, attention_mask, position_ids: `[N, S]`.
-        states (`bool`): `False` leaves out the last hidden state: the layers above the highest of `layer_ids` do not
-            run.
+        states (`bool`): Whether the last hidden state is needed. Without it, the layers above the highest of
+            `layer_ids` do not run.
         images (`dict`, *optional*): What the forward takes besides ids, if there are images among them; see
             [`~dflash_hf.data.images.ImageReader.inputs`].
     """
-    model = target if states else _cut_above(target, max(layer_ids))
-    eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
+    model = target if states else _without_layers_above(target, max(layer_ids))
+    # Compiled graphs skip hooks.
+    eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
         last_hidden_state = decoder_forward(model, input_ids, attention_mask, position_ids, images)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
 def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **masks) -> torch.Tensor:
-    """The features `[N, S, L*H]` of [`target_forward`] alone; takes the same masks."""
+    """Only the features `[N, S, L * H]` of [`target_forward`]; takes the same masks."""
     return target_forward(target, layer_ids, input_ids, **masks, states=False).features
 
 
@@ -87,8 +95,11 @@ def _is_compiled(target: PreTrainedModel) -> bool:
     return any(module._compiled_call_impl is not None for module in target.modules())
 
 
-def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
-    """A copy of the target without the layers above one; the target itself where its parts cannot run separately."""
+def _without_layers_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
+    """
+    A shallow clone of the target without the layers above one; the target itself if a forward of its modules was
+    replaced, as by accelerate: then its parts cannot run separately.
+    """
     # A hook that raises would be shorter, but would abort an offloaded target in the middle of its forward.
     layers = decoder_layers(target)
     if any("forward" in vars(module) for module in target.modules()):

@@ -10,7 +10,7 @@ from dflash_hf.targets.config_fields import stated_context_length
 
 
 def eos_ids(generation_config: GenerationConfig) -> set[int]:
-    """The ids that end a response."""
+    """The end-of-sequence ids, each of which ends a response."""
     eos = generation_config.eos_token_id
     if eos is None:
         return set()
@@ -18,7 +18,7 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
 
 
 def without_token(generation_config: GenerationConfig, token_id: int | None) -> GenerationConfig:
-    """A configuration with which a token is never generated."""
+    """A copy of a configuration that also suppresses a token, if one is given."""
     config = copy.deepcopy(generation_config)
     if token_id is not None:
         config.suppress_tokens = [*(config.suppress_tokens or []), token_id]
@@ -75,7 +75,7 @@ def max_answer_tokens(target: PreTrainedModel, prompt_length: int, max_new_token
 
 
 def cut_reason(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
-    """Where an answer was cut off: at its maximum number of tokens, or before; empty if it has ended by itself."""
+    """What cut an answer off, in words for a user: a maximum number of tokens or of seconds; empty if nothing did."""
     if not ids or ids[-1] in eos_ids(generation_config):
         return ""
     if len(ids) == limit:

@@ -4,7 +4,10 @@ from transformers import PreTrainedModel
 
 
 def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
-    """The first row of a target's embedding that its tokenizer never uses, a natural mask token; or `None`."""
+    """
+    The first unused row of a target's embedding, past the tokens of its tokenizer: a natural mask token. `None` if
+    there is none.
+    """
     rows = target.get_input_embeddings().weight.shape[0]
     return len(tokenizer) if len(tokenizer) < rows else None
 

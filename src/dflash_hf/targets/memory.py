@@ -8,7 +8,7 @@ import torch
 
 
 class _ControlGroup(NamedTuple):
-    """The files in which Linux gives the memory of a container, and the key in `stat` of caches that it can drop."""
+    """The files in which Linux reports the memory of a container, and the key in `stat` of caches that it can drop."""
 
     limit: Path
     used: Path
@@ -28,8 +28,8 @@ _CONTROL_GROUPS = (
 
 def free_memory(device: torch.device) -> int:
     """
-    Free bytes of a device; of main memory, at most what a container's limit leaves. No other device is touched: a
-    context takes half a GB of a card, also of somebody else's.
+    Free bytes of a device; for main memory, at most what a container's limit leaves. No other device is touched:
+    creating a CUDA context takes half a GB of a GPU, even of one that others use.
     """
     if device.type in ("cpu", "mps"):  # Metal uses main memory
         return _free_main_memory()

@@ -14,6 +14,7 @@ import torch
 
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.modeling.modeling_dflash import additive_mask
+from dflash_hf.pairs.draft_vocabulary import draft_ids
 from dflash_hf.targets.frozen import TargetOutput
 from dflash_hf.targets.logits import target_logits
 from dflash_hf.training.anchors import example_seeds, sample_anchors
@@ -30,7 +31,6 @@ from dflash_hf.training.losses import (
     token_losses,
 )
 from dflash_hf.training.metrics import Statistics, block_statistics
-from dflash_hf.training.start import draft_ids
 
 
 Batch = dict[str, torch.Tensor]

@@ -6,8 +6,8 @@ import torch
 
 from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.progress import without_bars
-from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.pairs.draft_vocabulary import with_shared_head
 from dflash_hf.training.adapters import merged
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.trainer_card import save_facts

@@ -15,7 +15,6 @@ from dflash_hf._io.argument_types import check_writable
 from dflash_hf._io.files import locked, read_json
 from dflash_hf._io.names import FACTS_FILE, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.terminal import note
-from dflash_hf.conversion.convert import with_shared_head
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import ImageReader, load_image_reader
@@ -24,7 +23,8 @@ from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.layouts.read import is_drafter_config
-from dflash_hf.pairs.configs import check_pair_configs, check_token_id
+from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
+from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
 from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter
 from dflash_hf.training.arguments import ScriptArguments
@@ -49,7 +49,7 @@ from dflash_hf.training.nodes import one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
-from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
+from dflash_hf.training.start import make_draft, mask_token_of, vocabulary_size
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -217,7 +217,7 @@ def _load_target(run: Run):
     if script.attn_implementation:
         options["attn_implementation"] = script.attn_implementation
     device = "cpu" if script.features else run.args.device
-    return load_target(script.target, run.loading, device, argument_format="{}={}", **options)
+    return load_target(script.target, run.loading, device, **options)
 
 
 def _load_rows(script: ScriptArguments) -> tuple:
@@ -442,8 +442,8 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     if script.peft_config:
         adapter_config(script.peft_config)
     loading = Loading(revision=script.target_revision, draft_revision=script.draft_revision)
-    config = check_pair_configs(script.target, script.draft, loading, argument_format="{}={}")
-    check_token_id(script.mask_token_id, config, f"mask_token_id={script.mask_token_id}")
+    config = check_pair_configs(script.target, script.draft, loading)
+    check_mask_token_id(script.mask_token_id, config)
     return config
 
 

@@ -1,0 +1,133 @@
+"""Loading a drafter of any published layout, by the loader of transformers."""
+
+import copy
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.integrations.peft import maybe_load_adapters
+
+from dflash_hf.layouts.checkpoint import Checkpoint, read_checkpoint
+from dflash_hf.modeling import modeling_dflash
+
+
+_HUB_ARGUMENTS = (
+    "subfolder",
+    "revision",
+    "token",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "user_agent",
+    "repo_type",
+    "_commit_hash",
+)
+
+
+def load_drafter(
+    model_class, name, model_args: tuple = (), config=None, key_mapping: dict[str, str] | None = None, **kwargs
+) -> tuple:
+    """
+    Load a drafter.
+
+    Args:
+        model_class (`type[DFlashDraftModel]`): The class of the package.
+        name (`str`, `Path`, *optional*): A folder or repository, of a drafter or of an adapter; `None` for a
+            `state_dict`.
+        model_args (`tuple`): Further positional arguments of the model.
+        config (`PreTrainedConfig` or `str`, *optional*): In place of the folder's.
+        key_mapping (`dict[str, str]`, *optional*): See `DFlashDraftModel.from_pretrained`.
+        kwargs: Further arguments of `from_pretrained`, and fields of the configuration.
+
+    Returns:
+        The drafter, and what was loaded, as upstream's `output_loading_info` gives it.
+
+    Raises:
+        `ValueError`: names the file and the key or tensor.
+        `OSError`: a file is missing.
+    """
+    # 1. An adapter's folder names the drafter that it was trained on. Revision and subfolder are the adapter's.
+    hub_arguments = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+    adapter, base, _ = maybe_load_adapters(name, hub_arguments)
+    if base != name:
+        kwargs.pop("revision", None)
+        kwargs.pop("subfolder", None)
+        model, info = load_drafter(model_class, base, model_args, config, key_mapping, **kwargs)
+        model.load_adapter(adapter, **hub_arguments)
+        return model, info
+    # 2. The configuration, with the fields that the caller changes.
+    config, kwargs = _read_config(model_class, name, config, hub_arguments, kwargs)
+    # 3. The names, shapes and dtypes of the stored tensors, before any of them is read.
+    files = {"variant": kwargs.get("variant"), "state_dict": kwargs.get("state_dict")}
+    checkpoint = read_checkpoint(name, model_class, config, key_mapping, hub_arguments, **files)
+    kwargs.pop("force_download", None)  # has been done
+    # 4. The weights. No parameter may be left random.
+    model, info = _load_weights(model_class, name, model_args, config, checkpoint, **kwargs)
+    checkpoint.check_loaded(model, info)
+    # 5. What other files hold, or other projects store in another order.
+    if checkpoint.mask_embedding is not None:
+        model.mask_embedding.data.copy_(checkpoint.mask_embedding)
+    if config.interleaved_rotary:
+        _deinterleave_rotary(model)
+    # 6. It is saved under published names, and its vocabulary is a valid one.
+    _forget_renamings(model, checkpoint)
+    model.check_draft_vocabulary()
+    return model, info
+
+
+def _read_config(model_class, name, config, hub_arguments: dict, kwargs: dict) -> tuple[PreTrainedConfig, dict]:
+    """A configuration that only this drafter has, and the arguments that are not fields of it."""
+    if isinstance(config, PreTrainedConfig):
+        return copy.deepcopy(config), kwargs
+    fields = model_class.config_class.field_names() - {"dtype"}
+    changes = {key: value for key, value in kwargs.items() if key in fields}
+    source = name if config is None else config
+    config = model_class.config_class.from_pretrained(source, **hub_arguments, **changes)
+    return config, {key: value for key, value in kwargs.items() if key not in fields}
+
+
+def _load_weights(model_class, name, model_args: tuple, config, checkpoint: Checkpoint, **kwargs) -> tuple:
+    """The drafter with the weights of its files, and what was loaded, by the loader of transformers."""
+    kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    # The published class has a `from_pretrained` for code beside weights, which accepts fewer layouts and gives errors
+    # that name nothing: it is skipped.
+    load = super(modeling_dflash.DFlashDraftModel, model_class).from_pretrained
+    try:
+        return load(name, *model_args, config=config, key_mapping=checkpoint.renamings, **kwargs)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    except ImportError as error:
+        if not checkpoint.is_quantized:
+            raise
+        raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
+
+
+def _forget_renamings(model, checkpoint: Checkpoint) -> None:
+    """
+    Have the model saved under published names. Upstream would undo each renaming of loading when it saves, and store
+    weights that were loaded as plain ones in the bits of their file.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    if checkpoint.is_quantized and getattr(model.config, "quantization_config", None) is None:
+        conversions = []  # its weights are plain ones now
+    renamings = set(checkpoint.renamings)
+    model._weight_conversions = [
+        conversion for conversion in conversions if not renamings.intersection(conversion.source_patterns)
+    ]
+
+
+@torch.no_grad()
+def _deinterleave_rotary(model) -> None:
+    """Convert interleaved rotary pairs (`rope_is_neox_style: false`) to halves: even channels come first."""
+    head_dim = model.config.head_dim
+    rotated = int(head_dim * model.config.rope_parameters.get("partial_rotary_factor", 1.0))
+    even = torch.arange(0, rotated, 2)
+    odd = torch.arange(1, rotated, 2)
+    order = torch.cat([even, odd, torch.arange(rotated, head_dim)])
+    for layer in model.layers:
+        attention = layer.self_attn
+        projections = (*attention.q_proj.parameters(), *attention.k_proj.parameters())
+        for weight in (*projections, attention.q_norm.weight, attention.k_norm.weight):
+            by_head = weight.unflatten(0, (-1, head_dim))
+            weight.copy_(by_head[:, order.to(weight.device)].flatten(0, 1))
+    model.config.interleaved_rotary = False
