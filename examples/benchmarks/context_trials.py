@@ -105,7 +105,7 @@ class CatCrossEntropyTrainer(CatTrainer):
     objective_class = CatCrossEntropy
 
 
-def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float) -> torch.Tensor:
+def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
     """The target's probability that all earlier labels of the block are chosen, `[..., B]`."""
     chosen = (-nll).exp().masked_fill(~counted, 1.0).cumprod(-1)
     return nn.functional.pad(chosen[..., :-1], (1, 0), value=1.0) * counted

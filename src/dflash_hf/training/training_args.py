@@ -76,7 +76,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
 
     @property
     def loss_kind(self) -> str:
-        """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
+        """How a token is compared, a key of `dflash_hf.training.losses.LOSS_TERMS`."""
         kind = self.loss_type.rpartition("_")[2]
         return "ce" if kind == self.weighting else kind
 
