@@ -27,7 +27,7 @@ from dflash_hf.evaluation.methods import AUTO
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.report_files import REPORT_FILE
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
-from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.time_budget import TimeBudget
 
 
 TAUGHT = 240  # answers in the new style
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     work = arguments.work
     target = work / "target"
     answers = work / "answers.jsonl"

@@ -31,7 +31,7 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
-from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.time_budget import TimeBudget
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"
@@ -91,7 +91,7 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 
 
 def train_all(arguments) -> None:
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     trained_before = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
     shared = SHARED | {"bf16": not is_emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):

@@ -31,9 +31,9 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
-from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.features import StoredFeatures, manifest_of, store_features
 from dflash_hf.training.start import initialize_from_target, with_parts
+from dflash_hf.training.time_budget import TimeBudget
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "ways.jsonl"
     cells = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

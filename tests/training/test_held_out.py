@@ -241,7 +241,7 @@ def test_many_passes_warn_before_the_first_step(steps, warns, folder, data, tmp_
     monkeypatch.setattr(DFlashTrainer, "compute_loss", lambda *_, **__: 1 / 0)  # before the first step is made
     code, _, error = train(capsys, folder, data, tmp_path / "out", "store_rows=0", steps)
     assert code == 1 and "ZeroDivisionError" in error
-    assert ("passes over 72 rows learn them by heart" in error) == warns
+    assert ("passes over 72 rows memorise them" in error) == warns
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -40,7 +40,7 @@ class TokenLosses:
 
 # How tokens are weighed: fixed weights `[T]` of the positions of a block, or a function that maps the losses
 # `[N, A, T]` and the counted tokens `[N, A, T]` to weights `[N, A, T]`.
-Weights = torch.Tensor | Callable[[TokenLosses, torch.BoolTensor], torch.Tensor]
+Weights: TypeAlias = torch.Tensor | Callable[[TokenLosses, torch.BoolTensor], torch.Tensor]
 
 
 @dataclass

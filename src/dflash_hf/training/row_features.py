@@ -12,9 +12,9 @@ import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.training.arguments import ScriptArguments
-from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.features import MANIFEST, StoredFeatures, store_rows
 from dflash_hf.training.nodes import smallest_count, wait_for_all
+from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
 
 
@@ -71,12 +71,12 @@ def _storing_limit(script: ScriptArguments, args, folder: Path, share: float) ->
     """
     if script.store_rows != -1:
         return None
-    start = TimeBudgetSchedule.clock()
+    start = TimeBudget.clock()
     free_bytes = shutil.disk_usage(folder).free
     seconds = share * 60 * args.max_minutes if args.max_minutes else math.inf
 
     def is_enough() -> bool:
         """Whether either limit is reached."""
-        return TimeBudgetSchedule.clock() - start > seconds or shutil.disk_usage(folder).free < free_bytes / 2
+        return TimeBudget.clock() - start > seconds or shutil.disk_usage(folder).free < free_bytes / 2
 
     return is_enough

@@ -33,7 +33,6 @@ from dflash_hf.training.callbacks import (
     BarOnlyCallback,
     LogLinesCallback,
     StepCountCallback,
-    TimeBudgetSchedule,
     duration,
 )
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
@@ -51,13 +50,14 @@ from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
 from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
+from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 _METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 # Of the time limit, the share reserved for evaluating held-out rows at the end.
-_HELD_OUT_SHARE = 0.03
+_EVALUATION_TIME_SHARE = 0.03
 # Seconds reserved for saving: a constant, and a part that grows with the parameters.
 _SAVING_SECONDS = 2.0
 _SAVING_SECONDS_PER_PARAMETER = 4e-8
@@ -77,7 +77,7 @@ class Run:
         target_config (`dict`): The target's configuration.
         say (`Callable`): Prints a line about what the run does; only in the first process.
         warn (`Callable`): Prints a line about what it does otherwise than one might expect; likewise.
-        start_time (`float`): When it began, by the clock of [`TimeBudgetSchedule`], whose limit covers all of it.
+        start_time (`float`): When it began, by the clock of [`TimeBudget`], whose limit covers all of it.
     """
 
     script: ScriptArguments
@@ -164,7 +164,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
 
 def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
     """The run of some settings, see [`check_run`] and [`checkpoint_to_resume`]."""
-    start_time = TimeBudgetSchedule.clock()
+    start_time = TimeBudget.clock()
     folder = Path(training["output_dir"]).expanduser()  # as transformers does
     resume = training.get("resume_from_checkpoint")
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
@@ -334,7 +334,7 @@ def _make_trainer(run: Run, draft, target, encoder: RowEncoder, data: TrainingDa
         model, target, run.args, data.rows, data.rows_to_evaluate, collator, card_facts=data.card_facts
     )
     _add_callbacks(trainer, callbacks, run)
-    if run.checkpoint:
+    if run.checkpoint:  # as `trainer.train` does, but before features are stored, which may take hours
         check_same_drafter(Path(run.checkpoint), draft)
     return trainer
 
@@ -371,9 +371,9 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         # 3. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
         if run.checkpoint:
             run.say(f"resuming from {run.checkpoint}")
-        seconds_before = TimeBudgetSchedule.clock() - run.start_time
-        trainer.reserved_seconds = seconds_before + _seconds_after(run, draft, data)
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        seconds_before = TimeBudget.clock() - run.start_time
+        reserved_seconds = seconds_before + _seconds_after(run, draft, data)
+        trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
         # 4. What it was not trained on, and the drafter.
         if data.held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
@@ -383,7 +383,7 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
     if writes:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
-    total_time = duration(TimeBudgetSchedule.clock() - run.start_time)
+    total_time = duration(TimeBudget.clock() - run.start_time)
     run.say(f"trained           {trainer.state.global_step:,} steps, {total_time} in all: {passes}")
 
 
@@ -391,7 +391,7 @@ def _seconds_after(run: Run, draft, data: TrainingData) -> float:
     """The time that is reserved, of a time limit, for what follows the last step."""
     seconds = _SAVING_SECONDS + _SAVING_SECONDS_PER_PARAMETER * draft.num_parameters()
     if data.held_out is not None:
-        seconds += _HELD_OUT_SHARE * 60 * (run.args.max_minutes or 0)
+        seconds += _EVALUATION_TIME_SHARE * 60 * (run.args.max_minutes or 0)
     return seconds
 
 
