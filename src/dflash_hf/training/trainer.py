@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
@@ -168,11 +169,10 @@ class DFlashTrainer(AtomicTrainer):
         seconds_left = max(seconds - self._reserved_seconds, 0.01 * seconds)
         self.time_budget = TimeBudget(seconds_left, self.args.warmup_steps)
         optimizer = self.optimizer if optimizer is None else optimizer
-        scheduler = TimeBudgetScheduler(optimizer, self.time_budget)
-        self.lr_scheduler = scheduler
+        self.lr_scheduler: LambdaLR = TimeBudgetScheduler(optimizer, self.time_budget)
         self._created_lr_scheduler = True  # another call of `train` has its own time
         self.add_callback(TimeBudgetCallback(self.time_budget))
-        return scheduler
+        return self.lr_scheduler
 
     def make_objective(self) -> Objective:
         """
