@@ -31,7 +31,9 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, in_blocks
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
-from dflash_hf.training.features import StoredFeatures, manifest_of, store_features
+from dflash_hf.training.feature_manifest import manifest_of
+from dflash_hf.training.feature_store import store_features
+from dflash_hf.training.features import StoredFeatures
 from dflash_hf.training.start import initialize_from_target, with_parts
 from dflash_hf.training.time_budget import TimeBudget
 

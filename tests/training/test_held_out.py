@@ -13,7 +13,7 @@ from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf._io.files import read_json, write_json
 from dflash_hf.cli import main
-from dflash_hf.data.held_out import conversation_key, default_held_out, hold_out
+from dflash_hf.data.hold_out import conversation_key, default_held_out, hold_out
 from dflash_hf.training.features import StoredFeatures
 from dflash_hf.training.held_out import learned_by_heart
 from dflash_hf.training.recipe import read_recipe

@@ -23,8 +23,8 @@ from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check
 from dflash_hf.hub.findings import readers
-from dflash_hf.training import features
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training import feature_store
+from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
 
@@ -493,7 +493,7 @@ def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsy
     with pytest.raises(KeyboardInterrupt):
         train_recipe(*read_recipe(None, as_settings([*settings, "max_steps=4"])), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
-    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
+    monkeypatch.setattr(feature_store, "target_forward", lambda *_, **__: pytest.fail("stored again"))
     other_data = f"data={write(tmp_path / 'other.jsonl', 'no')}"
     code, _, error = train(capsys, folder, tmp_path / "o", *settings[1:], other_data, RESUME, "max_steps=5")
     assert code == 1 and "was stored with data='" in error

@@ -12,7 +12,7 @@ import numpy as np
 from transformers.utils import logging
 
 from dflash_hf.data.encode import Example, RowEncoder
-from dflash_hf.data.held_out import conversation_key
+from dflash_hf.data.hold_out import conversation_key
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.row_layouts import columns_of_ids, conversation_of
 from dflash_hf.data.sources import as_written
@@ -102,7 +102,7 @@ def prepare_dataset(
         num_proc (`int`): Number of processes.
         source (`str`): Name of the dataset, for messages.
         conversations (`bool`): Keep the column `conversation`, see
-            [`~dflash_hf.data.held_out.conversation_key`]: one number for all examples of a row.
+            [`~dflash_hf.data.hold_out.conversation_key`]: one number for all examples of a row.
 
     Returns:
         The dataset with `input_ids` and `loss_mask`, and a [`DataReport`].

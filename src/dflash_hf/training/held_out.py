@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dflash_hf._io.files import read_json
-from dflash_hf.data.held_out import hold_out
+from dflash_hf.data.hold_out import hold_out
 from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.training.features import parts_of
@@ -57,7 +57,7 @@ def held_out_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, se
 def split_rows(rows, count: int | None, seed: int) -> tuple:
     """
     The rows to train on, those that are held out (`None` if there are none), and the conversations among these; see
-    [`~dflash_hf.data.held_out.hold_out`].
+    [`~dflash_hf.data.hold_out.hold_out`].
 
     Args:
         rows: An encoded `datasets.Dataset` with the column `conversation`, or stored features.

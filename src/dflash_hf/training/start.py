@@ -23,7 +23,7 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.feature_manifest import FeatureManifest
 
 
 MAX_DRAFT_VOCABULARY = 8192  # of -1, in tokens

@@ -36,10 +36,11 @@ from dflash_hf.training.callbacks import (
     duration,
 )
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
+from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.features import (
-    FeatureManifest,
     StoredFeatures,
     check_stored,
+    close_shards,
     drop_layers,
     open_features,
     stored_tokens,
@@ -380,6 +381,7 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         save(trainer, adapted=bool(run.script.peft_config))
         if _shares_head(run, draft) and run.is_first:
             save_with_shared_head(run.folder, run.say)
+    close_shards()
     if writes:
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
