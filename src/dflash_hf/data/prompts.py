@@ -25,10 +25,10 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
         `UnusableRow`: the template rejects it, or it leaves no room for an answer.
     """
     if isinstance(prompt, str):
-        ids = encoder.text_ids(prompt)
+        ids = encoder.template.text_ids(prompt)
     else:
-        messages = encoder.as_read(prompt, tools)
-        ids = encoder.prompt_ids(messages, tools, **template_kwargs) if messages else []
+        messages = encoder.template.normalize_messages(prompt, tools)
+        ids = encoder.template.prompt_ids(messages, tools, **template_kwargs) if messages else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
     return ids
@@ -49,7 +49,7 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     """
     conversation = conversation_of(row, answers=False)
     if conversation.tokens is not None and conversation.messages:
-        # Their images may be of later turns, and are no part of the prompt's ids then: these are encoded again.
+        # Images of later turns are not in the prompt's ids, so the messages are encoded instead.
         conversation = conversation_of(row, answers=False, ids=False)
     if conversation.tokens is not None:
         ids = conversation.tokens.prompt_ids
