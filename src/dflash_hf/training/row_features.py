@@ -45,7 +45,7 @@ def replace_rows_by_features(
             store_rows(train_rows, folder / "train", trainer, script, encoder, should_stop)
             # As many held-out rows as their share of the time allows, but all of the user's evaluation data.
             should_stop = None
-            if not script.evaluates:
+            if not script.has_eval_data:
                 should_stop = _storing_limit(script, args, folder.parent, _HELD_OUT_STORING_SHARE)
             store_rows(eval_rows, folder / "eval", trainer, script, encoder, should_stop)
     trainer.train_dataset = _common_rows(StoredFeatures(folder / "train"), trainer)

@@ -67,7 +67,7 @@ _SAVING_SECONDS_PER_PARAMETER = 4e-8
 @dataclass(frozen=True)
 class Run:
     """
-    What is known of a run before anything is loaded; all of it is checked.
+    What is decided of a run before anything is loaded; all of it is checked.
 
     Args:
         script (`ScriptArguments`): Target, drafter and data.
@@ -130,7 +130,7 @@ class TrainingData:
         return self.eval_rows if self.held_out is None else self.held_out
 
 
-def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=(), choices=()):
+def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=(), machine_lines=()):
     """
     Train a drafter, and save it to its `output_dir`.
 
@@ -138,15 +138,15 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
         script, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
-        choices (`Sequence[str]`): Lines about settings that the user did not name; printed after all settings are
-            checked.
+        machine_lines (`Sequence[str]`): From [`~dflash_hf.training.recipe.machine_lines`]; printed after all settings
+            are checked.
 
     Returns:
         `DFlashTrainer`: After training.
     """
     # 1. Whatever can be checked before a model is loaded is checked first.
     run = _check_settings(script, training, echo)
-    for line in choices:
+    for line in machine_lines:
         run.say(line)
     sources = _load_sources(run)
 
@@ -179,14 +179,14 @@ def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
         is_new=not resume,
         checkpoint=checkpoint,
         target_config=target_config,
-        say=echo if is_first else _say_nothing,
-        warn=note if is_first else _say_nothing,
+        say=echo if is_first else _ignore,
+        warn=note if is_first else _ignore,
         start_time=start_time,
     )
 
 
-def _say_nothing(line: str) -> None:
-    """In place of the printers of the first process, in the others."""
+def _ignore(line: str) -> None:
+    """Print nothing, in all processes but the first."""
 
 
 def _load_sources(run: Run) -> Sources:
@@ -261,7 +261,7 @@ def _prepare_data(run: Run, sources: Sources, encoder: RowEncoder) -> TrainingDa
         rows = open_features(script.features)
         eval_rows = open_features(script.eval_features) if script.eval_features else None
     # Rows are held out unless the user names evaluation data.
-    if script.evaluates:
+    if script.has_eval_data:
         count = 0
         seed = run.args.seed
     else:
@@ -421,7 +421,7 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
         `dict`: The target's configuration.
 
     Raises:
-        `ValueError`: the output cannot be written, or a name, the evaluation or an adapter are wrong.
+        `ValueError`: the output cannot be written, or a name, the evaluation or an adapter is wrong.
         `OSError`: a model or a file does not exist.
     """
     folder = Path(args.output_dir)
@@ -432,7 +432,7 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
     metric = args.metric_for_best_model
-    if args.eval_strategy != "no" and not script.evaluates:
+    if args.eval_strategy != "no" and not script.has_eval_data:
         raise ValueError(
             f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
             "eval_features, or leave it out."
