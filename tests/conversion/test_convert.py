@@ -16,7 +16,7 @@ from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.conversion.convert import convert
 from dflash_hf.hub.check import check
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])

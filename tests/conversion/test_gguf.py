@@ -21,7 +21,7 @@ from dflash_hf.conversion.convert import convert
 from dflash_hf.conversion.gguf_format import limits, unpack_gguf, write_gguf
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.hub.check import check
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary
 
 
 gguf = pytest.importorskip("gguf")

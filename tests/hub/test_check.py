@@ -24,7 +24,7 @@ from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.findings import Finding, render
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.training.start import set_draft_vocabulary
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"

@@ -9,8 +9,8 @@ from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.head_dflash import TokenHead
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary
 from dflash_hf.training.losses import LogitsHead, Teacher, block_loss, d_pace, token_losses
-from dflash_hf.training.start import set_draft_vocabulary
 
 
 @pytest.fixture(autouse=True)

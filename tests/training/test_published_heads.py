@@ -166,7 +166,7 @@ def test_uncounted_token_ends_a_dspark_block():
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, 5] = 0
     arguments = (ids, mask, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), 4, 11)
-    counted = build_blocks(*arguments, anchor_first=True, unbroken=True).counted
+    counted = build_blocks(*arguments, anchor_first=True, contiguous_only=True).counted
     assert counted[0].tolist() == [[False, True, False, False, False], [False, True, True, True, True]]
     counted = build_blocks(*arguments, anchor_first=True).counted
     assert counted[0, 0].tolist() == [False, True, False, True, True]

@@ -11,9 +11,9 @@ from support.runs import as_options, as_settings, make_trainer
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.cli import main
 from dflash_hf.training.arguments import ScriptArguments
+from dflash_hf.training.draft_vocabulary import vocabulary_size
 from dflash_hf.training.recipe import as_arguments, decide, key_lines, read_recipe
 from dflash_hf.training.rows import digest_of_rows, lengths_of, validate_and_count
-from dflash_hf.training.start import vocabulary_size
 
 
 pytest.importorskip("yaml")

@@ -12,9 +12,10 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.arguments import ScriptArguments
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary
 from dflash_hf.training.losses import DraftedTokens, LogitsHead, Teacher, token_losses
 from dflash_hf.training.rows import validate_and_count
-from dflash_hf.training.start import set_draft_vocabulary, with_parts
+from dflash_hf.training.start import with_parts
 from dflash_hf.training.train import train
 
 

@@ -10,9 +10,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.training.draft_vocabulary import draft_ids, set_draft_vocabulary
 from dflash_hf.training.losses import LogitsHead, block_loss, d_pace, dpace_weights, slot_weights, token_losses
 from dflash_hf.training.rows import validate_and_count
-from dflash_hf.training.start import _copy_weight, draft_ids, initialize_from_target, set_draft_vocabulary
+from dflash_hf.training.start import _copy_weight, initialize_from_target
 
 
 WIDTH, VOCAB = 8, 40

@@ -9,7 +9,7 @@ from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import TRAIN_AGAIN, plan_experiments, quantisation_of
 from dflash_hf.doctor.measuring import Experiment, measure
 from dflash_hf.doctor.report import Diagnosis
-from dflash_hf.training.held_out import learned_by_heart
+from dflash_hf.training.held_out import is_overfitted
 
 
 # A drafter with a lower tau was trained for minutes only, or for another target.
@@ -79,7 +79,7 @@ def _is_learned_by_heart(training: Training | None, tau: float) -> bool:
     """Whether few rows were read so often that the drafter knows them, and little else: tau is far lower here."""
     if training is None or training.passes < MIN_PASSES_BY_HEART or training.rows > MAX_ROWS_BY_HEART:
         return False
-    return training.tau is None or learned_by_heart(training.tau, tau)
+    return training.tau is None or is_overfitted(training.tau, tau)
 
 
 def _explain_learned_by_heart(training: Training, tau: float) -> Experiment:

@@ -16,7 +16,7 @@ from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.targets.frozen import target_features
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
-from dflash_hf.training.start import draft_ids
+from dflash_hf.training.draft_vocabulary import draft_ids
 
 
 @dataclass

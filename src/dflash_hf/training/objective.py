@@ -25,6 +25,7 @@ from dflash_hf.training.anchors import example_seeds, sample_anchors
 from dflash_hf.training.block_attention import takes_groups
 from dflash_hf.training.block_mask import block_groups, block_mask, flex_mask
 from dflash_hf.training.blocks import Blocks, build_blocks, by_token
+from dflash_hf.training.draft_vocabulary import draft_ids
 from dflash_hf.training.losses import (
     DraftedTokens,
     LogitsHead,
@@ -40,7 +41,6 @@ from dflash_hf.training.losses import (
     token_losses,
 )
 from dflash_hf.training.metrics import Statistics, block_statistics
-from dflash_hf.training.start import draft_ids
 
 
 Batch = dict[str, torch.Tensor]
@@ -157,7 +157,7 @@ class Objective:
             self.config.block_size,
             self.config.mask_token_id,
             anchor_first=self.config.sample_from_anchor,
-            unbroken=self.args.loss_type == "dspark",
+            contiguous_only=self.args.loss_type == "dspark",
         )
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:

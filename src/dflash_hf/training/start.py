@@ -1,14 +1,12 @@
 """
-How a drafter starts: from layers of its target, with a reduced vocabulary, or with a head or another part added to a
-trained drafter.
+How a drafter starts: from layers of its target, or with a head or another part added to a trained drafter. Its
+vocabulary is chosen in `draft_vocabulary.py`.
 
 A drafter with random weights spends most of a short run on learning what the target knows: what its features mean, and
 how a state becomes a token. Layers of the target, its final norm, and one of its features passed on unchanged are a
-better start. A small drafter spends most of its time in the target's head; restricted to the few thousand tokens that
-the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14856).
+better start.
 """
 
-import math
 from pathlib import Path
 
 import torch
@@ -24,9 +22,6 @@ from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.feature_manifest import FeatureManifest
-
-
-MAX_DRAFT_VOCABULARY = 8192  # of -1, in tokens
 
 
 def make_draft(script: ScriptArguments, target, encoder, say):
@@ -63,18 +58,6 @@ def mask_token_of(script: ScriptArguments, target, tokenizer) -> int:
         remedy = mask_token_remedy(tokenizer)
         raise ValueError(f"{script.target} has no spare embedding row for the mask token; {remedy}.")
     return spare_id
-
-
-def vocabulary_size(script: ScriptArguments, counts: torch.LongTensor, vocab_size: int) -> int | None:
-    """
-    `draft_vocab_size` of a run; for -1, about the number of distinct tokens that its data are expected to have
-    (Heaps' law), at most 8,192, and the target's own vocabulary if that is less than twice as large.
-    """
-    if script.draft_vocab_size != -1:
-        return script.draft_vocab_size
-    size = 1024 * math.ceil(16 * math.sqrt(int(counts.sum())) / 1024)
-    size = min(size, MAX_DRAFT_VOCABULARY)
-    return size if size < vocab_size / 2 else None
 
 
 def _load_trained_draft(script: ScriptArguments, say):
@@ -165,7 +148,7 @@ def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
         for name, module in draft_layer.named_modules():
             if name in target_modules and _copy_weight(module, target_modules[name]):
                 initialized.append(f"layers.{number}.{name}.weight")
-        _scale_head_norms(draft_layer, target_modules)
+        _initialize_query_key_norms(draft_layer, target_modules)
     if not initialized:
         raise ValueError(
             f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and shape of a "
@@ -175,6 +158,7 @@ def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
     if final is not None and _copy_weight(draft.norm, final):
         initialized.append("norm.weight")
     if config.target_hidden_size == config.hidden_size:
+        # The feature nearest below the first layer is its input in the target; the last feature if there is none.
         below = [i for i, layer in enumerate(config.target_layer_ids) if layer < layers[0]]
         feature = max(below, key=lambda i: config.target_layer_ids[i], default=len(config.target_layer_ids) - 1)
         draft.fc.weight.zero_()
@@ -199,9 +183,9 @@ def with_parts(draft, fields: dict):
     Raises:
         `ValueError`: any other field, or a part that it already has in another size.
     """
-    of_other_heads = head_fields().keys() - draft.config.token_head_class.fields
+    fields_of_other_heads = head_fields().keys() - draft.config.token_head_class.fields
     for key, value in fields.items():
-        present_value = None if key in of_other_heads else getattr(draft.config, key, None)
+        present_value = None if key in fields_of_other_heads else getattr(draft.config, key, None)
         reason = None
         if key not in part_keys():
             reason = "is not a part that can be added"
@@ -220,8 +204,10 @@ def with_parts(draft, fields: dict):
 
 def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
     """
-    Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1), and say whether
-    it fitted.
+    Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1).
+
+    Returns:
+        `bool`: Whether it fits, and was copied.
     """
     if isinstance(draft_module, nn.Linear) and isinstance(target_module, nn.Linear):
         weight = target_module.weight
@@ -235,10 +221,11 @@ def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
     return True
 
 
-def _scale_head_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
+def _initialize_query_key_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
     """
-    A target without query and key norms uses their raw lengths; the drafter's norms get the length that states with
-    independent channels would have.
+    Initialise the drafter's query and key norms for a target that has none. A norm fixes the root mean square (RMS) of
+    each query and key, so its weight becomes their expected RMS in the target: that of inputs whose channels are
+    independent, with the variance that the input norm's weight gives them.
     """
     if "self_attn.q_norm" in target_modules or "self_attn.q_proj" not in target_modules:
         return
@@ -246,50 +233,3 @@ def _scale_head_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Modul
     input_scale = draft_layer.input_layernorm.weight
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
         norm.weight.fill_((projection.weight * input_scale).square().sum(1).mean().sqrt())
-
-
-@torch.no_grad()
-def set_draft_vocabulary(draft, target, counts: torch.LongTensor) -> float:
-    """
-    Give a drafter with `draft_vocab_size` the most frequent tokens, and their rows of the target's head as its own.
-
-    Args:
-        draft (`DFlashDraftModel`): Changed in place.
-        target (`PreTrainedModel`): Its target, with head.
-        counts (`torch.LongTensor`): How often each token is supervised, see
-            [`~dflash_hf.training.rows.validate_and_count`].
-
-    Returns:
-        `float`: Share of the counted tokens that it can draft.
-    """
-    head = target.get_output_embeddings()
-    size = draft.config.draft_vocab_size
-    rows = head.weight.shape[0]
-    counts = torch.nn.functional.pad(counts, (0, max(rows - len(counts), 0)))[:rows]
-    ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # ties go to the lowest ids
-    draft.d2t.copy_(ids - torch.arange(size))
-    draft.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
-    return (counts[ids].sum() / counts.sum().clamp(min=1)).item()
-
-
-def draft_ids(draft, rows: int = 0) -> torch.LongTensor | None:
-    """
-    The drafter's id of each of the target's tokens, `[V]`, -1 for tokens that it cannot draft; `None` if it has all
-    tokens of a target with `rows` rows in its embedding.
-
-    Raises:
-        `ValueError`: its vocabulary was never chosen.
-    """
-    size = draft.config.vocab_size
-    reduced = draft.config.has_own_lm_head
-    if not reduced and (size is None or rows <= size):
-        return None
-    # d2t is 0 for the first tokens of the target, too.
-    if reduced and draft.lm_head.weight.numel() > 0 and not draft.lm_head.weight.any():
-        raise ValueError(
-            f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (its head "
-            "is 0): call `dflash_hf.training.start.set_draft_vocabulary(draft, target, counts)` before training."
-        )
-    ids = torch.full((max(rows, size),), -1, device=draft.device)
-    own = torch.arange(draft.config.draft_vocab_size or size, device=draft.device)
-    return ids.index_put((draft.target_ids(own),), own)

@@ -36,6 +36,7 @@ from dflash_hf.training.callbacks import (
     duration,
 )
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
+from dflash_hf.training.draft_vocabulary import set_draft_vocabulary, vocabulary_size
 from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.features import (
     StoredFeatures,
@@ -50,7 +51,7 @@ from dflash_hf.training.nodes import one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
-from dflash_hf.training.start import make_draft, mask_token_of, set_draft_vocabulary, vocabulary_size
+from dflash_hf.training.start import make_draft, mask_token_of
 from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -456,7 +457,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
     Args:
         folder (`Path`): Its `output_dir`.
-        resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
+        resume (`str`, *optional*): `"auto"`, the folder's last complete checkpoint if there is one; or a checkpoint.
         overwrite (`bool`): Start over in a folder that has been used.
 
     Raises:
