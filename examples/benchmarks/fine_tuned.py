@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import cli
 from dflash_hf._io.files import atomic
-from dflash_hf.evaluation.methods import AUTO
+from dflash_hf.evaluation.methods import PLAIN_CALL
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.report_files import REPORT_FILE
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
@@ -136,7 +136,7 @@ def main() -> None:
             amount = ("--prompts", arguments.prompts, "--max-new-tokens", arguments.max_new_tokens, "--runs", 1)
             dflash("eval", *pair, "--data", held_out, *amount, "--output", report)
         evaluation = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
-        packed = evaluation.methods[AUTO]
+        packed = evaluation.methods[PLAIN_CALL]
         lines.append(f"| {name} | {evaluation.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

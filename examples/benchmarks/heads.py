@@ -28,7 +28,7 @@ from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import requests
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import Pair, drafter_folder, load_pair
 from dflash_hf.training.time_budget import TimeBudget
@@ -137,7 +137,9 @@ def decode_all(arguments) -> None:
     }
     # Loaded once: statistics of a drafter are kept with the object between calls.
     ready = {
-        (name, method): variant(models[name], **changes) for name in models for method, (changes, _) in METHODS.items()
+        (name, method): with_decoding_config(models[name], **changes)
+        for name in models
+        for method, (changes, _) in METHODS.items()
     }
     decoded_before = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
     with packed_weights(pair.target, *models.values()):

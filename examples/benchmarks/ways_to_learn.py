@@ -28,8 +28,8 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.measure import evaluate, in_blocks
-from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.measure import evaluate, with_whole_blocks
+from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
 from dflash_hf.training.feature_manifest import manifest_of
 from dflash_hf.training.feature_store import store_features
@@ -144,8 +144,8 @@ def decoded(folder: Path, pair, arguments) -> dict:
     rows = load_rows(str(DATA / "held_out.jsonl.gz"))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
     limit = arguments.max_new_tokens
-    methods = (TARGET, DFLASH)
-    report = evaluate(pair.target, in_blocks(draft), prompts, limit, runs=1, methods=methods)
+    methods = (TARGET_ALONE, WHOLE_BLOCKS)
+    report = evaluate(pair.target, with_whole_blocks(draft), prompts, limit, runs=1, methods=methods)
     return {"tau_decoded": round(report.tau, 3), "wrong": report.is_wrong}
 
 

@@ -68,7 +68,8 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
     if checkpoint is None:
         raise ValueError(
             f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no complete checkpoint; leave it "
-            "out to start a new run, or write resume_from_checkpoint=auto, which starts one where there is no checkpoint."
+            "out to start a new run, or write resume_from_checkpoint=auto, which starts one where there is no "
+            "checkpoint."
         )
     if not checkpoint.is_dir():
         raise FileNotFoundError(
