@@ -135,7 +135,7 @@ def test_faulty_forward_does_not_widen_rounding(bf16, monkeypatch):
 
 
 def test_cache_has_the_name_of_the_targets_argument(monkeypatch):
-    """A target whose forward takes `cache_params`, as before transformers 5.24, got an argument that it does not have."""
+    """Before transformers 5.24, a target whose forward takes `cache_params` got an argument that it does not have."""
     monkeypatch.setattr("dflash_hf.targets.features.CACHE_NAME", "past_key_values")
 
     class OfStates(torch.nn.Module):

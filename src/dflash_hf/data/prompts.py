@@ -9,7 +9,7 @@ from dflash_hf.data.conversation import Prompt
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow
 from dflash_hf.data.row_layouts import conversation_of
-from dflash_hf.data.sources import SETTINGS
+from dflash_hf.data.sources import SETTINGS_SUFFIX
 
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None, **template_kwargs) -> list[int]:
@@ -89,7 +89,7 @@ def template_kwargs(
     made_with = dict(stored or {})
     paths = [data] if isinstance(data, str | Path) else data or []
     for path in paths:
-        settings = Path(f"{path}{SETTINGS}")
+        settings = Path(f"{path}{SETTINGS_SUFFIX}")
         if settings.is_file():
             made_with[str(path)] = read_json(settings).get("chat_template_kwargs", {})
     trained_with = None
