@@ -65,8 +65,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         self.starts = [0, *accumulate(manifest.shards)]
         paths = (self.folder / shard_name(number) for number in range(len(manifest.shards)))
         self.files = [(str(path), path.stat().st_mtime_ns) for path in paths]
-        # Copies: a tensor of a shard would keep its file mapped.
-        self.offsets = [_open_shard(*file).get_tensor("offsets").clone() for file in self.files]
+        self.offsets = [_open_shard(*file).get_tensor("offsets") for file in self.files]
 
     def __len__(self) -> int:
         return self.manifest.examples
@@ -107,11 +106,6 @@ def _open_shard(path: str, changed: int):
     except SafetensorError as error:
         remedy = "remove it, and run the same `dflash features` again"
         raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
-
-
-def close_shards() -> None:
-    """Close all open shards, so that the disk is freed when their files are removed. They can be read again."""
-    _open_shard.cache_clear()
 
 
 def stored_output(batch: dict, states: bool) -> TargetOutput:

@@ -41,7 +41,6 @@ from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.features import (
     StoredFeatures,
     check_stored,
-    close_shards,
     drop_layers,
     open_features,
     stored_tokens,
@@ -382,8 +381,7 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         save(trainer, adapted=bool(run.script.peft_config))
         if _shares_head(run, draft) and run.is_first:
             save_with_shared_head(run.folder, run.say)
-    close_shards()
-    if writes:
+    if writes:  # the trainer can still read the shards, which are open: the disk is freed at the end of the process
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
     total_time = duration(TimeBudget.clock() - run.start_time)
