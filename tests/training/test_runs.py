@@ -476,6 +476,7 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     assert contents(output / ".features") == before
     code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
     assert code == 0 and "resuming from" in out, error
+    assert re.search(r"^features          stored for 8 of \d+ rows$", out, re.MULTILINE)  # not "as time allows"
     assert not (output / ".features").exists()
 
 

@@ -8,7 +8,7 @@ from support.pairs import VOCAB, make_draft, make_draft2, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.training.arguments import ScriptArguments
@@ -108,6 +108,14 @@ def test_certain_candidate_has_no_loss():
 
 
 # ------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_arguments_of_the_caller_stay(tmp_path):
+    """`ddp_find_unused_parameters` was set in them, also for a later drafter without a head."""
+    target = make_target()
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = DFlashTrainer(make_draft2(target, block_size=BLOCK), target, args, counting_rows(4))
+    assert trainer.args.ddp_find_unused_parameters is False and args.ddp_find_unused_parameters is None
 
 
 def test_every_dflash2_parameter_learns(tmp_path):
