@@ -111,7 +111,7 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
                     )
                     value = value - ((1 - l1 / 2) * c.log() + l1 / 2 * (1 - c).log())
                 torch.testing.assert_close(
-                    recorded["losses"].values[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
+                    recorded["losses"].loss[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
                 )
                 weight = 2.718281828459045 ** (-(k - 1) / gamma)
                 total = total + weight * value
