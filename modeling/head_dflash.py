@@ -113,7 +113,7 @@ class TokenHead:
         The training loss of each drafted token, `[M]`, differentiable. Called by the trainer only.
 
         Args:
-            rows (`dflash_hf.training.losses.Rows`): Scores, logits, labels and teacher of `M` drafted tokens.
+            rows (`dflash_hf.training.losses.DraftedTokens`): Scores, logits, labels and teacher of `M` drafted tokens.
             progress (`float`): Progress of the run, from 0 to 1.
         """
         if rows.ids is None:

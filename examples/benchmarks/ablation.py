@@ -23,8 +23,8 @@ import torch
 
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.smollm2 import smollm2_folder
-from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.recipe import read_recipe
+from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.train import train
 
 
@@ -157,7 +157,7 @@ def main() -> None:
         parser.error(f"--only {name!r} is not a variant {'with' if arguments.draft else 'without'} --draft.")
     output = arguments.output or Path(__file__).parent / "results" / ("selector" if arguments.draft else "ablation")
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     output.mkdir(parents=True, exist_ok=True)
     log = output / "runs.jsonl"
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -30,7 +30,7 @@ class Observer(Objective):
         queries = forced_queries(head, previous_ids, hidden, draftable)
         ids, logits = head.candidates(self.draft_head(hidden[draftable]))
         log_probs = head.scores(queries, ids, logits).log_softmax(-1)  # [M, V]
-        target_probs = teacher.head(teacher.states[teacher.rows[draftable]])[..., : log_probs.shape[-1]]
+        target_probs = teacher.head(teacher.states[teacher.state_index[draftable]])[..., : log_probs.shape[-1]]
         chosen = log_probs.argmax(-1)
         correct = torch.zeros_like(counted).masked_scatter(draftable, chosen == labels[draftable])
         reached = torch.nn.functional.pad(correct[..., 1:-1].int().cumprod(-1), (2, 0), value=1).bool()[draftable]

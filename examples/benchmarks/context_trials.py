@@ -38,9 +38,9 @@ from dflash_hf.training import trainer as training
 from dflash_hf.training.anchors import example_seeds, sample_anchors
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
-from dflash_hf.training.callbacks import TimeBudgetSchedule
 from dflash_hf.training.features import drop_layers, open_features
 from dflash_hf.training.objective import Objective
+from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -105,7 +105,7 @@ class CatCrossEntropyTrainer(CatTrainer):
     objective_class = CatCrossEntropy
 
 
-def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float) -> torch.Tensor:
+def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
     """The target's probability that all earlier labels of the block are chosen, `[..., B]`."""
     chosen = (-nll).exp().masked_fill(~counted, 1.0).cumprod(-1)
     return nn.functional.pad(chosen[..., :-1], (1, 0), value=1.0) * counted
@@ -268,20 +268,20 @@ def store_rejected(arguments) -> None:
         print(name, len(examples), sum(int(example["valid"].sum()) for example in examples), flush=True)
 
 
-class StepPace(TimeBudgetSchedule):
+class StepPace(TimeBudget):
     """
-    A [`TimeBudgetSchedule`] of steps instead of time, for arms whose steps cost the same on a machine that others use.
+    A [`TimeBudget`] of steps instead of time, for arms whose steps cost the same on a machine that others use.
     """
 
     steps = 0
 
     @property
     def done(self) -> float:
-        return min((self.step or 0) / self.steps, 1.0)
+        return min((self.last_step or 0) / self.steps, 1.0)
 
     @property
-    def over(self) -> bool:
-        return self.step >= self.steps
+    def is_over(self) -> bool:
+        return self.last_step >= self.steps
 
 
 FRESH = {
@@ -325,7 +325,7 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
     with ExitStack() as patched:
         patched.enter_context(patch.object(train, "DFlashTrainer", trainer))
         if arguments.steps:
-            patched.enter_context(patch.object(training, "TimeBudgetSchedule", StepPace))
+            patched.enter_context(patch.object(training, "TimeBudget", StepPace))
         if issubclass(trainer, CatTrainer):
             patched.enter_context(patch.object(losses, "dpace_weights", cat_weights))
         feature_paths = arguments.features, arguments.eval_features
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--output", default="trials.jsonl", help="in results/heads")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     StepPace.steps = arguments.steps
     DFlowTrainer.folder = arguments.work / "dflow"
     if arguments.part == "rejected":

@@ -34,7 +34,7 @@ from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.slots import SlotCache
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.smollm2 import LoadedPair, data_folder, load_pair
 
@@ -183,7 +183,7 @@ def times(pair: LoadedPair, repeats: int = 30) -> None:
     zero = torch.zeros(1, 1, dtype=torch.long)
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
-        drafters[window] = Drafter(variant(pair.draft, window=window), pair.target)
+        drafters[window] = Drafter(with_decoding_config(pair.draft, window=window), pair.target)
         drafters[window].context.prefill([0], 0, zero)
         drafters[window].context.cache.reserve(8192)
     cache = SlotCache(1, 8191)

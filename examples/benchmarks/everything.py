@@ -26,7 +26,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.smollm2 import load_pair
 from dflash_hf.targets.generation import generate_one
 
@@ -49,9 +49,9 @@ def methods_of(pair, native) -> dict[str, tuple[bool, dict]]:
         "target": (False, {}),
         "target, packed": (True, {}),
         "target, packed, compiled, static cache": (True, static),
-        "plain call": (False, {"assistant_model": variant(pair.draft)}),
-        "plain call, packed=False": (False, {"assistant_model": variant(pair.draft, packed=False)}),
-        "packed before, compile=True": (True, {"assistant_model": variant(pair.draft, compile=True)}),
+        "plain call": (False, {"assistant_model": with_decoding_config(pair.draft)}),
+        "plain call, packed=False": (False, {"assistant_model": with_decoding_config(pair.draft, packed=False)}),
+        "packed before, compile=True": (True, {"assistant_model": with_decoding_config(pair.draft, compile=True)}),
         "transformers' own": (False, peer),
         "transformers' own, packed": (True, peer),
     }

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import cli
 from dflash_hf._io.files import atomic
 from dflash_hf._io.names import REPORT_FILE
-from dflash_hf.evaluation.methods import AUTO
+from dflash_hf.evaluation.methods import PLAIN_CALL
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
-from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.time_budget import TimeBudget
 
 
 TAUGHT = 240  # answers in the new style
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     work = arguments.work
     target = work / "target"
     answers = work / "answers.jsonl"
@@ -136,7 +136,7 @@ def main() -> None:
             amount = ("--prompts", arguments.prompts, "--max-new-tokens", arguments.max_new_tokens, "--runs", 1)
             dflash("eval", *pair, "--data", held_out, *amount, "--output", report)
         evaluation = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
-        packed = evaluation.methods[AUTO]
+        packed = evaluation.methods[PLAIN_CALL]
         lines.append(f"| {name} | {evaluation.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -28,10 +28,10 @@ from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import LoadedPair, drafter_folder, load_pair
-from dflash_hf.training.callbacks import TimeBudgetSchedule
+from dflash_hf.training.time_budget import TimeBudget
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"
@@ -91,7 +91,7 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 
 
 def train_all(arguments) -> None:
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     trained_before = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
     shared = SHARED | {"bf16": not is_emulated(torch.bfloat16)}
     for seed in range(arguments.seeds):
@@ -137,7 +137,9 @@ def decode_all(arguments) -> None:
     }
     # Loaded once: statistics of a drafter are kept with the object between calls.
     ready = {
-        (name, method): variant(models[name], **changes) for name in models for method, (changes, _) in METHODS.items()
+        (name, method): with_decoding_config(models[name], **changes)
+        for name in models
+        for method, (changes, _) in METHODS.items()
     }
     decoded_before = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
     with packed_weights(pair.target, *models.values()):

@@ -23,7 +23,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.smollm2 import LoadedPair, load_pair
@@ -122,7 +122,7 @@ def sampling(pair: LoadedPair) -> list[str]:
     ratios = {name: [] for name in methods}
 
     def seconds_per_token(changes: dict, ids: list[int], options: dict, drafted: bool = True):
-        changed = LoadedPair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
+        changed = LoadedPair(pair.target, with_decoding_config(pair.draft, **changes), pair.tokenizer)
         torch.manual_seed(len(ids))
         output, seconds = decode(changed, [ids], 48, drafted, **options)
         return output, seconds / (output.sequences.shape[1] - len(ids))

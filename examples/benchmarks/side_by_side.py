@@ -36,15 +36,15 @@ from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
-    AUTO,
-    COMPILED,
-    DFLASH,
+    DRAFT_TREES,
     DRAFTED,
+    PLAIN_CALL,
     PROMPT_LOOKUP,
-    TARGET,
+    TARGET_ALONE,
     TARGET_PACKED,
-    TREE,
     TREE_NODES,
+    WHOLE_BLOCKS,
+    WHOLE_BLOCKS_COMPILED,
 )
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
@@ -63,9 +63,9 @@ NATIVE = "native"
 REFERENCE = "reference"
 STATIC = "target_static"
 ASSISTANT = "assistant"
-METHODS = (TARGET, AUTO, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
-ON_CPU = (TARGET, TARGET_PACKED, *METHODS[1:])  # the default there
-ALL = (TARGET, TARGET_PACKED, *DRAFTED, NATIVE, STATIC, PROMPT_LOOKUP)
+METHODS = (TARGET_ALONE, PLAIN_CALL, WHOLE_BLOCKS, DRAFT_TREES, WHOLE_BLOCKS_COMPILED, NATIVE, PROMPT_LOOKUP)
+ON_CPU = (TARGET_ALONE, TARGET_PACKED, *METHODS[1:])  # the default there
+ALL = (TARGET_ALONE, TARGET_PACKED, *DRAFTED, NATIVE, STATIC, PROMPT_LOOKUP)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import additive_mask, apply_rotary
 from dflash_hf.smollm2 import data_folder, load_pair
@@ -562,7 +562,7 @@ def check(work: Path):
     text = Recording(work / "chat 0.pt", pair.target, pair.draft)
     start, stop = text.answers[0]
     options = {"do_sample": False, "return_dict_in_generate": True}
-    options["assistant_model"] = variant(pair.draft, block_size=pair.draft.config.block_size)
+    options["assistant_model"] = with_decoding_config(pair.draft, block_size=pair.draft.config.block_size)
     decoded = pair.target.generate(text.tokens[None, :start], max_new_tokens=stop - start, **options)
     replayed = replay(pair, text, Settings(), most=stop - start)
     same = decoded.acceptance_lengths[0] == [committed for _, committed, _ in replayed.rounds]

@@ -31,7 +31,7 @@ from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.training.anchors import sample_anchors
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
-from dflash_hf.training.losses import block_loss, loss_normalizer, slot_weights, token_losses
+from dflash_hf.training.losses import LogitsHead, block_loss, loss_normalizer, slot_weights, token_losses
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +52,7 @@ def dense_loss(hidden, head, labels, counted, weights):
 
 def chunked_loss(hidden, head, labels, counted, weights):
     """As in the trainer."""
-    losses = token_losses(hidden, head, labels, counted, CHUNK)
+    losses = token_losses(hidden, LogitsHead(head), labels, counted, CHUNK)
     return block_loss(losses, counted, weights).sum() / loss_normalizer(counted, weights).sum()
 
 

@@ -17,8 +17,8 @@ import torch
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import demo_prompts
-from dflash_hf.evaluation.measure import evaluate, variant
-from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.measure import evaluate, with_decoding_config
+from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
 from dflash_hf.smollm2 import load_pair
 
 
@@ -34,7 +34,7 @@ def main():
     lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # by prompt
 
     def way(nodes: int):
-        tree = variant(pair.draft, tree_nodes=nodes)
+        tree = with_decoding_config(pair.draft, tree_nodes=nodes)
 
         def decode(prompt: list[int]) -> list[int]:
             ids = torch.tensor([prompt])
@@ -53,9 +53,9 @@ def main():
 
     tree_methods = {f"{nodes} nodes": way(nodes) for nodes in arguments.nodes}
     report = evaluate(
-        pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), other_methods=tree_methods
+        pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET_ALONE, WHOLE_BLOCKS), other_methods=tree_methods
     )
-    blocks = report.methods[DFLASH]
+    blocks = report.methods[WHOLE_BLOCKS]
     lines = [
         f"The pair of `make demo`, {arguments.prompts} held-out requests, greedy, fp32, eager; blocks of "
         f"{report.block_size}; medians of {arguments.runs} alternating runs; {report.setting['hardware']}, "

@@ -28,12 +28,14 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.measure import evaluate, in_blocks
-from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.measure import evaluate, with_whole_blocks
+from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
 from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
-from dflash_hf.training.callbacks import TimeBudgetSchedule
-from dflash_hf.training.features import StoredFeatures, manifest_of, store_features
+from dflash_hf.training.feature_manifest import manifest_of
+from dflash_hf.training.feature_store import store_features
+from dflash_hf.training.features import StoredFeatures
 from dflash_hf.training.start import initialize_from_target, with_parts
+from dflash_hf.training.time_budget import TimeBudget
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
@@ -142,8 +144,8 @@ def decoded(folder: Path, pair, arguments) -> dict:
     rows = load_rows(str(DATA / "held_out.jsonl.gz"))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
     limit = arguments.max_new_tokens
-    methods = (TARGET, DFLASH)
-    report = evaluate(pair.target, in_blocks(draft), prompts, limit, runs=1, methods=methods)
+    methods = (TARGET_ALONE, WHOLE_BLOCKS)
+    report = evaluate(pair.target, with_whole_blocks(draft), prompts, limit, runs=1, methods=methods)
     return {"tau_decoded": round(report.tau, 3), "wrong": report.is_wrong}
 
 
@@ -184,7 +186,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TimeBudgetSchedule.clock = staticmethod(time.process_time)
+    TimeBudget.clock = staticmethod(time.process_time)
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "ways.jsonl"
     cells = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

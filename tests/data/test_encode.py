@@ -116,7 +116,7 @@ def test_unusable_turn_leaves_the_others(monkeypatch):
     """Where a template drops thoughts, each turn is an example of its own; one too long took all with it."""
     encode = encoder(CHATML, max_length=6)
     turns = [Example([5, 6, 7], [0, 1, 1]), Example([5] * 8, [0] * 6 + [1, 1])]
-    monkeypatch.setattr(RowEncoder, "_of_turns", lambda *args: turns)
+    monkeypatch.setattr(RowEncoder, "_from_turns", lambda *args: turns)
     assert encode({"messages": TWO_TURNS}) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
     del turns[0]
     with pytest.raises(UnusableRow, match="begins beyond max_length=6"):
@@ -329,6 +329,6 @@ def test_ids_with_two_bos_tokens_are_left_out():
 def test_encoder_has_the_same_state_after_use():
     """`datasets` finds encoded rows again by the encoder's state."""
     encode = encoder(CHATML)
-    before = list(encode.__getstate__())
+    before = [*encode.__getstate__(), *encode.template.__getstate__()]
     encode({"messages": [{**USER, "content": TEXTS}, ANSWER]})
-    assert list(encode.__getstate__()) == before
+    assert [*encode.__getstate__(), *encode.template.__getstate__()] == before

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
-from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.evaluation.methods import WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.smollm2 import LoadedPair, data_folder, drafter_folder
 
@@ -84,7 +84,7 @@ def test_sample_shows_the_drafted_text(diverging, pair, tmp_path, monkeypatch):
         report = evaluate(*args, **options)
         for i in diverging:
             report.acceptance_lengths[i] = [1]
-            report.divergences.append(Divergence(DFLASH, i, 2, own=5, other=-1, verdict=NEAR_TIE))
+            report.divergences.append(Divergence(WHOLE_BLOCKS, i, 2, own=5, other=-1, verdict=NEAR_TIE))
         return report
 
     monkeypatch.setattr(demo, "evaluate", parting)

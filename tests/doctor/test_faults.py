@@ -24,7 +24,7 @@ from dflash_hf.doctor import (
     likeliest,
     measure,
 )
-from dflash_hf.evaluation.measure import in_blocks
+from dflash_hf.evaluation.measure import with_whole_blocks
 from dflash_hf.targets.generation import generate_one
 
 
@@ -61,7 +61,7 @@ def test_counted_tokens_equal_accepted_tokens(case):
     acceptance_lengths = []
     texts = []
     for prompt in case.prompts[:8]:
-        options = {"assistant_model": in_blocks(case.draft), "do_sample": False, "max_new_tokens": 40}
+        options = {"assistant_model": with_whole_blocks(case.draft), "do_sample": False, "max_new_tokens": 40}
         output = generate_one(case.target, prompt, **options)
         lengths = output.acceptance_lengths[0][:-1]  # the end of the text cuts the last block short
         acceptance_lengths.append(lengths)

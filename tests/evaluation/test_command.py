@@ -11,7 +11,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.divergence import Divergence, Rounding
-from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.evaluation.methods import WHOLE_BLOCKS
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.hub.card import CardFacts
@@ -142,7 +142,7 @@ def test_template_arguments_default_to_training(pair, tmp_path, monkeypatch):
 
 def test_wrong_output_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
-    wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
+    wrong = Divergence(WHOLE_BLOCKS, 0, 3, own=5, other=6, gap=12.5)
     monkeypatch.setattr("dflash_hf.evaluation.measure.find_divergences", lambda *_: ([wrong], Rounding(0.1, 9, [])))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
     assert "WRONG: whole blocks, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out

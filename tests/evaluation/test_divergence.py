@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dflash_hf.decoding.acceptance import Block
 from dflash_hf.evaluation import divergence
 from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, find_divergences, gap_at, measure_rounding
 from dflash_hf.evaluation.measure import evaluate
-from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.text import summary_lines
 
@@ -43,7 +44,7 @@ def plain(target, prompts=PROMPTS, new=NEW):
 
 def test_fp32_answers_equal_with_little_rounding():
     target, draft = pair(torch.float32)
-    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
+    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET_ALONE, WHOLE_BLOCKS))
     assert report.verdict() == EQUAL and report.rounding is None and not report.divergences
     rounding = measure_rounding(target, list(zip(PROMPTS, plain(target), strict=True)), 4)
     assert rounding.positions == min(divergence.POSITIONS, NEW * len(PROMPTS))
@@ -52,8 +53,8 @@ def test_fp32_answers_equal_with_little_rounding():
 
 def test_bf16_differs_from_target_only_at_near_ties(bf16):
     target, draft = bf16
-    report = evaluate(target, draft, PROMPTS, max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
-    assert 0 < report.methods[DFLASH].equal < len(PROMPTS)  # else nothing is tested
+    report = evaluate(target, draft, PROMPTS, max_new_tokens=NEW, runs=1, methods=(TARGET_ALONE, WHOLE_BLOCKS))
+    assert 0 < report.methods[WHOLE_BLOCKS].equal < len(PROMPTS)  # else nothing is tested
     assert report.verdict() == NEAR_TIE and not report.is_wrong
     assert all(divergence.gap <= 2 * report.rounding.size for divergence in report.divergences)
     table = "\n".join(summary_lines(report))
@@ -76,7 +77,7 @@ def test_one_token_too_many_is_wrong(dtype, monkeypatch):
         return counts if len(rounds) % 9 else (counts + 1).clamp(max=chosen.shape[1]), path
 
     monkeypatch.setattr(Block, "longest_match", careless)
-    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
+    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET_ALONE, WHOLE_BLOCKS))
     assert report.verdict() == WRONG and report.is_wrong
     assert WRONG in "\n".join(summary_lines(report))
 
@@ -131,3 +132,23 @@ def test_faulty_forward_does_not_widen_rounding(bf16, monkeypatch):
     monkeypatch.setattr(divergence, "_two_best", garbled)
     rounding = measure_rounding(target, texts, 4)
     assert "in blocks" not in rounding.ways and rounding.size <= honest.size
+
+
+def test_cache_has_the_name_of_the_targets_argument(monkeypatch):
+    """Before transformers 5.24, a target whose forward takes `cache_params` got an argument that it does not have."""
+    monkeypatch.setattr("dflash_hf.targets.features.CACHE_NAME", "past_key_values")
+
+    class OfStates(torch.nn.Module):
+        """As Mamba: it takes its state under no other name."""
+
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, cache_params=None, use_cache=False):
+            if cache_params is None and use_cache:
+                cache_params = torch.zeros(0)
+            return SimpleNamespace(
+                logits=torch.nn.functional.one_hot(input_ids, 12).float(), cache_params=cache_params
+            )
+
+    rounding = measure_rounding(OfStates(), [([1, 2], [3, 4, 5])], block_size=2)
+    assert rounding.positions == 3 and rounding.size == 0 and len(rounding.ways) == 3

@@ -10,8 +10,15 @@ from transformers.utils import logging
 
 from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.evaluation import measure
-from dflash_hf.evaluation.measure import evaluate, variant
-from dflash_hf.evaluation.methods import AUTO, DFLASH, METHODS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.measure import evaluate, with_decoding_config
+from dflash_hf.evaluation.methods import (
+    DEFAULT_METHODS,
+    PLAIN_CALL,
+    PROMPT_LOOKUP,
+    TARGET_ALONE,
+    TARGET_PACKED,
+    WHOLE_BLOCKS,
+)
 from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.card import CardFacts, metadata
@@ -43,13 +50,13 @@ def decode(pair, runs):
 
 def test_counts_agree_with_each_other(knowing):
     report = decode(knowing, runs=3)
-    assert list(report.methods) == list(METHODS)
+    assert list(report.methods) == list(DEFAULT_METHODS)
     for method in report.methods.values():
         assert len(method.runs) == 3 and method.tokens_per_second == sorted(method.runs)[1]
-    dflash_runs = report.methods[DFLASH].runs
-    target_runs = report.methods[TARGET].runs
+    dflash_runs = report.methods[WHOLE_BLOCKS].runs
+    target_runs = report.methods[TARGET_ALONE].runs
     ratios = [speed / base for speed, base in zip(dflash_runs, target_runs, strict=True)]
-    assert report.methods[DFLASH].speedup == sorted(ratios)[1]
+    assert report.methods[WHOLE_BLOCKS].speedup == sorted(ratios)[1]
     again = EvalReport.from_json(report.to_json())
     assert again == report and again.to_json() == report.to_json()
     for method in report.methods.values():
@@ -57,9 +64,9 @@ def test_counts_agree_with_each_other(knowing):
         assert method.equal == len(PROMPTS) == report.num_prompts
     assert report.lossless
     # One forward for each token; one for the prompt and one for each verification.
-    assert report.methods[TARGET].target_forwards == NEW * len(PROMPTS)
-    assert report.methods[TARGET].speedup == 1.0
-    assert report.methods[DFLASH].target_forwards == len(PROMPTS) + len(report.verifications)
+    assert report.methods[TARGET_ALONE].target_forwards == NEW * len(PROMPTS)
+    assert report.methods[TARGET_ALONE].speedup == 1.0
+    assert report.methods[WHOLE_BLOCKS].target_forwards == len(PROMPTS) + len(report.verifications)
     assert len(set(report.verifications)) > 2
     for lengths, response in zip(report.acceptance_lengths, report.responses, strict=True):
         assert 1 + sum(lengths) == len(response)
@@ -72,12 +79,12 @@ def test_counts_agree_with_each_other(knowing):
 
 
 def test_packed_target_is_a_baseline(knowing, packs_of_any_size, products):
-    methods = (TARGET, TARGET_PACKED, DFLASH)
+    methods = (TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS)
     report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
     assert len(products) > NEW and not len(packing_dflash._owners)
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
-    assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
-    dflash = report.methods[DFLASH]
+    assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET_ALONE].speedup == 1.0
+    dflash = report.methods[WHOLE_BLOCKS]
     assert dflash.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
     assert dflash.speedup_over_packed == pytest.approx(dflash.speedup / report.methods[TARGET_PACKED].speedup)
     summary = json.loads(report.to_json())["summary"]
@@ -98,16 +105,18 @@ def test_compiled_drafters_warm_up_on_every_prompt(pair, monkeypatch):
         calls.append((drafter is not None, prompt))
         if drafter is not None:
             assert drafter.decoding_config.compile
-            options["assistant_model"] = variant(drafter, compile=False)
+            options["assistant_model"] = with_decoding_config(drafter, compile=False)
         return generate_one(target, prompt, **options)
 
     monkeypatch.setattr(measure, "generate_one", eagerly)
     target, draft = pair
-    methods = (DFLASH, TARGET, AUTO, PROMPT_LOOKUP)
-    report = evaluate(target, variant(draft, compile=True), PROMPTS, max_new_tokens=4, runs=1, methods=methods)
+    methods = (WHOLE_BLOCKS, TARGET_ALONE, PLAIN_CALL, PROMPT_LOOKUP)
+    report = evaluate(
+        target, with_decoding_config(draft, compile=True), PROMPTS, max_new_tokens=4, runs=1, methods=methods
+    )
     assert calls[:2] == [(False, PROMPTS[0])] * 2
     assert calls[2:8] == [(True, prompt) for prompt in PROMPTS * 2]
-    assert [name for name, method in report.methods.items() if method.compiled] == [DFLASH, AUTO]
+    assert [name for name, method in report.methods.items() if method.compiled] == [WHOLE_BLOCKS, PLAIN_CALL]
     assert any(line.startswith("compiling") for line in summary_lines(report))
 
 
@@ -120,7 +129,7 @@ def test_tau_has_pooled_and_per_response_means():
 
 
 def test_failed_write_leaves_the_earlier_report(tmp_path, monkeypatch):
-    report = EvalReport({DFLASH: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4)
+    report = EvalReport({WHOLE_BLOCKS: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4)
     path = tmp_path / "report.json"
     before = report.save(path).read_bytes()
 
@@ -151,7 +160,7 @@ def test_wrong_token_makes_a_report_lossy(runs, pair, monkeypatch):
     monkeypatch.setattr(type(target), "generate", spoiled)
     report = evaluate(target, draft, PROMPTS, max_new_tokens=8, runs=runs)
     assert not report.lossless and [divergence.prompt for divergence in report.divergences] == [2]
-    assert report.methods[DFLASH].equal == len(PROMPTS) - 1
+    assert report.methods[WHOLE_BLOCKS].equal == len(PROMPTS) - 1
     assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
 
 
@@ -162,7 +171,15 @@ def test_evaluation_leaves_process_settings_alone(pair):
     threads = torch.get_num_threads()
     hooks = [len(module._forward_pre_hooks) for module in target.modules()]
     watching = {"watching": lambda prompt: bars.append(logging.is_progress_bar_enabled()) or [5]}
-    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH), other_methods=watching)
+    evaluate(
+        target,
+        draft,
+        PROMPTS[:1],
+        max_new_tokens=4,
+        runs=1,
+        methods=(TARGET_ALONE, WHOLE_BLOCKS),
+        other_methods=watching,
+    )
     assert bars and all(bars)
     assert torch.get_num_threads() == threads
     assert [len(module._forward_pre_hooks) for module in target.modules()] == hooks
@@ -175,7 +192,7 @@ def test_evaluation_leaves_process_settings_alone(pair):
         ({"prompts": [[3], []]}, "one of them empty"),
         ({"runs": 0}, "runs=0"),
         ({"methods": ("target",)}, "lacks \\['dflash'\\]"),
-        ({"methods": (*METHODS, "magic")}, "names \\['magic'\\]"),
+        ({"methods": (*DEFAULT_METHODS, "magic")}, "names \\['magic'\\]"),
     ],
 )
 def test_wrong_arguments_of_evaluate_are_named(pair, arguments, message):

@@ -15,7 +15,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import compare, mean_difference
-from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.evaluation.methods import WHOLE_BLOCKS
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, eval_rows, generated_rows
@@ -190,7 +190,7 @@ def test_gain_without_variance_is_valid_json(tmp_path, capsys):
     """Infinitely many standard errors were printed as `Infinity`, which is not JSON."""
     for name, length in (("a", 1), ("b", 2)):
         speed = MethodReport(math.inf, None, [], 12, 12, None)
-        report = EvalReport({DFLASH: speed}, [[length] * 3] * 4, [[0]] * 4, 4, {"prompts_digest": "same"})
+        report = EvalReport({WHOLE_BLOCKS: speed}, [[length] * 3] * 4, [[0]] * 4, 4, {"prompts_digest": "same"})
         json.loads(report.save(tmp_path / name).read_text(), parse_constant=pytest.fail)
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -199,7 +199,7 @@ def test_gain_without_variance_is_valid_json(tmp_path, capsys):
 
 def test_reports_of_unknown_prompts_are_not_paired(tmp_path):
     """Those of 0.1 have no digest of their prompts."""
-    methods = {DFLASH: MethodReport(1.0, 1.0, [1.0], 6, 6, 2)}
+    methods = {WHOLE_BLOCKS: MethodReport(1.0, 1.0, [1.0], 6, 6, 2)}
     lines = []
     paths = [EvalReport(methods, [[2] * 3] * 2, [[0], [0]], 4).save(tmp_path / name) for name in "ab"]
     assert "gain" not in compare(*paths, lines.append) and lines

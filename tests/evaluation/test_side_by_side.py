@@ -9,7 +9,7 @@ from random_pairs import random_pair
 from side_by_side import NATIVE, bench
 
 from dflash_hf.decoding import packing
-from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
+from dflash_hf.evaluation.methods import DRAFT_TREES, TARGET_ALONE, WHOLE_BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +19,15 @@ def pair():
 
 def test_methods_accept_alike_and_equal_the_target(pair):
     target, draft, prompts = pair
-    report, rounds = bench(target, draft, prompts, 60, 1, (TARGET, DFLASH, TREE, NATIVE), forced_acceptance=4.0)
+    report, rounds = bench(
+        target, draft, prompts, 60, 1, (TARGET_ALONE, WHOLE_BLOCKS, DRAFT_TREES, NATIVE), forced_acceptance=4.0
+    )
     assert all(method.equal == 3 for method in report.methods.values())
-    assert report.methods[NATIVE].target_forwards == report.methods[DFLASH].target_forwards  # the same oracle
+    assert report.methods[NATIVE].target_forwards == report.methods[WHOLE_BLOCKS].target_forwards  # the same oracle
     # A tree of 15 nodes has the oracle's path in it, but for the ends of the longest.
-    assert report.methods[TREE].target_forwards <= 1.2 * report.methods[DFLASH].target_forwards
+    assert report.methods[DRAFT_TREES].target_forwards <= 1.2 * report.methods[WHOLE_BLOCKS].target_forwards
     assert 2.5 < report.tau < 6 and len(set(report.verifications)) > 3
-    assert rounds.rounds[DFLASH] > 0 and rounds.plain.attainable(report.tau) > 0
+    assert rounds.rounds[WHOLE_BLOCKS] > 0 and rounds.plain.attainable(report.tau) > 0
 
 
 FORCED = ["--shape", "tiny", "--forced-acceptance", "4"]

@@ -9,7 +9,7 @@ from support.tiny_chat import make_tokenizer
 
 from dflash_hf._io.terminal import marks_around
 from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
-from dflash_hf.evaluation.methods import AUTO, DFLASH, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import PLAIN_CALL, PROMPT_LOOKUP, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 from dflash_hf.evaluation.plots import draw_report, plot_report
 from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.evaluation.report_files import save_report
@@ -50,8 +50,8 @@ def test_multi_token_character_has_its_last_source():
 @pytest.fixture
 def report():
     methods = {
-        TARGET: MethodReport(100.0, 1.0, [90.0, 100.0, 110.0], 60, 60, 3),
-        DFLASH: MethodReport(300.0, 3.0, [280.0, 300.0, 310.0], 60, 13, 3),
+        TARGET_ALONE: MethodReport(100.0, 1.0, [90.0, 100.0, 110.0], 60, 60, 3),
+        WHOLE_BLOCKS: MethodReport(300.0, 3.0, [280.0, 300.0, 310.0], 60, 13, 3),
         PROMPT_LOOKUP: MethodReport(105.0, 1.05, [100.0, 105.0, 106.0], 60, 45, 3),
     }
     return EvalReport(methods, [[5, 8, 6], [4], [8, 8, 7]], [[1] * 20, [1] * 5, [1] * 24], 8)
@@ -62,20 +62,22 @@ def test_table_names_every_figure(report):
     for figure in ("3.00x", "280-310", "3/3", "tau               6.57", "7 verifications"):
         assert figure in text, figure
     assert "WRONG" not in text and "no output is wrong: 3 of 3 outputs equal" in text and "verdict" not in text
-    report.divergences = [Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)]
+    report.divergences = [Divergence(WHOLE_BLOCKS, 0, 3, own=5, other=6, gap=12.5)]
     assert "WRONG" in "\n".join(summary_lines(report))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_headline_comes_first(packed, report):
-    """Two taus, two speed-ups and two counts, none of which was the result."""
-    report.methods[AUTO] = MethodReport(250.0, 2.5, [250.0], 60, 20, 3, speedup_over_packed=2.0, draft_sizes=[0, 4, 7])
+    """Two taus, two speedups and two counts, none of which was the result."""
+    report.methods[PLAIN_CALL] = MethodReport(
+        250.0, 2.5, [250.0], 60, 20, 3, speedup_over_packed=2.0, draft_sizes=[0, 4, 7]
+    )
     if packed:
         report.methods[TARGET_PACKED] = MethodReport(125.0, 1.25, [125.0], 60, 60, 3, speedup_over_packed=1.0)
-        for name in (TARGET, DFLASH, PROMPT_LOOKUP):
+        for name in (TARGET_ALONE, WHOLE_BLOCKS, PROMPT_LOOKUP):
             report.methods[name].speedup_over_packed = 1.0
     else:
-        report.methods[AUTO].speedup_over_packed = None
+        report.methods[PLAIN_CALL].speedup_over_packed = None
     first, second, *remaining_lines = summary_lines(report)
     if packed:
         speed = "2.00x the speed of the target alone, packed: 250 against 125 tokens/s"
@@ -91,9 +93,9 @@ def test_headline_comes_first(packed, report):
 
 def test_summary_names_the_verdict(report):
     """It led with "1 of 10 outputs equal" where none was wrong, and ended without a word at 0.56x."""
-    report.methods[DFLASH] = MethodReport(56.0, 0.56, [56.0], 60, 13, 1)
+    report.methods[WHOLE_BLOCKS] = MethodReport(56.0, 0.56, [56.0], 60, 13, 1)
     report.divergences = [
-        Divergence(DFLASH, prompt, 3, own=5, other=6, gap=0.01, verdict=NEAR_TIE) for prompt in (0, 2)
+        Divergence(WHOLE_BLOCKS, prompt, 3, own=5, other=6, gap=0.01, verdict=NEAR_TIE) for prompt in (0, 2)
     ]
     text = "\n".join(summary_lines(report))
     assert "no output is wrong: 1 of 3 outputs equal the target's own, 2 differ at a near-tie" in text

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from dflash_hf.training import features, train
+from dflash_hf.training import feature_store, train
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import leave_group
 from support.runs import as_settings
@@ -15,14 +15,14 @@ def main(settings):
     """Train, storing features as slowly as asked, and write down what this process did."""
     wanted = json.loads(settings)
     stored = []
-    target_forward = features.target_forward
+    target_forward = feature_store.target_forward
 
     def forward(*arguments, **options):
         time.sleep(wanted["delay"])
         stored.append(1)
         return target_forward(*arguments, **options)
 
-    features.target_forward = forward
+    feature_store.target_forward = forward
     trainer = train.train(*read_recipe(None, as_settings(wanted["recipe"])))
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     held_out = [line for line in trainer.state.log_history if "held_out_loss" in line]

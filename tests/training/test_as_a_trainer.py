@@ -13,7 +13,9 @@ from support.runs import make_trainer as run
 from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy
 
-from dflash_hf.training.features import FeatureManifest, StoredFeatures, parts_of, store_features
+from dflash_hf.training.feature_manifest import FeatureManifest
+from dflash_hf.training.feature_store import store_features
+from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 

@@ -7,8 +7,9 @@ from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 from transformers import ProgressCallback
 
-from dflash_hf.training import callbacks
-from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
+from dflash_hf.training import time_budget
+from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
+from dflash_hf.training.time_budget import TimeBudget, TimeBudgetCallback
 
 
 @pytest.fixture
@@ -20,17 +21,20 @@ def clock(monkeypatch):
         seconds[0] += 1.0
         return seconds[0]
 
-    monkeypatch.setattr(TimeBudgetSchedule, "clock", staticmethod(read))
+    monkeypatch.setattr(TimeBudget, "clock", staticmethod(read))
     monkeypatch.setattr(StepCountCallback, "clock", staticmethod(lambda: seconds[0]))
     return seconds
 
 
 def test_warm_up_then_cosine_to_zero(clock):
-    schedule = TimeBudgetSchedule(20.0, warmup=0.1)
-    factors = [schedule(step) for step in range(22)]
+    budget = TimeBudget(20.0, warmup=0.1)
+    factors = []
+    for step in range(22):
+        budget.record_step(step)
+        factors.append(budget.learning_rate_factor)
     assert factors[:3] == [0.01, 0.5, 1.0]
     assert factors[11] == pytest.approx(0.5) and factors[20] == factors[21] == 0.0
-    assert factors[2:] == sorted(factors[2:], reverse=True) and schedule.over
+    assert factors[2:] == sorted(factors[2:], reverse=True) and budget.is_over
 
 
 def run(folder, minutes, **overrides):
@@ -53,13 +57,31 @@ def test_run_ends_in_time_and_resumes_with_the_rest(clock, tmp_path):
     assert abs(resumed.state.global_step - steps) <= 1
 
 
+@pytest.mark.parametrize("version", ["0.1.0", "0.2"])
+def test_checkpoint_of_an_older_version_resumes(version, clock, tmp_path):
+    """They held the attributes of a callable, under names that 0.3 no longer has."""
+    uninterrupted = run(tmp_path / "whole", 10 / 60)
+    uninterrupted.train()
+    path = tmp_path / "whole" / "checkpoint-6" / "scheduler.pt"
+    state = torch.load(path, weights_only=True)
+    budget_state = state.pop("time_budget")
+    attributes = {"seconds": 10.0, "warmup": 0.04, "spent": budget_state["elapsed"], "last": 7.0, "step": 6}
+    if version == "0.2":
+        attributes["usual"] = budget_state["typical_step"]
+    state["lr_lambdas"] = [attributes] * len(state["lr_lambdas"])
+    torch.save(state, path)
+    resumed = run(tmp_path / "again", 10 / 60)
+    resumed.train(resume_from_checkpoint=str(path.parent))
+    assert abs(resumed.state.global_step - uninterrupted.state.global_step) <= 1
+
+
 @pytest.mark.parametrize(("seconds", "steps"), [(20, range(17, 23)), (5, [7])])
 def test_resumed_run_follows_its_own_arguments(seconds, steps, clock, tmp_path):
     """Length and warm-up were those of the checkpoint, whatever the resuming command said."""
     run(tmp_path, 10 / 60).train()
     resumed = run(tmp_path / "resumed", seconds / 60, warmup_steps=0.5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert (resumed.time_schedule.seconds, resumed.time_schedule.warmup) == (seconds, 0.5)
+    assert (resumed.time_budget.seconds, resumed.time_budget.warmup) == (seconds, 0.5)
     assert resumed.state.global_step in steps
     rates = {line["step"]: line["learning_rate"] for line in resumed.state.log_history if "learning_rate" in line}
     assert seconds == 5 or max(rates, key=rates.get) in (10, 11)
@@ -73,7 +95,7 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
         assert 9 <= trainer.state.global_step <= 12
         rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
         assert rates[-1] < 3e-5 and max(rates) > 4e-4
-    assert sum(isinstance(callback, TimeBudgetSchedule) for callback in trainer.callback_handler.callbacks) == 1
+    assert sum(isinstance(callback, TimeBudgetCallback) for callback in trainer.callback_handler.callbacks) == 1
 
 
 def test_removed_time_limit_no_longer_applies(clock, tmp_path):
@@ -104,7 +126,6 @@ def test_evaluation_counts_towards_max_minutes(clock, tmp_path):
 
 def test_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
     trainer = run(tmp_path, 100 / 60, save_strategy="no")
-    trainer.reserved_seconds = 20.0
     compute = trainer.compute_loss
 
     def slow(*args, **kwargs):
@@ -112,7 +133,7 @@ def test_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
         return compute(*args, **kwargs)
 
     trainer.compute_loss = slow
-    trainer.train()
+    trainer.train(reserved_seconds=20.0)
     assert trainer.state.global_step == 2 and clock[0] < 80
     assert "loss" in trainer.state.log_history[-2]  # a line even so
 
@@ -120,11 +141,11 @@ def test_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
 def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
     from types import SimpleNamespace
 
-    monkeypatch.setattr(callbacks, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
-    monkeypatch.setattr(callbacks, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
-    second_process = TimeBudgetSchedule(1000.0, warmup=0.1)
-    second_process(0)
-    assert second_process.over and second_process.done == pytest.approx(0.975)
+    monkeypatch.setattr(time_budget, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    monkeypatch.setattr(time_budget, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
+    second_process = TimeBudget(1000.0, warmup=0.1)
+    second_process.record_step(0)
+    assert second_process.is_over and second_process.done == pytest.approx(0.975)
 
 
 def counted(trainer):

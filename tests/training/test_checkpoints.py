@@ -15,7 +15,7 @@ from support.runs import history, make_trainer
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.training.checkpoints import is_whole, last_checkpoint
+from dflash_hf.training.checkpoints import is_complete, last_checkpoint
 from dflash_hf.training.train import checkpoint_to_resume
 
 
@@ -75,14 +75,14 @@ UNFINISHED: dict[str, dict] = {
 
 @pytest.mark.parametrize("files", UNFINISHED.values(), ids=list(UNFINISHED))
 def test_unfinished_checkpoints_are_skipped(files, checkpoints_folder, uninterrupted_run, monkeypatch):
-    """`Can't find a valid checkpoint at checkpoint-9`, and the whole one before it was never tried."""
+    """`Can't find a valid checkpoint at checkpoint-9`, and the complete one before it was never tried."""
     for step in (8, 9):
         (checkpoints_folder / f"checkpoint-{step}").mkdir()
         for name, text in files.items():
             (checkpoints_folder / f"checkpoint-{step}" / name).write_text(text)
     shutil.copytree(checkpoints_folder / "checkpoint-2", checkpoints_folder / "checkpoint-best")  # the user's
     resumed = make_trainer(checkpoints_folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
-    with pytest.raises(ValueError, match="checkpoint-9 was not saved to its end .*=auto finds the last whole one"):
+    with pytest.raises(ValueError, match="checkpoint-9 was not saved to its end .*=auto finds the last complete one"):
         resumed.train(resume_from_checkpoint=str(checkpoints_folder / "checkpoint-9"))
     warnings = []
     monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", warnings.append)
@@ -230,7 +230,7 @@ def test_kill_during_a_save_leaves_the_last_checkpoint(uninterrupted_run, tmp_pa
         for key in KEYS:
             assert history(resumed, key) == pytest.approx(history(uninterrupted_run[1], key), abs=1e-6)
         assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
-        assert is_whole(folder / "checkpoint-2")
+        assert is_complete(folder / "checkpoint-2")
 
 
 def test_resume_without_a_checkpoint_names_auto(tmp_path):

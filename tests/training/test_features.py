@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows, uneven_rows
 from support.runs import BLOCK, history, make_trainer
@@ -16,17 +18,13 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.targets.frozen import target_features
-from dflash_hf.training import features
+from dflash_hf.training import feature_store, features
 from dflash_hf.training import trainer as trainer_module
-from dflash_hf.training.features import (
-    StoredFeatures,
-    drop_layers,
-    manifest_of,
-    store_features,
-    store_rows,
-    stored_tokens,
-)
+from dflash_hf.training.feature_manifest import FeatureManifest, manifest_of
+from dflash_hf.training.feature_store import store_features
+from dflash_hf.training.features import StoredFeatures, drop_layers, stored_tokens
 from dflash_hf.training.features import open_features as stored_features
+from dflash_hf.training.row_features import store_rows
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -138,11 +136,11 @@ def test_interrupted_storing_goes_on_after_last_shard(target, tmp_path, monkeypa
             raise Killed
         return forward(*arguments, **options)
 
-    forward = features.target_forward
-    monkeypatch.setattr(features, "target_forward", killed)
+    forward = feature_store.target_forward
+    monkeypatch.setattr(feature_store, "target_forward", killed)
     with pytest.raises(Killed):
         store(target, rows, folder)
-    monkeypatch.setattr(features, "target_forward", forward)
+    monkeypatch.setattr(feature_store, "target_forward", forward)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert len(before) == 2
     with pytest.raises(ValueError, match="holds 2 of 3 shards; run the same `dflash features` again"):
@@ -164,7 +162,7 @@ def test_storing_that_stops_early_is_complete(target, tmp_path):
     folder = tmp_path / "features"
     calls = []
     manifest = manifest_of(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
-    options = {"shard_bytes": 20_000, "enough": lambda: calls.append(1) or len(calls) == 2}
+    options = {"shard_bytes": 20_000, "should_stop": lambda: calls.append(1) or len(calls) == 2}
     assert store_features(target, rows, folder, manifest, **options).examples == 4 == len(StoredFeatures(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     store_features(target, rows, folder, manifest, **options)
@@ -185,10 +183,10 @@ def test_run_with_little_time_stores_few_rows(target, tmp_path):
 
 def test_full_disk_is_known_before_rows_are_read(target, tmp_path, monkeypatch):
     """An hour at the paper's size; the lengths tell it."""
-    monkeypatch.setattr(features, "digest_of_rows", lambda rows: pytest.fail("read"))
+    monkeypatch.setattr(feature_store, "digest_of_rows", lambda rows: pytest.fail("read"))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(feature_store.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
+    monkeypatch.setattr(feature_store, "target_forward", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(ValueError, match="has 0.05 MB left, but 0.06 MB are needed"):
         store(target, counting_rows(6), tmp_path / "features")
     assert not list((tmp_path / "features").iterdir())
@@ -267,6 +265,32 @@ def test_set_stored_anew_is_read_anew(target, stored):
     shutil.rmtree(stored)
     store(make_target(seed=5), counting_rows(6), stored)
     assert not torch.equal(StoredFeatures(stored)[0]["stored"].read("features"), before)
+
+
+def make_small_shards(folder, count):
+    """A set of shards with one example each, as a run stores them, without a target."""
+    manifest = FeatureManifest("tiny", {}, [0], 2, "float32", "", {}, "", None, shards=[1] * count)
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+    for number in range(count):
+        shard = {
+            "features": torch.full((2, 2), float(number)),
+            "input_ids": torch.tensor([number, number]),
+            "loss_mask": torch.ones(2, dtype=torch.uint8),
+            "offsets": torch.tensor([0, 2]),
+        }
+        save_file(shard, folder / f"features-{number:05d}.safetensors")
+
+
+def test_many_small_shards_stay_open(tmp_path):
+    """Of more than 256 shards, reading the rows at random opened a file for nearly every row."""
+    make_small_shards(tmp_path / "features", 300)
+    features._open_shard.cache_clear()
+    dataset = StoredFeatures(tmp_path / "features")
+    for _ in range(2):
+        for index in range(300):
+            assert dataset[index]["stored"].read("features")[0, 0] == index
+    assert features._open_shard.cache_info().misses == 300
 
 
 def test_digest_tells_targets_apart_but_not_dtypes():

@@ -9,7 +9,8 @@ from support.runs import history, make_trainer
 
 from dflash_hf._io.weights import check_finite
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.training.features import manifest_of, store_features
+from dflash_hf.training.feature_manifest import manifest_of
+from dflash_hf.training.feature_store import store_features
 from dflash_hf.training.trainer import NotFiniteError
 
 

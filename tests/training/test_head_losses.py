@@ -1,7 +1,5 @@
 """Training a head over the whole vocabulary: its loss behind the frozen head, what moves, and what training says."""
 
-from functools import partial
-
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -12,7 +10,7 @@ from support.runs import BLOCK, history, make_trainer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
-from dflash_hf.training.losses import Teacher, block_loss, token_losses
+from dflash_hf.training.losses import LogitsHead, Teacher, block_loss, d_pace, token_losses
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +36,21 @@ def a_batch(with_teacher, tokens=7, vocab=12):
     return [hidden, queries, bias], (weight, labels, counted, teacher)
 
 
+class BiasHead(LogitsHead):
+    """Adds a bias of each query to the logits, and learns from both."""
+
+    def __init__(self, weight, queries, bias):
+        super().__init__(lambda hidden: hidden @ weight.T)
+        self.queries = queries
+        self.bias = bias
+
+    def score(self, queries, logits):
+        return None, logits + queries @ self.bias
+
+    def loss(self, tokens):
+        return tokens.divergence(tokens.scores) + 0.3 * tokens.divergence(tokens.logits)
+
+
 @pytest.mark.parametrize("with_teacher", [False, True], ids=["labels", "teacher"])
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 def test_loss_of_all_scores_equals_the_oracle(with_teacher, chunk_size):
@@ -47,18 +60,9 @@ def test_loss_of_all_scores_equals_the_oracle(with_teacher, chunk_size):
     for chunked in (True, False):
         hidden, queries, bias = (parameter.clone().requires_grad_() for parameter in learned)
         if chunked:
-            losses = token_losses(
-                hidden,
-                lambda rows: rows @ weight.T,
-                labels,
-                counted,
-                chunk_size,
-                teacher,
-                queries,
-                lambda query, logits, bias=bias: (None, logits + query @ bias),
-                lambda rows: rows.divergence(rows.scores) + 0.3 * rows.divergence(rows.logits),
-            )
-            values = losses.values
+            head = BiasHead(weight, queries, bias)
+            losses = token_losses(hidden, head, labels, counted, chunk_size, teacher)
+            values = losses.loss
             figures = losses
         else:
             values = torch.zeros(labels.shape, dtype=torch.float64)
@@ -76,7 +80,7 @@ def test_loss_of_all_scores_equals_the_oracle(with_teacher, chunk_size):
                 assert figures.nll[0, 0, slot].item() == pytest.approx(-scores.log_softmax(0)[gold].item())
                 assert figures.correct[0, 0, slot] == (scores.argmax() == gold)
                 assert figures.correct_without_head[0, 0, slot] == (logits.argmax() == gold)
-            torch.testing.assert_close(values.detach(), figures.values.detach())
+            torch.testing.assert_close(values.detach(), figures.loss.detach())
             assert torch.equal(figures.draftable, counted) and not figures.correct[~counted].any()
         gradients.append(torch.autograd.grad((values * torch.arange(7.0)).sum(), (hidden, queries, bias)))
     for gradient, expected in zip(*gradients, strict=True):
@@ -89,16 +93,17 @@ def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
     learned, (weight, labels, counted, _) = a_batch(with_teacher=False)
     hidden, queries, bias = (parameter.clone().requires_grad_() for parameter in learned)
 
-    def score(query, logits):
-        scores = logits + query @ bias
-        return (scores.topk(4).indices, scores.topk(4).values) if chooses else (None, scores)
+    class ChoosingHead(BiasHead):
+        def score(self, queries, logits):
+            ids, scores = super().score(queries, logits)
+            return (scores.topk(4).indices, scores.topk(4).values) if chooses else (ids, scores)
+
+        def loss(self, tokens):
+            return TokenHead.loss(None, tokens, progress=0.0)
 
     nothing_counted = torch.zeros_like(counted)
-    loss = partial(TokenHead.loss, None, progress=0.0)
-    losses = token_losses(
-        hidden, lambda rows: rows @ weight.T, labels, nothing_counted, 512, None, queries[:0], score, loss
-    )
-    block_loss(losses, nothing_counted, None).sum().backward()
+    losses = token_losses(hidden, ChoosingHead(weight, queries[:0], bias), labels, nothing_counted)
+    block_loss(losses, nothing_counted, d_pace).sum().backward()
     assert all(parameter.grad.abs().max() == 0 for parameter in (hidden, queries, bias))
 
 

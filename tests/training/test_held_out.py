@@ -13,9 +13,9 @@ from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf._io.files import read_json, write_json
 from dflash_hf.cli import main
-from dflash_hf.data.held_out import conversation_key, default_held_out, hold_out
+from dflash_hf.data.hold_out import conversation_key, default_held_out, hold_out
 from dflash_hf.training.features import StoredFeatures
-from dflash_hf.training.held_out import learned_by_heart
+from dflash_hf.training.held_out import is_overfitted
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
 from dflash_hf.training.trainer import DFlashTrainer
@@ -194,7 +194,7 @@ def test_run_ends_with_the_tau_of_held_out_rows(folder, data, tmp_path, capsys):
     last = (
         r"held-out tau      \d\.\d\d, simulated, of \d+ rows that were not trained on; \d\.\d\d of the training rows"
     )
-    assert re.fullmatch(last + "(, which were learned by heart)?", out.splitlines()[-1])
+    assert re.fullmatch(last + "(, which were memorised)?", out.splitlines()[-1])
     assert re.search(r"^held out          \d+ rows, which are not trained on: the run ends with their tau$", out, re.M)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert len(steps) == 3 and "of the training rows" in steps[0]
@@ -222,12 +222,12 @@ def test_many_passes_warn_before_the_first_step(steps, warns, folder, data, tmp_
     monkeypatch.setattr(DFlashTrainer, "compute_loss", lambda *_, **__: 1 / 0)  # before the first step is made
     code, _, error = train(capsys, folder, data, tmp_path / "out", "store_rows=0", steps)
     assert code == 1 and "ZeroDivisionError" in error
-    assert ("passes over 72 rows learn them by heart" in error) == warns
+    assert ("passes over 72 rows memorise them" in error) == warns
 
 
 @pytest.mark.parametrize(
     ("training", "held_out", "expected"),
     [(3.95, 1.26, True), (1.75, 1.49, False), (1.0, 1.0, False), (1.2, 1.05, True)],
 )
-def test_rows_learned_by_heart_are_recognised(training, held_out, expected):
-    assert learned_by_heart(training, held_out) == expected
+def test_overfitting_is_recognised(training, held_out, expected):
+    assert is_overfitted(training, held_out) == expected

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from dflash_hf.training.losses import (
+    LogitsHead,
     Teacher,
     block_loss,
+    d_pace,
     dpace_weights,
     first_failure_weights,
     loss_normalizer,
@@ -48,8 +50,8 @@ def tokens(dtype=torch.float32, shape=(2, 3, 5), width=8, vocab=40):
     counted[..., 0] = False
     states = torch.randn(7, width, generator=random).to(dtype)
     teacher_weight = torch.randn(vocab, width, generator=random).to(dtype)
-    rows = torch.randint(0, 7, shape, generator=random)
-    teacher = Teacher(states, rows, lambda chosen: chosen @ teacher_weight.T)
+    state_index = torch.randint(0, 7, shape, generator=random)
+    teacher = Teacher(states, state_index, lambda chosen: chosen @ teacher_weight.T)
     return hidden, head, labels, counted, teacher
 
 
@@ -59,7 +61,7 @@ def dense_values(hidden, head, labels, counted, teacher=None):
     if teacher is None:
         values = -log_q.gather(-1, labels[..., None])[..., 0]
     else:
-        log_p = teacher.head(teacher.states[teacher.rows]).log_softmax(-1)
+        log_p = teacher.head(teacher.states[teacher.state_index]).log_softmax(-1)
         apart = (log_p.exp() - log_q.exp()).abs().sum(-1)
         gold = log_q.gather(-1, labels[..., None])[..., 0]
         kinds = {"kl": (log_p.exp() * (log_p - log_q)).sum(-1), "dspark": 0.9 * apart - 0.1 * gold}
@@ -91,9 +93,9 @@ def test_chunked_loss_equals_dense_loss(chunk_size, kind):
     dense = dense_values(hidden, head, labels, counted, teacher)
     (dense_grad,) = torch.autograd.grad((dense * upstream).sum(), hidden)
 
-    result = token_losses(hidden, head, labels, counted, chunk_size, teacher)
-    (grad,) = torch.autograd.grad((result.values * upstream).sum(), hidden)
-    torch.testing.assert_close(result.values, dense, atol=tolerance, rtol=10 * tolerance)
+    result = token_losses(hidden, LogitsHead(head), labels, counted, chunk_size, teacher)
+    (grad,) = torch.autograd.grad((result.loss * upstream).sum(), hidden)
+    torch.testing.assert_close(result.loss, dense, atol=tolerance, rtol=10 * tolerance)
     torch.testing.assert_close(grad, dense_grad, atol=tolerance, rtol=10 * tolerance)
     assert torch.equal(result.correct, ((hidden @ head.weight.T).argmax(-1) == labels) & counted)
     assert result.correct.any()
@@ -104,11 +106,11 @@ def test_logits_never_exist_all_at_once(kind):
     hidden, head, labels, counted, teacher = tokens()
     teacher_rows = []
     teacher.head = lambda states, head=teacher.head: (teacher_rows.append(len(states)), head(states))[1]
-    losses = token_losses(hidden, head, labels, counted, 7, teacher if kind == "kl" else None)
+    losses = token_losses(hidden, LogitsHead(head), labels, counted, 7, teacher if kind == "kl" else None)
     total = int(counted.sum())  # tokens that do not count never reach the head
     chunks = [7] * (total // 7) + [total % 7] * (total % 7 > 0)
     assert len(chunks) > 1 and head.rows == chunks
-    losses.values.sum().backward()
+    losses.loss.sum().backward()
     assert head.rows == [*chunks, *reversed(chunks)]  # again in the backward pass
     assert teacher_rows == (head.rows if kind == "kl" else [])
     assert head.weight.grad is None
@@ -117,15 +119,15 @@ def test_logits_never_exist_all_at_once(kind):
 
 def test_logits_of_one_chunk_are_computed_once():
     hidden, head, labels, counted, _ = tokens()
-    token_losses(hidden, head, labels, counted).values.sum().backward()
+    token_losses(hidden, LogitsHead(head), labels, counted).loss.sum().backward()
     assert head.rows == [counted.sum()]
 
 
 def test_evaluation_needs_no_gradient():
     hidden, head, labels, counted, _ = tokens()
     with torch.no_grad():
-        result = token_losses(hidden, head, labels, counted, chunk_size=7)
-    assert not result.values.requires_grad
+        result = token_losses(hidden, LogitsHead(head), labels, counted, chunk_size=7)
+    assert not result.loss.requires_grad
     assert sum(head.rows) == counted.sum()
 
 
@@ -133,9 +135,9 @@ def test_evaluation_needs_no_gradient():
 def test_loss_without_counted_tokens_is_zero(kind):
     hidden, head, labels, counted, teacher = tokens()
     nothing = torch.zeros_like(counted)
-    result = token_losses(hidden, head, labels, nothing, 7, teacher if kind == "kl" else None)
-    result.values.sum().backward()
-    assert not result.values.any() and head.rows == [0]
+    result = token_losses(hidden, LogitsHead(head), labels, nothing, 7, teacher if kind == "kl" else None)
+    result.loss.sum().backward()
+    assert not result.loss.any() and head.rows == [0]
     assert not hidden.grad.any() and hidden.grad.isfinite().all()
 
 
@@ -144,15 +146,15 @@ def test_half_precision_is_summed_in_single(kind):
     """A bf16 sum stops growing long before a thousand tokens: 256 + 1 == 256."""
     hidden, head, labels, counted, teacher = tokens(torch.bfloat16, shape=(1, 400, 5))
     teacher = teacher if kind == "kl" else None
-    result = token_losses(hidden, head, labels, counted, 64, teacher)
+    result = token_losses(hidden, LogitsHead(head), labels, counted, 64, teacher)
     log_q = (hidden @ head.weight.T).float().log_softmax(-1)
     expected = -log_q.gather(-1, labels[..., None])[..., 0]
     if kind == "kl":
-        log_p = teacher.head(teacher.states[teacher.rows]).float().log_softmax(-1)
+        log_p = teacher.head(teacher.states[teacher.state_index]).float().log_softmax(-1)
         expected = (log_p.exp() * (log_p - log_q)).sum(-1)
-    assert result.values.dtype == torch.float32
-    torch.testing.assert_close(result.values.sum(), (expected * counted).sum(), rtol=1e-5, atol=0)
-    result.values.sum().backward()
+    assert result.loss.dtype == torch.float32
+    torch.testing.assert_close(result.loss.sum(), (expected * counted).sum(), rtol=1e-5, atol=0)
+    result.loss.sum().backward()
     assert hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
 
 
@@ -197,10 +199,10 @@ def test_block_loss_equals_the_oracle_in_any_split(kind):
     """Sums and normalizers of the parts add up to those of the whole, sequence by sequence."""
     hidden, head, labels, counted, _ = tokens(torch.float64, shape=(4, 3, 5))
     counted[2] = False
-    losses = token_losses(hidden, head, labels, counted, 7)
-    slots = {"decay": slot_weights(5, 2.0), "uniform": slot_weights(5, math.inf), "dpace": None}[kind]
+    losses = token_losses(hidden, LogitsHead(head), labels, counted, 7)
+    slots = {"decay": slot_weights(5, 2.0), "uniform": slot_weights(5, math.inf), "dpace": d_pace}[kind]
     if kind == "dpace":
-        weights = dpace_oracle(losses.values.detach(), counted, 0.5)
+        weights = dpace_oracle(losses.loss.detach(), counted, 0.5)
         blocks = sum(bool(counted[n, a].any()) for n in range(4) for a in range(3))
         normalizer = blocks  # never the sum of the weights
     else:
@@ -211,11 +213,11 @@ def test_block_loss_equals_the_oracle_in_any_split(kind):
             weights[n, a, k] for n, a, k in itertools.product(range(4), range(3), range(5)) if counted[n, a, k]
         )
     total = block_loss(losses, counted, slots)
-    torch.testing.assert_close(total.sum(), weighted_oracle(losses.values, counted, weights), rtol=1e-6, atol=0)
+    torch.testing.assert_close(total.sum(), weighted_oracle(losses.loss, counted, weights), rtol=1e-6, atol=0)
     assert loss_normalizer(counted, slots).sum().item() == pytest.approx(float(normalizer), rel=1e-6)
     assert total[2] == loss_normalizer(counted, slots)[2] == 0
     (grad,) = torch.autograd.grad(total.sum(), hidden, retain_graph=True)
-    (expected,) = torch.autograd.grad((losses.values * weights).sum(), hidden)
+    (expected,) = torch.autograd.grad((losses.loss * weights).sum(), hidden)
     torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
 
 

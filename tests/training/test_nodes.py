@@ -5,11 +5,17 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.runs import TINY_RECIPE
 from support.tiny_chat import THINKING, save_target
+
+from dflash_hf.training import nodes
 
 
 pytest.importorskip("yaml")
@@ -73,3 +79,26 @@ def test_storing_may_take_longer_than_collectives(tmp_path):
     first, second = run_on_two_nodes(tmp_path, [tmp_path / "a", tmp_path / "a"], 12.0, "ddp_timeout=20")
     assert first["stored"] > 1 and second["stored"] == 0
     assert first["losses"] == second["losses"]
+
+
+def test_failure_of_the_first_process_ends_others(monkeypatch):
+    """They waited for it, for up to 14 days."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(nodes, "_store", lambda number: store)
+    monkeypatch.setattr(nodes, "_TIMEOUT", timedelta(seconds=20))
+    errors = []
+
+    def run_second_process():
+        try:
+            with nodes.one_process_first(SimpleNamespace(world_size=2, local_process_index=1)):
+                errors.append("it ran the block")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    second_process = threading.Thread(target=run_second_process)
+    second_process.start()
+    first = nodes.one_process_first(SimpleNamespace(world_size=2, local_process_index=0))
+    with pytest.raises(ValueError, match="the disk is full"), first:
+        raise ValueError("the disk is full")
+    second_process.join()
+    assert errors == ["Another process has failed: ValueError: the disk is full"]

@@ -140,7 +140,7 @@ def test_training_step_equals_other_projects(name, tmp_path, monkeypatch):
         labels = target(batch.ids).logits.argmax(-1).roll(1, dims=1)
         trainer.objective.build_blocks = lambda batch: with_labels(build(batch), labels)
     blocks = trainer.objective.build_blocks(inputs)
-    divisor = None if step.divisor is None else step.divisor(blocks.counted, trainer.objective.slot_weights)
+    divisor = None if step.divisor is None else step.divisor(blocks.counted, trainer.objective.weights)
     loss = trainer.compute_loss(draft, inputs, num_items_in_batch=divisor)
     loss.backward()
 

@@ -14,10 +14,10 @@ from dflash_hf.cli import main
 from dflash_hf.hub.check import check
 from dflash_hf.hub.findings import can_read_by_engine
 from dflash_hf.modeling.head_dflash import TokenHead
-from dflash_hf.training.arguments import ScriptArguments, choices_of
+from dflash_hf.training.arguments import ScriptArguments, allowed_values
 from dflash_hf.training.head_presets import head_presets
 from dflash_hf.training.presets import CPU, PAPER, PRESETS
-from dflash_hf.training.recipe import decide, key_lines, lines_of_choices, read_recipe
+from dflash_hf.training.recipe import decide, key_lines, machine_lines, read_recipe
 
 
 pytest.importorskip("yaml")
@@ -58,16 +58,16 @@ def test_default_preset_is_printed(kind, preset, monkeypatch):
     machine(monkeypatch, kind)
     settings = settings_with()
     assert settings["preset"].value == preset
-    line = lines_of_choices(settings)[0]
+    line = machine_lines(settings)[0]
     other = {"cpu": "--preset paper", "paper": "--preset cpu"}[preset]
     assert line.startswith(f"preset            {preset}: ") and other in line
-    assert not lines_of_choices(settings_with("preset=cpu", "bf16=true", "target_dtype=auto"))
+    assert not machine_lines(settings_with("preset=cpu", "bf16=true", "target_dtype=auto"))
 
 
 def test_use_cpu_takes_the_preset_of_cpus(monkeypatch):
     machine(monkeypatch, "cuda")
     assert values("use_cpu=true")["block_size"] == 4
-    assert "use_cpu is set" in lines_of_choices(settings_with("use_cpu=true"))[0]
+    assert "use_cpu is set" in machine_lines(settings_with("use_cpu=true"))[0]
 
 
 def test_run_prints_its_preset(tmp_path, capsys, monkeypatch):
@@ -89,7 +89,7 @@ def test_machine_without_bf16_says_so(kind, monkeypatch):
     settings = settings_with("preset=cpu")
     target_dtype = {"cpu": "float32", "cuda": "auto"}[kind]
     assert (settings["bf16"].value, settings["target_dtype"].value) == (False, target_dtype)
-    assert any("bf16" in line and "no units for bf16" in line for line in lines_of_choices(settings))
+    assert any("bf16" in line and "no units for bf16" in line for line in machine_lines(settings))
     assert values("preset=cpu", "bf16=true")["bf16"]
 
 
@@ -97,16 +97,16 @@ def test_recipe_names_its_preset(tmp_path, monkeypatch):
     machine(monkeypatch, "cpu")
     (tmp_path / "r.yaml").write_text("preset: paper\ntarget: t\ndata: d\n")
     settings = decide(tmp_path / "r.yaml")
-    assert settings["block_size"].value == 16 and not lines_of_choices(settings)
+    assert settings["block_size"].value == 16 and not machine_lines(settings)
     assert decide(tmp_path / "r.yaml", {"preset": "cpu"})["block_size"].value == 4
 
 
 # --------------------------------------------------------------------------------------------------- what they are
 
 
-def test_presets_are_the_choices_of_the_option():
+def test_presets_are_the_allowed_values_the_option():
     hints = typing.get_type_hints(ScriptArguments)
-    assert set(choices_of(hints["preset"])) == set(PRESETS)
+    assert set(allowed_values(hints["preset"])) == set(PRESETS)
 
 
 def test_heads_of_the_option_come_from_the_table(monkeypatch):
@@ -236,7 +236,7 @@ def test_several_processes_store_no_features(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     settings = settings_with()
     assert settings["store_rows"].value == 0
-    assert any(line.startswith("store_rows        0: one process would") for line in lines_of_choices(settings))
+    assert any(line.startswith("store_rows        0: one process would") for line in machine_lines(settings))
 
 
 @pytest.mark.parametrize(("head", "loss"), [("jetspec", "kl"), ("dspark", "dspark"), ("domino", "dpace")])

@@ -111,7 +111,7 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
                     )
                     value = value - ((1 - l1 / 2) * c.log() + l1 / 2 * (1 - c).log())
                 torch.testing.assert_close(
-                    recorded["losses"].values[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
+                    recorded["losses"].loss[i, j, k].detach().double(), value, atol=2e-5, rtol=1e-5
                 )
                 weight = 2.718281828459045 ** (-(k - 1) / gamma)
                 total = total + weight * value
@@ -166,7 +166,7 @@ def test_uncounted_token_ends_a_dspark_block():
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, 5] = 0
     arguments = (ids, mask, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), 4, 11)
-    counted = build_blocks(*arguments, anchor_first=True, unbroken=True).counted
+    counted = build_blocks(*arguments, anchor_first=True, contiguous_only=True).counted
     assert counted[0].tolist() == [[False, True, False, False, False], [False, True, True, True, True]]
     counted = build_blocks(*arguments, anchor_first=True).counted
     assert counted[0, 0].tolist() == [False, True, False, True, True]

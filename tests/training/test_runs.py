@@ -23,8 +23,8 @@ from dflash_hf._io.names import ENGINES
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check
 from dflash_hf.hub.findings import can_read_by_engine
-from dflash_hf.training import features
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training import feature_store
+from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
 
@@ -457,6 +457,7 @@ def test_killed_run_resumes_with_its_features(folder, data, tmp_path, capsys):
     assert contents(output / ".features") == before
     code, out, error = train(capsys, folder, output, f"data={data}", RESUME, "store_rows=8", "max_steps=3")
     assert code == 0 and "resuming from" in out, error
+    assert re.search(r"^features          stored for 8 of \d+ rows$", out, re.MULTILINE)  # not "as time allows"
     assert not (output / ".features").exists()
 
 
@@ -474,7 +475,7 @@ def test_cut_run_keeps_its_features_for_more_steps(folder, data, tmp_path, capsy
     with pytest.raises(KeyboardInterrupt):
         train_recipe(*read_recipe(None, as_settings([*settings, "max_steps=4"])), callbacks=[Cut()])
     assert FeatureManifest.load(tmp_path / "o" / ".features" / "train").examples == 8
-    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("stored again"))
+    monkeypatch.setattr(feature_store, "target_forward", lambda *_, **__: pytest.fail("stored again"))
     other_data = f"data={write(tmp_path / 'other.jsonl', 'no')}"
     code, _, error = train(capsys, folder, tmp_path / "o", *settings[1:], other_data, RESUME, "max_steps=5")
     assert code == 1 and "was stored with data='" in error

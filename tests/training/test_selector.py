@@ -8,12 +8,12 @@ from support.pairs import VOCAB, make_draft, make_draft2, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
 from dflash_hf.training.arguments import ScriptArguments
-from dflash_hf.training.losses import Rows, Teacher, token_losses
+from dflash_hf.training.losses import DraftedTokens, LogitsHead, Teacher, token_losses
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import with_parts
 from dflash_hf.training.train import train
@@ -49,15 +49,18 @@ def losses_of_a_block(with_teacher, chunk_size=3, shift=None, tokens=7, k=4):
     counted[..., 0] = False
     teacher = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if with_teacher else None
 
-    def score(query, logits):
-        ids = logits.topk(k).indices.sort().values
-        return ids, logits.detach().gather(-1, ids) + query
+    class Selector(LogitsHead):
+        queries = shift
 
-    def loss(rows):
-        return TokenHead.loss(None, rows, progress=0.0)
+        def score(self, queries, logits):
+            ids = logits.topk(k).indices.sort().values
+            return ids, logits.detach().gather(-1, ids) + queries
 
-    scored = () if shift is None else (shift, score, loss)
-    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, teacher, *scored)
+        def loss(self, tokens):
+            return TokenHead.loss(None, tokens, progress=0.0)
+
+    head_class = LogitsHead if shift is None else Selector
+    losses = token_losses(hidden, head_class(lambda rows: rows @ weight.T), labels, counted, chunk_size, teacher)
     return losses, hidden, weight, labels, states
 
 
@@ -76,8 +79,8 @@ def test_loss_among_candidates_equals_the_oracle(with_teacher, chunk_size):
         log_q = (logits[ids] + shift[number].detach()).log_softmax(0)
         p = (weight @ states[slot]).softmax(0)[ids] if with_teacher else (ids == labels[0, 0, slot]).double()
         extra = sum(w * ((w / p.sum()).log() - q) for w, q in zip(p, log_q, strict=True) if w > 0)
-        assert with_selector.values[0, 0, slot].item() == pytest.approx(
-            without_selector.values[0, 0, slot].item() + float(extra)
+        assert with_selector.loss[0, 0, slot].item() == pytest.approx(
+            without_selector.loss[0, 0, slot].item() + float(extra)
         )
         index = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
         assert with_selector.nll[0, 0, slot].item() == (
@@ -90,19 +93,29 @@ def test_loss_among_candidates_equals_the_oracle(with_teacher, chunk_size):
             == (logits.argmax() == labels[0, 0, slot])
         )
     for losses in (without_selector, with_selector):
-        losses.values.sum().backward()
+        losses.loss.sum().backward()
     # Of the labels, one that is no candidate teaches the selector nothing; a teacher's candidates always do.
     assert shift.grad.abs().amax(1).gt(0).tolist() == [True, with_teacher, True, True, True]
     assert torch.equal(hidden.grad, hidden_without_selector.grad)
 
 
 def test_certain_candidate_has_no_loss():
-    rows = Rows(torch.tensor([[0.0, 40.0]]), torch.zeros(1, 9), torch.tensor([[3, 5]]), torch.tensor([5]), *[None] * 3)
-    nll, correct, _ = rows.figures()
-    assert rows.selection().item() == nll.item() == 0 and correct.item()
+    scores = torch.tensor([[0.0, 40.0]])
+    ids = torch.tensor([[3, 5]])
+    tokens = DraftedTokens(scores, torch.zeros(1, 9), ids, torch.tensor([5]), teacher=None, hidden=None, query=None)
+    nll, correct, _ = tokens.metrics()
+    assert tokens.selection().item() == nll.item() == 0 and correct.item()
 
 
 # ------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_arguments_of_the_caller_stay(tmp_path):
+    """`ddp_find_unused_parameters` was set in them, also for a later drafter without a head."""
+    target = make_target()
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = DFlashTrainer(make_draft2(target, block_size=BLOCK), target, args, counting_rows(4))
+    assert trainer.args.ddp_find_unused_parameters is False and args.ddp_find_unused_parameters is None
 
 
 def test_every_dflash2_parameter_learns(tmp_path):

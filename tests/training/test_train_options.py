@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from transformers import HfArgumentParser
 
 from dflash_hf import DFlashTrainingArguments, cli
 from dflash_hf.commands.train import LISTED, OLD_SPELLINGS, settings_of
@@ -95,6 +96,12 @@ def test_unknown_option_names_the_nearest(words, message, capsys):
     with pytest.raises(SystemExit) as error:
         cli.parse(["train", *words])
     assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_upstreams_parser_can_format_all_help():
+    """A percent sign in it failed as a format, where newer versions of argparse check help when it is added."""
+    text = HfArgumentParser((ScriptArguments, DFlashTrainingArguments)).format_help()
+    assert "data: 5 %, of 80" in " ".join(text.split())
 
 
 def test_help_lists_what_is_set_first(capsys):

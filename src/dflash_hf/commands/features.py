@@ -38,7 +38,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.layouts.target_layers import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import num_decoder_layers
     from dflash_hf.targets.frozen import freeze
-    from dflash_hf.training.features import manifest_of, store_features
+    from dflash_hf.training.feature_manifest import manifest_of
+    from dflash_hf.training.feature_store import store_features
 
     pair = NamedPair(arguments)
     # What the arguments name is read before the target, which takes the longest.

@@ -209,7 +209,7 @@ def settings_of(arguments) -> dict[str, typing.Any]:
 
 
 def run(arguments, echo) -> Outcome:
-    from dflash_hf.training.recipe import as_arguments, decide, key_lines, lines_of_choices
+    from dflash_hf.training.recipe import as_arguments, decide, key_lines, machine_lines
 
     if arguments.keys is not None:
         lines = key_lines(arguments.keys)
@@ -224,7 +224,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.training.held_out import closing_line, taus
     from dflash_hf.training.train import leave_group, train
 
-    trainer = train(script, training, echo, choices=lines_of_choices(settings))
+    trainer = train(script, training, echo, machine_lines=machine_lines(settings))
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
         target = arguments.target_name or script.target

@@ -1,4 +1,4 @@
-"""What a row of a dataset says, in one form: everything behind [`~dflash_hf.data.row_layouts`] reads this alone."""
+"""What a row of a dataset says, in one form for all layouts: what [`~dflash_hf.data.row_layouts`] returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class Conversation:
         finish_reasons (`Sequence[str | None]`): Why each of these ended, such as `length`.
         answer_ids (`np.ndarray`, *optional*): `[T]`, the exact ids of the target's answer to `messages`, which alone
             are supervised.
-        is_plain_text (`bool`): `text` is continued as it is, even if there is a chat template.
+        is_plain_text (`bool`): `text` is continued without the chat template, even if there is one.
         tools (`list`, *optional*): Tools, for the chat template and for servers.
         template_kwargs (`dict`): The row's own arguments of the chat template.
     """

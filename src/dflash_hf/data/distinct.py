@@ -5,8 +5,8 @@ from array import array
 from hashlib import blake2b
 
 
-_MIN_SIMILARITY = 7  # of near-duplicates, in tenths
-_CHARS = range(16, 1001)  # of a request
+_MIN_SIMILARITY = 7  # tenths: texts that are more similar are near-duplicates
+_PROMPT_CHARACTERS = range(16, 1001)  # shorter and longer prompts are left out
 
 
 class DistinctTexts:
@@ -60,8 +60,8 @@ def _hashed_grams(text: str) -> set[int]:
 
 
 def quality_issue(text: str) -> str | None:
-    """Why a text is not a useful request, or `None`."""
-    if len(text) not in _CHARS:
+    """Why a text is not a useful prompt, or `None`."""
+    if len(text) not in _PROMPT_CHARACTERS:
         return "too short or too long"
     if not all(char.isprintable() or char in "\n\t" for char in text) or "\ufffd" in text:
         return "not printable"

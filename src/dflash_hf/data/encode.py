@@ -9,13 +9,13 @@ turn becomes an example of its own.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from dflash_hf.data.conversation import Conversation, TokenizedText
-from dflash_hf.data.images import load
+from dflash_hf.data.images import ImageReader, load
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow, images_in, text_of
 from dflash_hf.data.row_layouts import conversation_of
 from dflash_hf.data.template import ChatTemplate, decoded
@@ -30,16 +30,16 @@ class Example(NamedTuple):
 
 
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
-_MAX_EMPTY_THOUGHT_TOKENS = 64  # tokens
+_MAX_EMPTY_THOUGHT_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class RowEncoder(ChatTemplate):
+class RowEncoder:
     """
     Turns a row into examples.
 
     Args:
-        tokenizer, chat_template_kwargs, reader: See [`~dflash_hf.data.template.ChatTemplate`].
+        tokenizer, chat_template_kwargs, reader: Those of `template`, a [`~dflash_hf.data.template.ChatTemplate`].
         max_length (`int`, *optional*): Maximum number of tokens; the end is cut off.
         mask_token_id (`int`, *optional*): The drafter's mask token. Rows that contain it are left out: it would mean
             both itself and an unknown token.
@@ -47,10 +47,18 @@ class RowEncoder(ChatTemplate):
         positions (`int`, *optional*): Maximum sequence length of the target; prompts of that length are left out.
     """
 
+    tokenizer: object = None
+    chat_template_kwargs: dict = field(default_factory=dict)
+    reader: ImageReader | None = None
     max_length: int | None = None
     mask_token_id: int | None = None
     vocab_size: int | None = None
     positions: int | None = None
+    template: ChatTemplate = field(init=False, repr=False)
+
+    def __post_init__(self):
+        template = ChatTemplate(self.tokenizer, self.chat_template_kwargs, self.reader)
+        object.__setattr__(self, "template", template)  # of a frozen dataclass
 
     def __call__(self, row: Mapping) -> list[dict]:
         """
@@ -82,26 +90,26 @@ class RowEncoder(ChatTemplate):
         """
         examples = []
         unusable = None
-        for ids, mask, images in self._unchecked(conversation):  # of several turns, those that can be used
+        for ids, mask, images in self._build_examples(conversation):
             try:
-                examples.append(self._checked(np.asarray(ids), np.asarray(mask), images))
-            except UnusableRow as error:
+                examples.append(self._validate(np.asarray(ids), np.asarray(mask), images))
+            except UnusableRow as error:  # of several turns, others may be usable
                 unusable = error
         if unusable is not None and not examples:
             raise unusable
         return examples
 
-    def _unchecked(self, conversation: Conversation) -> list[Example]:
-        """The examples of a conversation, before [`_checked`]."""
+    def _build_examples(self, conversation: Conversation) -> list[Example]:
+        """The examples of a conversation, before [`_validate`]."""
         if conversation.tokens is not None:
-            return self._of_ids(conversation.tokens)
+            return self._from_ids(conversation.tokens)
         if conversation.completion is not None:
-            return [self._of_text(conversation.text, conversation.completion)]
+            return [self._from_text(conversation.text, conversation.completion)]
         if conversation.answer_ids is not None:
-            return [self._of_answer_ids(conversation)]
-        return self._of_turns(conversation)
+            return [self._from_answer_ids(conversation)]
+        return self._from_turns(conversation)
 
-    def _of_ids(self, tokens: TokenizedText) -> list[Example]:
+    def _from_ids(self, tokens: TokenizedText) -> list[Example]:
         """The examples of ids with a mask: one for each run of equal `document_ids`."""
         mask = tokens.mask.astype(np.int64)
         examples = [Example(tokens.ids, mask, tokens.images)]
@@ -116,33 +124,33 @@ class RowEncoder(ChatTemplate):
                 load(image)  # raises if it is damaged
         return examples
 
-    def _of_text(self, text: str, completion: str) -> Example:
+    def _from_text(self, text: str, completion: str) -> Example:
         """A text, of which its `completion` is supervised."""
-        prompt = self.text_ids(text)
+        prompt = self.template.text_ids(text)
         if not prompt:
             raise UnusableRow("its `prompt` is empty")
         if not completion:
             raise UnusableRow("its `completion` is empty")
-        ids = self.text_ids(text + completion)
+        ids = self.template.text_ids(text + completion)
         if ids[: len(prompt)] != prompt:
             raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
         return Example(ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt)))
 
-    def _of_answer_ids(self, conversation: Conversation) -> Example:
+    def _from_answer_ids(self, conversation: Conversation) -> Example:
         """Messages with the exact ids of the target's answer to them."""
-        messages = self.as_read(conversation.messages, conversation.tools)
-        prompt = self.prompt_ids(messages, conversation.tools, **conversation.template_kwargs)
+        messages = self.template.normalize_messages(conversation.messages, conversation.tools)
+        prompt = self.template.prompt_ids(messages, conversation.tools, **conversation.template_kwargs)
         mask = [0] * len(prompt) + [1] * len(conversation.answer_ids)
         return Example(np.append(prompt, conversation.answer_ids), mask, images_in(messages))
 
-    def _of_turns(self, conversation: Conversation) -> list[Example]:
+    def _from_turns(self, conversation: Conversation) -> list[Example]:
         """Messages: of each supervised one, what it adds to its prompt."""
         supervised = conversation.supervised
         if not supervised:
             raise UnusableRow("it has no assistant message")
         if supervised[0] == 0:
             raise UnusableRow("it begins with an assistant message")
-        messages = self.as_read(conversation.messages[: supervised[-1] + 1], conversation.tools)
+        messages = self.template.normalize_messages(conversation.messages[: supervised[-1] + 1], conversation.tools)
         encoded = self._ids_around_turns(messages, conversation)
         examples = []
         for index, (prompt, ids), reason in zip(supervised, encoded, conversation.finish_reasons, strict=True):
@@ -152,15 +160,17 @@ class RowEncoder(ChatTemplate):
                     "regenerate` answer in its own process, which writes the exact ids"
                 )
             start_of_turn = ids[len(prompt) : len(prompt) + _MAX_EMPTY_THOUGHT_TOKENS]
-            begin = len(prompt) + self._empty_thought(start_of_turn, messages[index])
+            begin = len(prompt) + self._empty_thought_length(start_of_turn, messages[index])
             end = self._end_of_turn(ids, begin)
             if reason == "length" and ids[end - 1] in self.tokenizer.added_tokens_decoder:
                 end -= 1  # the answer is unfinished: its end is the template's
             mask = [0] * begin + [1] * (end - begin)
             examples.append(Example(ids[:end], mask, images_in(messages[: index + 1])))
         _, whole = encoded[-1]
-        if not all(whole[: len(example.ids)] == example.ids for example in examples):
-            return examples
+        for example in examples:
+            if whole[: len(example.ids)] != example.ids:  # later messages have changed how this turn is rendered
+                return examples
+        # Every turn reads the same in the whole conversation: one example teaches all of them.
         mask = np.zeros(len(whole), dtype=int)
         for example in examples:
             mask[: len(example.ids)] |= example.mask
@@ -177,18 +187,18 @@ class RowEncoder(ChatTemplate):
         counts = []  # of images in each text
         for index in conversation.supervised:
             turns = messages[:index]
-            texts.append(self.render(turns, tools, add_generation_prompt=True, tokenize=False, **kwargs))
+            texts.append(self.template.render(turns, tools, add_generation_prompt=True, tokenize=False, **kwargs))
             counts.append(len(images_in(turns)))
             turns = messages[: index + 1]
-            texts.append(self.render(turns, tools, tokenize=False, **kwargs))
+            texts.append(self.template.render(turns, tools, tokenize=False, **kwargs))
             counts.append(len(images_in(turns)))
         if any(counts):
             ids = [self.reader.ids(text, images[:count]) for text, count in zip(texts, counts, strict=True)]
         else:
-            ids = self.ids_of_beginnings(texts)
+            ids = self.template.tokenize_prefixes(texts)
         return list(zip(ids[::2], ids[1::2], strict=True))
 
-    def _checked(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
+    def _validate(self, ids: np.ndarray, mask: np.ndarray, images: Sequence[str]) -> Example:
         """An example, cut to length; one that would teach nothing, or something wrong, is rejected."""
         if len(ids) and mask.all():
             raise UnusableRow(
@@ -225,7 +235,7 @@ class RowEncoder(ChatTemplate):
                 raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
         return Example(ids, mask, images)
 
-    def _empty_thought(self, ids: list[int], message: Mapping) -> int:
+    def _empty_thought_length(self, ids: list[int], message: Mapping) -> int:
         """Length of an empty thought at the start of a turn's ids that is not part of the message itself."""
         match = _EMPTY_THOUGHT.match(decoded(self.tokenizer, ids))
         if not match or f"<{match[1]}>" in f"{message.get('reasoning_content')} {text_of(message)}":

@@ -72,7 +72,7 @@ def numbers_of(example: dict, column: str, name: str) -> torch.Tensor:
         shown = one_line(repr(value), 60)
         nulls = []
         if isinstance(value, Sequence):
-            nulls = [place for place, number in enumerate(value) if number is None]
+            nulls = [index for index, number in enumerate(value) if number is None]
         if nulls:
             shown = f"null at token {nulls[0]}"
         raise ValueError(

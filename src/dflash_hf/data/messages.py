@@ -102,8 +102,8 @@ def _may_have_marks(message: Mapping) -> bool:
 def _parts_at_marks(text: str, images: Iterator) -> list[dict]:
     """A text as parts: an image at each mark, and the texts between them."""
     parts = []
-    for place, piece in enumerate(text.split(_IMAGE_MARK)):
-        if place > 0:
+    for number, piece in enumerate(text.split(_IMAGE_MARK)):
+        if number > 0:
             parts.append({"type": "image", "image": image_uri(next(images))})
         if piece.strip("\n"):
             parts.append({"type": "text", "text": piece.strip("\n")})
@@ -259,7 +259,7 @@ def with_arguments(message: Mapping, read: Callable) -> Mapping:
 
 
 def as_value(text):
-    """The value of JSON text, as servers pass the arguments of a call to the template; unchanged if it is none."""
+    """The value of JSON text, as servers pass the arguments of a call to the template; other values are unchanged."""
     if isinstance(text, str):
         with contextlib.suppress(ValueError):
             return json.loads(text or "{}")

@@ -12,10 +12,10 @@ import numpy as np
 from transformers.utils import logging
 
 from dflash_hf.data.encode import Example, RowEncoder
-from dflash_hf.data.held_out import conversation_key
+from dflash_hf.data.hold_out import conversation_key
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.row_layouts import columns_of_ids, conversation_of
-from dflash_hf.data.sources import as_written
+from dflash_hf.data.sources import drop_null_keys
 
 
 logger = logging.get_logger(__name__)
@@ -102,7 +102,7 @@ def prepare_dataset(
         num_proc (`int`): Number of processes.
         source (`str`): Name of the dataset, for messages.
         conversations (`bool`): Keep the column `conversation`, see
-            [`~dflash_hf.data.held_out.conversation_key`]: one number for all examples of a row.
+            [`~dflash_hf.data.hold_out.conversation_key`]: one number for all examples of a row.
 
     Returns:
         The dataset with `input_ids` and `loss_mask`, and a [`DataReport`].
@@ -116,7 +116,7 @@ def prepare_dataset(
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
     if encoder.reader is not None:
         features["images"] = ListOf(Value("string"))
-    rows = _with_arrays(as_written(rows))
+    rows = _with_arrays(drop_null_keys(rows))
     encoded = rows.map(
         partial(_encode_batch, encoder, source),
         with_indices=True,
@@ -136,7 +136,7 @@ def prepare_dataset(
 
 
 def _with_arrays(rows):
-    """Rows of ids alone as arrays, since lists would have an object for every token; other rows are unchanged."""
+    """Rows of nothing but ids as arrays: lists would have an object for every token. Other rows are unchanged."""
     import pyarrow as pa
 
     names = columns_of_ids(rows.column_names)
@@ -150,7 +150,7 @@ def _with_arrays(rows):
 
 
 def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequence[int]):
-    """An Arrow table of examples, and of rows that were left out: empty, and with the reason."""
+    """An Arrow table of examples. A row that is left out has an empty one, with the reason in `left_out`."""
     import pyarrow as pa
 
     ids = []
@@ -158,8 +158,8 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
     images = []
     keys = []
     left_out = []
-    for place, index in enumerate(indices):
-        row = {name: values[place] for name, values in batch.items()}
+    for position, index in enumerate(indices):
+        row = {name: values[position] for name, values in batch.items()}
         key = 0
         reason = None
         try:

@@ -9,7 +9,7 @@ from dflash_hf.data.conversation import Prompt
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow
 from dflash_hf.data.row_layouts import conversation_of
-from dflash_hf.data.sources import SETTINGS
+from dflash_hf.data.sources import SETTINGS_SUFFIX
 
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None, **template_kwargs) -> list[int]:
@@ -25,10 +25,10 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
         `UnusableRow`: the template rejects it, or it leaves no room for an answer.
     """
     if isinstance(prompt, str):
-        ids = encoder.text_ids(prompt)
+        ids = encoder.template.text_ids(prompt)
     else:
-        messages = encoder.as_read(prompt, tools)
-        ids = encoder.prompt_ids(messages, tools, **template_kwargs) if messages else []
+        messages = encoder.template.normalize_messages(prompt, tools)
+        ids = encoder.template.prompt_ids(messages, tools, **template_kwargs) if messages else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
     return ids
@@ -49,7 +49,7 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     """
     conversation = conversation_of(row, answers=False)
     if conversation.tokens is not None and conversation.messages:
-        # Their images may be of later turns, and are no part of the prompt's ids then: these are encoded again.
+        # Images of later turns are not in the prompt's ids, so the messages are encoded instead.
         conversation = conversation_of(row, answers=False, ids=False)
     if conversation.tokens is not None:
         ids = conversation.tokens.prompt_ids
@@ -89,7 +89,7 @@ def template_kwargs(
     made_with = dict(stored or {})
     paths = [data] if isinstance(data, str | Path) else data or []
     for path in paths:
-        settings = Path(f"{path}{SETTINGS}")
+        settings = Path(f"{path}{SETTINGS_SUFFIX}")
         if settings.is_file():
             made_with[str(path)] = read_json(settings).get("chat_template_kwargs", {})
     trained_with = None

@@ -5,8 +5,8 @@ No other file knows the columns of rows. `ROW_LAYOUTS` is the table, which [`con
 
 1. The first layout whose columns are all there, and not null, is that of the row.
 2. Its `read` gives what the row says: messages, a text or ids.
-3. Its `mark_answers` says what of it is supervised. It is not called where the target answers the row again, so that
-   the columns of answers may then hold anything.
+3. Its `mark_supervised` chooses what of it is supervised. It is not called where the target answers the row again, so
+   that the columns of answers may then hold anything.
 4. Columns that every layout may have are added: tools, and arguments of the chat template.
 """
 
@@ -29,7 +29,7 @@ _IMAGE_COLUMNS = ("images", "image")
 _CONTEXT_COLUMNS = ("input", "context")
 _ANSWER_COLUMNS = ("output", "answer", "response")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_IGNORED_LABEL = -100  # of transformers' losses
+_IGNORED_LABEL = -100  # as in transformers' losses
 
 
 # --------------------------------------------------------------------------------------------------- what a row says
@@ -53,14 +53,14 @@ def _read_ids(row: Mapping) -> Conversation:
 
 
 def _check_not_shifted(ids: np.ndarray, labels: np.ndarray, mask: np.ndarray) -> None:
-    """Raises `ValueError` where labels are not those of their own tokens."""
+    """Raise `ValueError` if a label is not the id of its own token."""
     if len(labels) != len(ids):
-        return  # which is said of any mask
+        return  # `_check_id_columns` reports it, as for any mask
     shifted = mask & (labels != ids)
     if shifted.any():
-        place = int(shifted.argmax())
+        index = int(shifted.argmax())
         raise ValueError(
-            f"labels[{place}]={labels[place]} is not input_ids[{place}]={ids[place]}: labels must not be shifted, as "
+            f"labels[{index}]={labels[index]} is not input_ids[{index}]={ids[index]}: labels must not be shifted, as "
             "in transformers."
         )
 
@@ -140,7 +140,7 @@ def _read_request(row: Mapping, name: str) -> Conversation:
 # --------------------------------------------------------------------------------------- what is supervised of a row
 
 
-def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
+def _supervise_answers(row: Mapping, conversation: Conversation) -> Conversation:
     """
     Supervise all assistant turns, except among the first `given` messages; or those with the indices in `answered`;
     or, instead of turns, the exact ids of the answer in `response_ids`.
@@ -159,7 +159,7 @@ def _mark_answers(row: Mapping, conversation: Conversation) -> Conversation:
     return _with_supervised(row, conversation, [index for index in turns if index >= first])
 
 
-def _mark_completion(row: Mapping, conversation: Conversation) -> Conversation:
+def _supervise_completion(row: Mapping, conversation: Conversation) -> Conversation:
     """Supervise the `completion` alone, not the answers that are part of the prompt."""
     completion = row["completion"]
     if conversation.text is not None:
@@ -184,13 +184,13 @@ def _with_supervised(row: Mapping, conversation: Conversation, supervised: list[
     return replace(conversation, supervised=supervised, finish_reasons=reasons[: len(supervised)])
 
 
-def _mark_nothing(row: Mapping, conversation: Conversation) -> Conversation:
-    """Leave out a prompt without an answer."""
+def _reject_without_answer(row: Mapping, conversation: Conversation) -> Conversation:
+    """Raise `UnusableRow`: a prompt without an answer is left out of training."""
     remedy = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
-    raise _without_columns(row, remedy)
+    raise _no_column_error(row, remedy)
 
 
-def _check_ids(row: Mapping, conversation: Conversation) -> Conversation:
+def _check_id_columns(row: Mapping, conversation: Conversation) -> Conversation:
     """Check that the ids of a row fit its `loss_mask` or `labels`, which mark the supervised ones."""
     ids = conversation.tokens.ids
     mask = conversation.tokens.mask
@@ -220,13 +220,13 @@ class RowLayout:
     Args:
         columns (`tuple[str, ...]`): A row with all of these, none of them null, has this layout.
         read (`Callable`): Gives what a row says as a [`~dflash_hf.data.conversation.Conversation`].
-        mark_answers (`Callable`): Gives the conversation of [`read`] with what is supervised of it.
+        mark_supervised (`Callable`): Completes the conversation of `read` by what is supervised of it.
         hint (`str`): The columns as messages of errors list them; empty to leave them out there.
     """
 
     columns: tuple[str, ...]
     read: Callable[[Mapping], Conversation]
-    mark_answers: Callable[[Mapping, Conversation], Conversation] = _mark_answers
+    mark_supervised: Callable[[Mapping, Conversation], Conversation] = _supervise_answers
     hint: str = ""
 
     def fits(self, row: Mapping) -> bool:
@@ -237,16 +237,16 @@ class RowLayout:
         return True
 
 
-_IDS = RowLayout(("input_ids",), _read_ids, _check_ids, hint="`input_ids` with `loss_mask` or `labels`")
+_IDS = RowLayout(("input_ids",), _read_ids, _check_id_columns, hint="`input_ids` with `loss_mask` or `labels`")
 # The order is that of precedence: ids before texts, and a prompt with its completion before a prompt alone.
 ROW_LAYOUTS = (
     _IDS,
     RowLayout(("messages",), _read_messages, hint="`messages` or `conversations`, alone or with `response_ids`"),
     RowLayout(("conversations",), _read_sharegpt),
     RowLayout(
-        ("prompt", "completion"), _read_prompt_of_completion, _mark_completion, hint="`prompt` and `completion`"
+        ("prompt", "completion"), _read_prompt_of_completion, _supervise_completion, hint="`prompt` and `completion`"
     ),
-    RowLayout(("prompt",), _read_prompt, _mark_nothing),
+    RowLayout(("prompt",), _read_prompt, _reject_without_answer),
     RowLayout(("instruction",), _read_instruction, hint="`instruction` and `output`"),
     RowLayout(("question",), _read_question, hint="`question` and `answer`"),
 )
@@ -267,10 +267,10 @@ def conversation_of(row: Mapping, answers: bool = True, ids: bool = True) -> Con
     """
     layout = _layout_of(row, ids)
     if layout is None:
-        raise _without_columns(row, f"give {_hint_of_answers() if answers else _hint_of_prompts()}")
+        raise _no_column_error(row, f"give {_columns_with_answers() if answers else _columns_with_prompts()}")
     conversation = layout.read(row)
     if answers:
-        conversation = layout.mark_answers(row, conversation)
+        conversation = layout.mark_supervised(row, conversation)
     if conversation.tokens is not None or conversation.completion is not None:
         return conversation  # no chat template is needed
     tools = tools_of(row)
@@ -288,21 +288,21 @@ def _layout_of(row: Mapping, ids: bool) -> RowLayout | None:
     return None
 
 
-def _hint_of_answers() -> str:
+def _columns_with_answers() -> str:
     """The columns of rows with answers, for a message: ids last, since few people have them."""
     layouts = [layout for layout in ROW_LAYOUTS if layout is not _IDS]
     hints = [layout.hint for layout in layouts if layout.hint]
     return f"{', '.join(hints)}, or {_IDS.hint}"
 
 
-def _hint_of_prompts() -> str:
+def _columns_with_prompts() -> str:
     """The columns of prompts, for a message."""
     columns = dict.fromkeys(f"`{layout.columns[0]}`" for layout in ROW_LAYOUTS if layout is not _IDS)
     *others, last = columns
     return f"{', '.join(others)} or {last}"
 
 
-def _without_columns(row: Mapping, remedy: str) -> UnusableRow:
+def _no_column_error(row: Mapping, remedy: str) -> UnusableRow:
     """The reason for leaving out a row without any column that is read; columns of other rows are null in it."""
     names = sorted(name for name, value in row.items() if value is not None)
     return UnusableRow(f"it has no column to read, only {names}; {remedy}" if names else "all of its columns are null")

@@ -19,7 +19,8 @@ from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import SECONDS, looks_local
 
 
-SETTINGS = ".settings.json"  # added to the name of a file that was made here: how it was made
+# Added to the name of a file that `dflash regenerate` wrote: how it was made.
+SETTINGS_SUFFIX = ".settings.json"
 _KINDS = {
     ".jsonl": "json",
     ".jsonl.gz": "json",
@@ -84,15 +85,15 @@ def load_rows(
         raise ValueError("data is empty; name a file or a dataset on the Hub.")
     first = str(names[0])
     if len(paths) == 1 and paths[0].is_dir():
-        return _of_folder(datasets, paths[0], split, first)
+        return _load_folder(datasets, paths[0], split, first)
     kinds = {_KINDS.get(_suffix(path)) for path in paths}
     is_local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not is_local:
-        return _of_hub(datasets, first, split, name, revision)
-    return _of_files(datasets, paths, kinds, split)
+        return _load_from_hub(datasets, first, split, name, revision)
+    return _load_files(datasets, paths, kinds, split)
 
 
-def _of_folder(datasets, folder: Path, split: str | None, name: str):
+def _load_folder(datasets, folder: Path, split: str | None, name: str):
     """The rows of a folder written by `save_to_disk`."""
     try:
         rows = datasets.load_from_disk(str(folder))
@@ -101,10 +102,10 @@ def _of_folder(datasets, folder: Path, split: str | None, name: str):
             f"data='{name}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
         ) from error
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
-    return as_written(_of_split(splits, split, name))
+    return drop_null_keys(_select_split(splits, split, name))
 
 
-def _of_files(datasets, paths: list[Path], kinds: set[str | None], split: str | None):
+def _load_files(datasets, paths: list[Path], kinds: set[str | None], split: str | None):
     """The rows of files, which must be of one kind."""
     for path in paths:
         if not path.is_file():
@@ -116,7 +117,7 @@ def _of_files(datasets, paths: list[Path], kinds: set[str | None], split: str | 
     (kind,) = kinds
     try:
         with without_bars():
-            rows = _load_files(datasets, kind, paths)
+            rows = _read_files(datasets, kind, paths)
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow, json or csv
@@ -125,11 +126,11 @@ def _of_files(datasets, paths: list[Path], kinds: set[str | None], split: str | 
             for path in paths:
                 read_text(path)  # raises with the number of a line
         raise ValueError(f"data={_names(paths)} cannot be read: {reason}.") from error
-    rows = _of_split({"train": rows}, split, _names(paths))
-    return as_written(rows) if kind == "parquet" else rows.with_transform(_parsed)
+    rows = _select_split({"train": rows}, split, _names(paths))
+    return drop_null_keys(rows) if kind == "parquet" else rows.with_transform(_parse_rows)
 
 
-def _load_files(datasets, kind: str, paths: list[Path]):
+def _read_files(datasets, kind: str, paths: list[Path]):
     """The rows of files of one kind: a table, or a column of JSON text."""
     if kind == "parquet":
         files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
@@ -158,7 +159,7 @@ def _rows_as_text(files: Sequence[tuple[str, int, int]]) -> Iterator[dict]:
         raise ValueError("it has no rows")
 
 
-def _objects(file: TextIO, suffix: str) -> Iterator[str]:
+def _read_json_rows(file: TextIO, suffix: str) -> Iterator[str]:
     """The rows of JSON Lines; a .json file whose first line is no object is one JSON value."""
     lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     first = next(lines, None)
@@ -186,7 +187,7 @@ def _value(line: str):
         return error
 
 
-def _table(file: TextIO, suffix: str) -> Iterator[str]:
+def _read_table_rows(file: TextIO, suffix: str) -> Iterator[str]:
     """The rows of a table, all of whose cells are text."""
     limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
     try:
@@ -200,17 +201,17 @@ def _table(file: TextIO, suffix: str) -> Iterator[str]:
         csv.field_size_limit(limit)
 
 
-def _requests(file: TextIO, suffix: str) -> Iterator[str]:
+def _read_text_rows(file: TextIO, suffix: str) -> Iterator[str]:
     """The lines of a text, each a prompt."""
     for line in file:
         if line.strip():
             yield json.dumps({"prompt": line.rstrip("\r\n")})
 
 
-_READERS = {"json": _objects, "csv": _table, "txt": _requests}
+_READERS = {"json": _read_json_rows, "csv": _read_table_rows, "txt": _read_text_rows}
 
 
-def _parsed(batch: dict) -> dict:
+def _parse_rows(batch: dict) -> dict:
     """JSON text as columns."""
     rows = []
     for text in batch[_JSON_TEXT]:
@@ -224,13 +225,13 @@ def _parsed(batch: dict) -> dict:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def as_written(rows):
+def drop_null_keys(rows):
     """
     A dataset without the keys that tables add: a table has every key of its other rows in every mapping, as `None`.
     A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
     """
     for name, feature in rows.features.items():
-        stored = _undecoded(feature)
+        stored = _without_image_decoding(feature)
         if stored != feature:
             rows = rows.cast_column(name, stored)
     merged = [name for name, feature in rows.features.items() if _has_mapping(feature)]
@@ -239,18 +240,18 @@ def as_written(rows):
     return rows.with_transform(partial(_without_added_keys, merged))
 
 
-def _undecoded(feature):
+def _without_image_decoding(feature):
     """A feature with its images as they are stored: a damaged one is its row's fault, not that of reading."""
     from datasets import Image
 
     if isinstance(feature, Image):
         return Image(decode=False)
     if isinstance(feature, dict):
-        return {name: _undecoded(value) for name, value in feature.items()}
+        return {name: _without_image_decoding(value) for name, value in feature.items()}
     if isinstance(feature, list):
-        return [_undecoded(item) for item in feature]
+        return [_without_image_decoding(item) for item in feature]
     inner = getattr(feature, "feature", None)
-    return feature if inner is None else replace(feature, feature=_undecoded(inner))
+    return feature if inner is None else replace(feature, feature=_without_image_decoding(inner))
 
 
 def _has_mapping(feature) -> bool:
@@ -286,7 +287,7 @@ def _names(paths: list[Path]) -> str:
     return ", ".join(f"'{path}'" for path in paths)
 
 
-def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: str | None):
+def _load_from_hub(datasets, repo: str, split: str | None, name: str | None, revision: str | None):
     """The rows of a dataset on the Hub, or in the cache."""
     from huggingface_hub import HfApi, constants
 
@@ -296,8 +297,8 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
             HfApi().dataset_info(repo, revision=revision, timeout=SECONDS)  # `datasets` would try it for half a minute
         options = {"name": name, "revision": revision}
         if split is not None:
-            return as_written(datasets.load_dataset(repo, split=split, **options))
-        return as_written(_of_split(datasets.load_dataset(repo, **options), None, repo))
+            return drop_null_keys(datasets.load_dataset(repo, split=split, **options))
+        return drop_null_keys(_select_split(datasets.load_dataset(repo, **options), None, repo))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # from datasets, huggingface_hub or their HTTP library
@@ -306,7 +307,7 @@ def _of_hub(datasets, repo: str, split: str | None, name: str | None, revision: 
         ) from error
 
 
-def _of_split(splits: Mapping, split: str | None, where: str):
+def _select_split(splits: Mapping, split: str | None, where: str):
     """The rows of a split, of a slice of one, or of several; see [`load_rows`]."""
     from datasets import ReadInstruction, concatenate_datasets
 

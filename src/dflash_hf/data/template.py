@@ -15,14 +15,15 @@ from dflash_hf.data.messages import NO_IMAGE_READER, UnusableRow, as_value, imag
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "ipython"}  # others are in the template, or unknown
-_PROBE = "Xq7"  # plain letters: a template may trim or escape anything else
+# A text by which a template or tokenizer is probed: plain letters, since it may trim or escape anything else.
+_MARKER_TEXT = "Xq7"
 
 
 class ContentSupport(NamedTuple):
-    """What a template reads as the content of a message: parts, which it writes out itself; nothing but parts."""
+    """What a template reads as the content of a message, besides text."""
 
-    parts: bool
-    parts_only: bool
+    parts: bool  # it reads parts, and writes their text
+    parts_only: bool  # it does not read text
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class ChatTemplate:
         check_template_kwargs(self.chat_template_kwargs)
 
     def __getstate__(self) -> dict:
-        """Without what is cached: `datasets` knows an encoder again by its state."""
+        """Without what is cached, so that `datasets` recognises an encoder by its state."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of text that continues: with one token that begins it, and without one that ends it."""
+        """The ids of text that the target continues: with the tokenizer's start token, without its end token."""
         if self._beginning is None:
             return self.tokenizer(text)["input_ids"]
         ids = self._bare_ids(text)
@@ -62,31 +63,39 @@ class ChatTemplate:
 
     @cached_property
     def _beginning(self) -> list[int] | None:
-        """The ids that the tokenizer puts before a text; `None` if it encodes the text itself in another way, too."""
-        bare = self._bare_ids(_PROBE)
-        framed = self.tokenizer(_PROBE)["input_ids"]
-        for place in range(len(framed) - len(bare) + 1):
-            if framed[place : place + len(bare)] == bare:
-                return framed[:place]
+        """
+        The ids that the tokenizer puts before a text, such as that of `<s>`; `None` if with such tokens it also
+        tokenizes the text itself in another way.
+        """
+        bare = self._bare_ids(_MARKER_TEXT)
+        framed = self.tokenizer(_MARKER_TEXT)["input_ids"]
+        for start in range(len(framed) - len(bare) + 1):
+            if framed[start : start + len(bare)] == bare:
+                return framed[:start]
         return None
 
     def _bare_ids(self, text: str) -> list[int]:
-        """The ids of a text alone, without tokens that begin or end it."""
+        """The ids of a text, without start and end token."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompt_ids(self, messages: Sequence[Mapping], tools, **kwargs) -> list[int]:
-        """The ids of messages of [`as_read`] with the generation prompt."""
+        """The ids of messages of [`normalize_messages`] with the generation prompt."""
         images = images_in(messages)
         if not images:
             return self.render(messages, tools, add_generation_prompt=True, **kwargs)
         text = self.render(messages, tools, add_generation_prompt=True, tokenize=False, **kwargs)
         return self.reader.ids(text, images)
 
-    def ids_of_beginnings(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize_prefixes(self, texts: Sequence[str]) -> list[list[int]]:
         """
-        The ids of texts, most of which begin the last one, which is tokenized once. A text's ids begin those of the
-        last one if its end lies between two tokens and what follows its last added token, at which tokenizers split
-        texts, has the same ids alone.
+        The ids of texts, most of which are prefixes of the last one. That one is tokenized once, and the ids of a
+        prefix are taken from it where that is exact, since tokenizing every turn of a long chat again is slow.
+
+        An example. Let the last text be `<u>Hi<a>Hello there<e>`, with the ids of `<u>`, `Hi`, `<a>`, `Hello`,
+        ` there`, `<e>`. The prefix `<u>Hi<a>Hello` ends between two of these tokens, so its ids may be the first four.
+        Tokenizers split texts at added tokens such as `<a>`, so only what follows the last one in the prefix, `Hello`,
+        may be tokenized otherwise alone. It is compared: if its ids alone are those in the last text, the first four
+        ids are taken; otherwise, as for `<u>Hi<a>Hel`, the prefix is tokenized by itself.
         """
         if not self.tokenizer.is_fast:
             return [self._bare_ids(text) for text in texts]
@@ -95,26 +104,26 @@ class ChatTemplate:
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids = encoded["input_ids"]
         starts = [start for start, _ in encoded["offset_mapping"]]
-        ids_alone: dict[str, list[int]] = {}
+        bare_ids: dict[str, list[int]] = {}  # of texts that are tokenized by themselves
         ids_of_texts = []
         for text in texts:
             # 1. How many tokens of the whole lie in the text, and where the last added one among them is.
             count = bisect_left(starts, len(text)) if whole.startswith(text) else 0
-            last_added = next((place for place in range(count - 1, 0, -1) if ids[place] in added), 0)
-            # 2. What follows it is tokenized alone; without one, the whole text is.
+            last_added = next((index for index in range(count - 1, 0, -1) if ids[index] in added), 0)
+            # 2. What follows it is tokenized by itself; without an added token, the whole text is.
             rest = text[starts[last_added] :] if last_added else text
-            if rest not in ids_alone and text != whole:
-                ids_alone[rest] = self._bare_ids(rest)
+            if rest not in bare_ids and text != whole:
+                bare_ids[rest] = self._bare_ids(rest)
             # 3. The two must agree.
-            if text == whole or (last_added and ids_alone[rest] == ids[last_added:count]):
+            if text == whole or (last_added and bare_ids[rest] == ids[last_added:count]):
                 ids_of_texts.append(ids[:count])
             elif last_added:
                 ids_of_texts.append(self._bare_ids(text))
             else:
-                ids_of_texts.append(ids_alone[rest])
+                ids_of_texts.append(bare_ids[rest])
         return ids_of_texts
 
-    def template(self, tools=None) -> str:
+    def source(self, tools=None) -> str:
         """
         The chat template's source.
 
@@ -128,16 +137,17 @@ class ChatTemplate:
             )
         return self.tokenizer.get_chat_template(tools=tools)
 
-    def as_read(self, messages: Sequence[Mapping], tools=None) -> list[Mapping]:
+    def normalize_messages(self, messages: Sequence[Mapping], tools=None) -> list[Mapping]:
         """
-        Messages of [`~dflash_hf.data.messages.messages_of`] as the template reads them: arguments of calls are
-        mappings, and contents are texts, or parts if it writes those out.
+        Messages of [`~dflash_hf.data.messages.messages_of`] in the form that the template reads: arguments of tool
+        calls as mappings instead of JSON text, contents as text or as parts. For example, a template that reads text
+        gets the content `"Hi"` for `[{"type": "text", "text": "Hi"}]`, and one that reads only parts the reverse.
 
         Raises:
-            `UnusableRow`: it does not know a role, or reads no images.
+            `UnusableRow`: the template does not know a role, or reads no images.
         """
-        template = self.template(tools)
-        read = []
+        template = self.source(tools)
+        normalized = []
         for message in messages:
             role = message["role"]
             if role not in _ROLES and role not in template:
@@ -152,28 +162,28 @@ class ChatTemplate:
                 message = {**message, "content": [{"type": "text", "text": content}]}
             if not support.parts:
                 message = with_text(message)
-            read.append(with_arguments(message, as_value))
-        return read
+            normalized.append(with_arguments(message, as_value))
+        return normalized
 
     @cached_property
     def _content_supports(self) -> dict[tuple[str, str], ContentSupport]:
-        """What [`_content_support`] has found out, by role and template."""
+        """The results of [`_content_support`], by role and template."""
         return {}
 
     def _content_support(self, role: str, template: str) -> ContentSupport:
-        """What the template reads as a role's content, from how it writes a text and the same text as a part."""
+        """What the template reads as a role's content, from how it renders a text, and the same text as a part."""
         support = self._content_supports.get((role, template))
         if support is None:
-            text = self._probe(role, _PROBE, template)
-            parts = self._probe(role, [{"type": "text", "text": _PROBE}], template)
+            text = self._probe(role, _MARKER_TEXT, template)
+            parts = self._probe(role, [{"type": "text", "text": _MARKER_TEXT}], template)
             prints_source = "'type'" in parts or '"type"' in parts
-            parts_only = _PROBE in parts and _PROBE not in text and not prints_source
-            support = ContentSupport(parts_only or (_PROBE in text and text == parts), parts_only)
+            parts_only = _MARKER_TEXT in parts and _MARKER_TEXT not in text and not prints_source
+            support = ContentSupport(parts_only or (_MARKER_TEXT in text and text == parts), parts_only)
             self._content_supports[role, template] = support
         return support
 
     def _probe(self, role: str, content, template: str) -> str:
-        """A message as the template writes it; empty if it refuses."""
+        """A chat with one such message as the template renders it; empty if it rejects it."""
         user = {"role": "user", "content": "?"}
         message = {"role": role, "content": content}
         if role == "user":
@@ -188,10 +198,11 @@ class ChatTemplate:
 
     def render(self, messages, tools, add_generation_prompt: bool = False, return_dict: bool = False, **kwargs):
         """
-        Messages of [`as_read`] under the template and its arguments: ids, or with `tokenize=False` their text.
+        Messages of [`normalize_messages`] under the template and its arguments: ids, or with `tokenize=False` their
+        text.
 
         Raises:
-            `UnusableRow`: the template refuses them, or fails.
+            `UnusableRow`: the template rejects them, or fails.
         """
         from jinja2 import TemplateError
 

@@ -21,7 +21,7 @@ from dflash_hf._io.terminal import marks_around
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.measure import evaluate
-from dflash_hf.evaluation.methods import AUTO, DFLASH, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.report_files import save_report
 from dflash_hf.evaluation.text import colored_answer, headline, summary_lines, token_texts
@@ -90,7 +90,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [TARGET, TARGET_PACKED, AUTO, DFLASH],
+        [TARGET_ALONE, TARGET_PACKED, PLAIN_CALL, WHOLE_BLOCKS],
         progress=bar("compare"),
     )
     title = f"SmolLM2-135M-Instruct with its drafter\n{headline(report)}"
@@ -108,7 +108,7 @@ def sample_lines(pair: LoadedPair, rows: list[dict], report: EvalReport, color: 
     """
     Lines that show an answer of median acceptance as it was drafted; none if no answer is equal to the target's own.
     """
-    diverging = {divergence.prompt for divergence in report.divergences if divergence.method == DFLASH}
+    diverging = {divergence.prompt for divergence in report.divergences if divergence.method == WHOLE_BLOCKS}
     lengths = report.acceptance_lengths  # empty for an answer that prefill alone generated
     indices = [i for i in range(len(rows)) if i not in diverging]
     if not indices:

@@ -9,7 +9,7 @@ from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import FITS_BASE_ONLY, TRAIN_AGAIN, plan_experiments, quantisation_of
 from dflash_hf.doctor.measuring import Cause, Experiment, measure
 from dflash_hf.doctor.report import Diagnosis
-from dflash_hf.training.held_out import learned_by_heart
+from dflash_hf.training.held_out import is_overfitted
 
 
 # A drafter with a lower tau was trained for minutes only, or for another target.
@@ -77,7 +77,7 @@ def _has_memorised_rows(training: Training | None, tau: float) -> bool:
     """Whether few rows were read many times, and tau is far lower on the prompts than on these rows."""
     if training is None or training.passes < MIN_PASSES_TO_MEMORISE or training.rows > MAX_MEMORISED_ROWS:
         return False
-    return training.tau is None or learned_by_heart(training.tau, tau)
+    return training.tau is None or is_overfitted(training.tau, tau)
 
 
 def _memorised_rows(training: Training, tau: float) -> Cause:

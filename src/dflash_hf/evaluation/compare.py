@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_hf.evaluation.methods import LABELS
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.evaluation.text import LABELS
 
 
 Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
@@ -68,7 +68,7 @@ def compare(before: Path, after: Path, echo) -> dict:
         second_speedup = second.methods[name].speedup
         facts["methods"][name] = {"speedup": [first_speedup, second_speedup]}
         if first_speedup is not None and second_speedup is not None:  # unknown in 0.1's reports of servers
-            rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], first_speedup, second_speedup))
+            rows.append((f"speedup, {LABELS.get(name, name)}"[:30], first_speedup, second_speedup))
     for name, first_figure, second_figure in rows:
         ratio = f"{second_figure / first_figure:9.2f}" if first_figure else ""
         echo(f"{name:30}{first_figure:12.2f}{second_figure:12.2f}{ratio}")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.targets.features import cache_argument
 from dflash_hf.targets.generation import generate_one
 
 
@@ -150,48 +150,58 @@ def measure_rounding(target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
             continue
         ids = torch.tensor([[*prompt, *answer]], device=target.device)
         start = len(prompt)
-        chosen, reference = _two_best(target, ids, start, 1)  # [n, 2], [n]
+        best, gaps = _two_best(target, ids, start, 1)  # [n, 2], [n]
         computed = {
-            "in blocks": _two_best(target, ids, start, block_size, chosen),
-            "whole": _two_best(target, ids, start, None, chosen),
-            "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, chosen),
+            "in blocks": _two_best(target, ids, start, block_size, best),
+            "whole": _two_best(target, ids, start, None, best),
+            "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, best),
         }
         rounding.positions += len(answer)
         for way in list(rounding.ways):
-            best, apart = computed[way]
-            if (best[:, 0] != chosen[:, 0]).sum() > max(_MAX_CHANGED_SHARE * len(answer), 2):
+            other_best, other_gaps = computed[way]
+            changed = int((other_best[:, 0] != best[:, 0]).sum())
+            if changed > max(_MAX_CHANGED_SHARE * len(answer), 2):
                 rounding.ways.remove(way)
             else:
-                rounding.size = max(rounding.size, float((apart - reference).abs().max()))
+                rounding.size = max(rounding.size, float((other_gaps - gaps).abs().max()))
     return rounding
 
 
 @torch.no_grad()
-def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: torch.Tensor | None = None):
+def _two_best(target, ids: torch.Tensor, start: int, step: int | None, tokens: torch.Tensor | None = None):
     """
-    For each token of a text from `start` on, the two best tokens `[n, 2]`, and the difference `[n]` between the logits
-    of `chosen` `[n, 2]` (default: of the two best); of the first row. The text is read `step` tokens at a time, or in
-    one forward if `None`.
+    What the target predicts for each of the last `n` tokens of a sequence, of the first row.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        ids (`torch.Tensor`): `[N, S]`, equal rows.
+        start (`int`): Index of the first of the `n` tokens.
+        step (`int`, *optional*): How many tokens are read at a time. `None`: all in one forward.
+        tokens (`torch.Tensor`): `[n, 2]`, the two tokens whose logits are compared. Default: the two best.
+
+    Returns:
+        The two best tokens `[n, 2]`, and the difference between the logits of the two `tokens` `[n]`.
     """
     last = ids.shape[1] - 1  # nothing follows the last token
     inner_edges = range(start, last, step) if step else ()
     edges = [0, *inner_edges, last]
+    cache_name = cache_argument(target)
     cache = None
     best: list[torch.Tensor] = []
-    apart: list[torch.Tensor] = []
+    gaps: list[torch.Tensor] = []
     done = 0
     for begin, end in zip(edges, edges[1:]):
         first = max(start - 1 - begin, 0)  # only the prompt's last token predicts one of the answer
-        output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **{CACHE_NAME: cache})
-        cache = getattr(output, CACHE_NAME, None)
+        output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **{cache_name: cache})
+        cache = getattr(output, cache_name, None)
         logits = output.logits[0, first:].float()  # [m, V]
         best.append(logits.topk(2).indices)
-        pair = best[-1] if chosen is None else chosen[done : done + len(logits)]
-        apart.append(logits.gather(1, pair).diff()[:, 0].neg())
+        pair = best[-1] if tokens is None else tokens[done : done + len(logits)]
+        gaps.append(logits.gather(1, pair).diff()[:, 0].neg())
         done += len(logits)
-        if cache is None and end < last:  # it keeps its state elsewhere: read the text in one forward
-            return _two_best(target, ids, start, None, chosen)
-    return torch.cat(best), torch.cat(apart)
+        if cache is None and end < last:  # it keeps its state elsewhere: read the sequence in one forward
+            return _two_best(target, ids, start, None, tokens)
+    return torch.cat(best), torch.cat(gaps)
 
 
 def worst_verdict(divergences: Sequence[Divergence], method: str) -> str:

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import atomic
-from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import DRAFTED, LABELS, PROMPT_LOOKUP, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.evaluation.text import LABELS, rate
+from dflash_hf.evaluation.text import rate
 
 
-_COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
+_COLORS = {TARGET_ALONE: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
 _COLORS |= dict.fromkeys(DRAFTED, "#1a7f5a")
 _COMPILED_COLOR = "#0f5a3e"
 _OTHER_COLOR = "#6b7fb3"
-_WIDTH = 9  # of the figure, in inches
-_LINE_HEIGHT = 0.25  # of a line of its title, in inches
+_FIGURE_WIDTH = 9  # inches
+_TITLE_LINE_HEIGHT = 0.25  # inches
 _MAX_LABEL_WIDTH = 26  # characters of a line of a method's name
 
 
@@ -59,12 +59,12 @@ def draw_report(report: EvalReport, title: str = ""):
 
     # With its own canvas: the user's backend and open figures are not touched.
     height = max(3.2, 0.9 + 0.36 * len(report.methods))  # inches
-    figure = Figure(figsize=(_WIDTH, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(_FIGURE_WIDTH, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         heading = figure.suptitle(title, fontsize=12, fontweight="bold")
         _break_lines(heading, 0.97 * figure.bbox.width)
-        figure.set_figheight(height + _LINE_HEIGHT * (1 + heading.get_text().count("\n")))
+        figure.set_figheight(height + _TITLE_LINE_HEIGHT * (1 + heading.get_text().count("\n")))
     speed_axes, positions_axes = figure.subplots(1, 2, width_ratios=[1.5, 1])
     _draw_speed(speed_axes, report)
     _draw_positions(positions_axes, report)
@@ -91,7 +91,7 @@ def _break_lines(text, width: float) -> None:
 
 def _draw_speed(axes, report: EvalReport) -> None:
     names = list(report.methods)
-    runs = len(report.methods[DFLASH].runs)
+    runs = len(report.methods[WHOLE_BLOCKS].runs)
     for place, name in enumerate(names):
         method = report.methods[name]
         speed = method.tokens_per_second
@@ -116,6 +116,6 @@ def _draw_speed(axes, report: EvalReport) -> None:
 def _draw_positions(axes, report: EvalReport) -> None:
     shares = report.acceptance_by_position
     slots = range(1, len(shares) + 1)
-    axes.bar(slots, [100 * share for share in shares], color=_COLORS[DFLASH])
+    axes.bar(slots, [100 * share for share in shares], color=_COLORS[WHOLE_BLOCKS])
     axes.set(ylim=(0, 100), xticks=slots, xlabel="slot of the block", ylabel="slot accepted, % of verifications")
     axes.set_title(f"Acceptance by slot, tau {report.tau:.2f}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_hf._io.files import atomic, json_text, read_text
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, worst_verdict
-from dflash_hf.evaluation.methods import AUTO, DFLASH, DRAFTED, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import DRAFTED, PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 
 
 @dataclass
@@ -50,7 +50,7 @@ class MethodReport:
 
     @property
     def gain(self) -> float:
-        """The speed-up over the fairest baseline that was measured."""
+        """The speedup over the fairest baseline that was measured."""
         return self.speedup_over_packed or self.speedup
 
 
@@ -92,7 +92,7 @@ class EvalReport:
     @property
     def default_method(self) -> str:
         """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
-        return AUTO if AUTO in self.methods else DFLASH
+        return PLAIN_CALL if PLAIN_CALL in self.methods else WHOLE_BLOCKS
 
     @property
     def verifications(self) -> list[int]:
@@ -121,9 +121,9 @@ class EvalReport:
     @property
     def lossless(self) -> bool:
         """Whether every output with the drafter equals the target's own."""
-        return self.methods[DFLASH].equal == self.num_prompts
+        return self.methods[WHOLE_BLOCKS].equal == self.num_prompts
 
-    def verdict(self, method: str = DFLASH) -> str:
+    def verdict(self, method: str = WHOLE_BLOCKS) -> str:
         """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm."""
         return worst_verdict(self.divergences, method)
 
@@ -140,7 +140,7 @@ class EvalReport:
             "acceptance_by_position": self.acceptance_by_position,
             "speedup": self.methods[self.default_method].gain,
             "speedup_of": self.default_method,
-            "speedup_over": TARGET_PACKED if TARGET_PACKED in self.methods else TARGET,
+            "speedup_over": TARGET_PACKED if TARGET_PACKED in self.methods else TARGET_ALONE,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,

@@ -5,29 +5,18 @@ from collections.abc import Sequence
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.methods import (
-    AUTO,
-    DFLASH,
+    DRAFT_TREES,
+    LABELS,
     MTP,
-    PROMPT_LOOKUP,
-    TARGET,
+    PLAIN_CALL,
+    TARGET_ALONE,
     TARGET_PACKED,
-    TREE,
     TREE_METHODS,
+    WHOLE_BLOCKS,
 )
 from dflash_hf.evaluation.report import EvalReport
 
 
-LABELS = {
-    TARGET: "target alone",
-    TARGET_PACKED: "target alone, packed",
-    PROMPT_LOOKUP: "prompt lookup",
-    AUTO: "plain call",
-    DFLASH: "whole blocks",
-    TREE: "draft trees",
-    MTP: "multi-token prediction",
-    f"{DFLASH}_compiled": "whole blocks, compiled",
-    f"{TREE}_compiled": "draft trees, compiled",
-}
 _SIZE_BINS = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))  # the largest size of each, and its name
 _LARGER = "more"
 
@@ -52,7 +41,7 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def chosen_line(sizes: Sequence[int], speedup: float | None = None) -> str:
     """
-    How many tokens each verification read, drafted or copied.
+    A line about how many tokens each verification read, drafted or copied.
 
     Args:
         sizes (`Sequence[int]`): `draft_sizes` of one or more outputs, one entry a verification.
@@ -83,21 +72,21 @@ def headline(report: EvalReport) -> str:
     """What a user who sets nothing gains, and tau, each with its method: one line, as for a title."""
     over = "over the packed target" if TARGET_PACKED in report.methods else "over the target alone"
     gain = report.methods[report.default_method].gain
-    return f"{LABELS[report.default_method]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[DFLASH]}"
+    return f"{LABELS[report.default_method]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[WHOLE_BLOCKS]}"
 
 
 def summary_lines(report: EvalReport) -> list[str]:
     """A report for a terminal: the two figures of its headline, the table, and the lines below it."""
     packed = TARGET_PACKED in report.methods  # shows the gain of packing alone
     default = report.methods[report.default_method]
-    baseline = report.methods[TARGET_PACKED if packed else TARGET]
+    baseline = report.methods[TARGET_PACKED if packed else TARGET_ALONE]
     target = "the target alone, packed" if packed else "the target alone"
     speeds = f"{rate(default.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens/s"
     lines = [
         f"{LABELS[report.default_method]:18}{default.gain:.2f}x the speed of {target}: {speeds}",
-        f"tau               {report.tau:.2f} tokens per verification in {LABELS[DFLASH]}",
+        f"tau               {report.tau:.2f} tokens per verification in {LABELS[WHOLE_BLOCKS]}",
         "",
-        f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
+        f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speedup':>10}"
         + (f"{'over packed':>12}" if packed else "")
         + f"{'tokens/forward':>16}{'equal':>9}",
     ]
@@ -109,19 +98,19 @@ def summary_lines(report: EvalReport) -> list[str]:
             + f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
         )
     if packed:
-        lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
-    auto = report.methods.get(AUTO)
+        lines += ["", "speedup           over the target alone; over packed: over the target alone, packed"]
+    auto = report.methods.get(PLAIN_CALL)
     if auto is not None and auto.draft_sizes:
         chosen = chosen_line(auto.draft_sizes)
-        lines += ["", f"{LABELS[AUTO]:18}chooses each time how much to draft; {chosen}"]
+        lines += ["", f"{LABELS[PLAIN_CALL]:18}draft length chosen per round; {chosen}"]
     tree_methods = [method for name, method in report.methods.items() if name in TREE_METHODS]
     tree_taus = [method.tau for method in tree_methods if method.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
         "",
-        f"{LABELS[DFLASH]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
+        f"{LABELS[WHOLE_BLOCKS]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
         f"bonus included, prompts excluded; mean of the answers' means {report.tau_per_response:.2f}",
-        *[f"{LABELS[TREE]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in tree_taus[:1]],
+        *[f"{LABELS[DRAFT_TREES]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in tree_taus[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
         _lossless_line(report),
         *_divergence_lines(report),
@@ -142,11 +131,11 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 
 def _lossless_line(report: EvalReport) -> str:
-    equal = report.methods[DFLASH].equal
+    equal = report.methods[WHOLE_BLOCKS].equal
     wrong_prompts = {
         divergence.prompt
         for divergence in report.divergences
-        if divergence.method == DFLASH and divergence.verdict == WRONG
+        if divergence.method == WHOLE_BLOCKS and divergence.verdict == WRONG
     }
     wrong = len(wrong_prompts)
     ties = report.num_prompts - equal - wrong
@@ -180,8 +169,8 @@ def _divergence_lines(report: EvalReport) -> list[str]:
     return lines
 
 
-def shade(source: int) -> int:
-    """The terminal colour of an origin: none for the target itself, otherwise one of two alternating greens."""
+def ansi_color(source: int) -> int:
+    """The ANSI colour code of an origin: none for the target itself, otherwise one of two alternating greens."""
     if source == 0:
         return 0
     return 32 if source % 2 else 92
@@ -219,7 +208,7 @@ def colored_answer(
     previous = 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
-            text += f"\x1b[{shade(source)}m{piece}" if source != previous else piece
+            text += f"\x1b[{ansi_color(source)}m{piece}" if source != previous else piece
         else:
             if previous and source != previous:
                 text += closing

@@ -19,8 +19,8 @@ from dflash_hf._io.files import digest_of, read_json, write_json
 from dflash_hf._io.names import FACTS_FILE, LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.conversion.gguf_names import gguf_in
+from dflash_hf.evaluation.methods import LABELS
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.evaluation.text import LABELS
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.code_version import uses_package_code
 from dflash_hf.hub.drafter_folder import DrafterFolder

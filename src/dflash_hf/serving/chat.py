@@ -10,7 +10,7 @@ import torch
 
 from dflash_hf._io.errors import explain, one_line
 from dflash_hf._io.terminal import Echo, hold_back_logs, stdin_lines
-from dflash_hf.evaluation.text import shade
+from dflash_hf.evaluation.text import ansi_color
 from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.request import Request, RequestStatus
@@ -133,7 +133,7 @@ class Chat:
             request.future.result()
 
     def _show(self, piece: str, source: int) -> None:
-        self.write(f"\x1b[{shade(source)}m{piece}" if self.color else piece)
+        self.write(f"\x1b[{ansi_color(source)}m{piece}" if self.color else piece)
 
 
 def _more_is_waiting() -> bool:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dflash_hf._io.files import differences, locked, read_json, write_json
-from dflash_hf.data.sources import SETTINGS
+from dflash_hf.data.sources import SETTINGS_SUFFIX
 
 
 class ResponseFile:
@@ -31,7 +31,7 @@ class ResponseFile:
 
     def __init__(self, path: Path, settings: dict, parse_row: Callable[[dict], object], say: Callable[[str], None]):
         self.path = path
-        self.settings_path = Path(f"{path}{SETTINGS}")
+        self.settings_path = Path(f"{path}{SETTINGS_SUFFIX}")
         self.parse_row = parse_row
         self.finished: dict[int, object] = {}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,18 @@
 """
 Training a drafter.
 
-What a step computes: `objective.py`, from `anchors.py` (where blocks begin), `blocks.py` (inputs and labels),
+A training step: `objective.py`, from `anchors.py` (where blocks begin), `blocks.py` (inputs and labels),
 `block_mask.py` (which keys a block sees), `block_attention.py` (dense attention in groups), `losses.py` and
 `metrics.py`.
 
-What a run does: `train.py`, from its data to a saved drafter, with `start.py` (the drafter that it starts from),
-`trainer.py`, `callbacks.py`, `checkpoints.py`, `muon.py`, `adapters.py`, `features.py` and `held_out.py`.
+A training run: `train.py`, from its data to a saved drafter, with `start.py` (the drafter that it starts from),
+`held_out.py` (rows that are not trained on), `trainer.py`, `callbacks.py` and `time_budget.py` (what a run reports,
+and when it ends), `checkpoints.py`, `saving.py`, `trainer_card.py` (facts for the model card), `muon.py`,
+`adapters.py` and `nodes.py` (several processes).
 
-What a run is told: `recipe.py` decides each setting, from `arguments.py` and `training_args.py` (the settings),
-`presets.py` and `head_presets.py` (values that nobody names).
+Stored features: `row_features.py` (those that a run stores for itself), `feature_store.py` (writing them),
+`feature_manifest.py` (what they are of) and `features.py` (the dataset).
+
+Settings: `recipe.py` decides each one, in an order that stands there; `arguments.py` and `training_args.py` declare
+them, `presets.py` and `head_presets.py` have values for those that the user leaves out.
 """

@@ -40,7 +40,7 @@ def adapter_config(peft_config: dict):
     with requires_extra("peft_config needs peft", "train"):
         import peft
     fields = {"peft_type": "LORA", "target_modules": TARGET_MODULES, **peft_config}
-    fields["task_type"] = None  # a drafter is no model of a task, and has no method of theirs
+    fields["task_type"] = None  # a drafter has none of the task-specific methods
     try:
         return peft.get_peft_config(fields)
     except (TypeError, KeyError, ValueError) as error:

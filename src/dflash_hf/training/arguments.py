@@ -1,11 +1,11 @@
 """
 The arguments of a training run. A setting is one field here, or one of transformers' `TrainingArguments`, which
-`training_args.py` adds; its name is its only one: `num_anchors` in a recipe, `--num-anchors` on the command line. Its
-type, default, help and choices come from the field.
+`training_args.py` adds. It has the same name in recipes and on the command line: `num_anchors`, `--num-anchors`. Its
+type, default, help and allowed values come from the field.
 
-The life of a setting: [`~dflash_hf.training.recipe.decide`] takes it from the command line, else from the recipe, else
-from the head, else from the preset (`presets.py`), and remembers who decided it; `as_arguments` makes the two objects
-of a run, which check it, once; [`~dflash_hf.training.train.train`] reads them.
+The life of a setting: [`~dflash_hf.training.recipe.decide`] decides its value and remembers where it comes from, in
+the order that stands in `recipe.py`; `as_arguments` makes the two objects of a run, which check it, once;
+[`~dflash_hf.training.train.train`] reads them. CONTRIBUTING says what to edit when a setting is added.
 
 Nothing here imports torch, so that help does not wait for it.
 """
@@ -34,28 +34,28 @@ def allowed_types(hint) -> tuple:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def choices_of(hint) -> tuple:
-    """The values of a field that has only a few, `typing.Literal`; empty for others."""
+def allowed_values(hint) -> tuple:
+    """The values of an enumerated field, a `typing.Literal`; empty for others."""
     for kind in allowed_types(hint):
         if typing.get_origin(kind) is typing.Literal:
             return typing.get_args(kind)
     return ()
 
 
-def help_of(field: dataclasses.Field, hint, is_short: bool = False, choices: tuple = ()) -> str:
+def help_of(field: dataclasses.Field, hint, is_short: bool = False, allowed: tuple = ()) -> str:
     """
-    The help of a field: what it is (the first sentence if short), its choices, and its value in each preset.
+    The help of a field: what it is (the first sentence if short), its allowed values, and its value in each preset.
 
     Args:
-        choices (`tuple`): The values that the field may have. Default: those of its type.
+        allowed (`tuple`): The values that the field may have. Default: those of its type.
     """
     text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
     if is_short:
         text = text.partition(". ")[0].removesuffix(".")
-    choices = choices or choices_of(hint)
+    allowed = allowed or allowed_values(hint)
     sentences = [text]
-    if choices:
-        listed = ", ".join(map(str, choices))
+    if allowed:
+        listed = ", ".join(map(str, allowed))
         sentences.append(f"({listed})" if is_short else f"One of {listed}.")
     values = {name: preset[field.name].value for name, preset in PRESETS.items() if field.name in preset}
     if len(values) == len(PRESETS) and len(set(map(str, values.values()))) == 1:
@@ -67,21 +67,21 @@ def help_of(field: dataclasses.Field, hint, is_short: bool = False, choices: tup
 
 def check_values(arguments, dataclass_type: type, minima: dict[str, int]) -> None:
     """
-    Check the fields of arguments that have only a few values, and those with a smallest one.
+    Check the enumerated fields of arguments, and those with a minimum.
 
     Args:
         arguments: An instance of a subclass of `dataclass_type`.
-        dataclass_type (`type`): [`ScriptArguments`] or [`DFlashOptions`], whose fields are checked for their choices.
+        dataclass_type (`type`): [`ScriptArguments`] or [`DFlashOptions`], whose enumerated fields are checked.
         minima (`dict[str, int]`): The smallest value of each field that has one; `None` passes.
 
     Raises:
         `ValueError`: names field, value and remedy.
     """
     for name, hint in typing.get_type_hints(dataclass_type).items():
-        choices = choices_of(hint)
+        allowed = allowed_values(hint)
         value = getattr(arguments, name)
-        if choices and value is not None and value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}.")
+        if allowed and value is not None and value not in allowed:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}.")
     for name, minimum in minima.items():
         value = getattr(arguments, name)
         if value is not None and value < minimum:
@@ -116,7 +116,8 @@ class ScriptArguments:
         "Layers of the target that initialise a new drafter's, such as 28 29; -2 -1: the last two, if they fit."
     )
     draft_vocab_size: int | None = option(
-        "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: by their number, 8,192 at most."
+        "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: chosen from the number "
+        "of supervised tokens, at most 8,192."
     )
     share_head: bool = option(
         "Save a drafter with a draft_vocab_size with the target's head, over all tokens. SGLang serves no other; this "
@@ -145,7 +146,7 @@ class ScriptArguments:
     eval_split: str | None = option("Split of `eval_data`, or of `data` without it.")
     held_out_rows: int | None = option(
         "Rows of `data` or `features` that are not trained on: a run ends with their tau. Default without evaluation "
-        "data: 5 %, of 80 or more at least 8, at most 256; a tenth of 20 or more. 0: none."
+        "data: 5 %%, of 80 or more at least 8, at most 256; a tenth of 20 or more. 0: none."
     )
     max_length: int = option("Maximum number of tokens of an example.", PAPER["max_length"].value)
     chat_template: str | None = option("Jinja file to use instead of the tokenizer's template.")
@@ -182,7 +183,7 @@ class ScriptArguments:
             )
 
     @property
-    def evaluates(self) -> bool:
+    def has_eval_data(self) -> bool:
         """Whether it names evaluation data."""
         return bool(self.eval_data or self.eval_split or self.eval_features)
 
@@ -222,7 +223,7 @@ class DFlashOptions:
         "Decay of the slot weights. Default: by block size (7, 5, 4 for 16, 10, 8)."
     )
     muon: bool = option("Train the layers' matrices with Muon, the rest with AdamW.", False)
-    head_only: bool = option("Train the drafter's head alone.", False)
+    head_only: bool = option("Train only the drafter's head.", False)
     loss_chunk_size: int = option("Tokens whose logits exist at a time.", 512)
     block_attention: typing.Literal["auto", "flex", "dense"] = option(
         "Attention over blocks: flex skips tiles that no block sees, on CUDA; auto: flex if supported.", "auto"

@@ -5,8 +5,8 @@ It is one rule, in four sentences. A block query sees context tokens `p < a`, *s
 the target has not read its anchor yet. It sees every slot of its own block (slots `k' <= k` only, in a layer that is
 causal in the block). It sees no other block. It sees no padding.
 
-[`MaskRule`] is the rule for one query and one key; the functions evaluate it for the three kinds of attention: a dense
-mask over all pairs, groups of neighbouring blocks (`block_attention.py`), and flex attention.
+[`BlockMaskRule`] is the rule for one query and one key; the functions evaluate it for the three kinds of attention: a
+dense mask over all pairs, groups of neighbouring blocks (`block_attention.py`), and flex attention.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 @dataclass
-class MaskRule:
+class BlockMaskRule:
     """
     Which keys a query of a block sees, in the layers of one type.
 
@@ -35,7 +35,7 @@ class MaskRule:
     causal: bool = False
 
     def __post_init__(self):
-        self.rows, self.num_anchors = self.anchors.shape
+        self.batch_size, self.num_anchors = self.anchors.shape
         self.length = self.attention_mask.shape[1]  # S
         self.num_queries = self.num_anchors * self.block_size
         self.num_keys = self.length + self.num_queries
@@ -65,10 +65,13 @@ class MaskRule:
 
 @dataclass
 class BlockGroups:
-    """The mask of [`block_mask`], cut into groups of neighbouring blocks; `G` queries of a group, `C` context keys."""
+    """
+    The mask of [`block_mask`], cut into groups of neighbouring blocks. A group of `G` queries sees the first `C` keys
+    of the context and its own `G` keys: it is `C`, and its mask over these `[N, 1, G, C + G]`.
+    """
 
     length: int  # S
-    groups: list[tuple[int, torch.BoolTensor]]  # C, and [N, 1, G, C + G]  which of these context and own keys are seen
+    groups: list[tuple[int, torch.BoolTensor]]
 
 
 def block_mask(
@@ -78,9 +81,9 @@ def block_mask(
     window: int | None = None,
     causal: bool = False,
 ) -> torch.BoolTensor:
-    """The dense mask `[N, 1, A*B, S + A*B]`, true where visible; arguments as those of [`MaskRule`]."""
-    rule = MaskRule(anchors, attention_mask, block_size, window, causal)
-    row = torch.arange(rule.rows, device=anchors.device)[:, None, None, None]
+    """The dense mask `[N, 1, A*B, S + A*B]`, true where visible; arguments as those of [`BlockMaskRule`]."""
+    rule = BlockMaskRule(anchors, attention_mask, block_size, window, causal)
+    row = torch.arange(rule.batch_size, device=anchors.device)[:, None, None, None]
     query = torch.arange(rule.num_queries, device=anchors.device)[:, None]
     key = torch.arange(rule.num_keys, device=anchors.device)
     return rule.visible(row, query, key)
@@ -94,10 +97,10 @@ def block_groups(
     causal: bool = False,
     queries: int = 512,
 ) -> BlockGroups:
-    """The mask for groups of about `queries` queries; other arguments as those of [`MaskRule`]."""
-    rule = MaskRule(anchors, attention_mask, block_size, window, causal)
+    """The mask for groups of about `queries` queries; other arguments as those of [`BlockMaskRule`]."""
+    rule = BlockMaskRule(anchors, attention_mask, block_size, window, causal)
     device = anchors.device
-    row = torch.arange(rule.rows, device=device)[:, None, None, None]
+    row = torch.arange(rule.batch_size, device=device)[:, None, None, None]
     blocks_per_group = max(queries // block_size, 1)
     groups = []
     for first in range(0, rule.num_anchors, blocks_per_group):
@@ -116,8 +119,8 @@ def flex_mask(
     window: int | None = None,
     causal: bool = False,
 ) -> BlockMask:
-    """The mask for flex attention, which skips empty tiles; arguments as those of [`MaskRule`]."""
-    rule = MaskRule(anchors, attention_mask, block_size, window, causal)
+    """The mask for flex attention, which skips empty tiles; arguments as those of [`BlockMaskRule`]."""
+    rule = BlockMaskRule(anchors, attention_mask, block_size, window, causal)
     on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
 
     def visible(row, head, query, key):  # torch takes a function of these four, not a method
@@ -125,7 +128,7 @@ def flex_mask(
 
     return create_block_mask(
         visible,
-        B=rule.rows,
+        B=rule.batch_size,
         H=None,
         Q_LEN=rule.num_queries,
         KV_LEN=rule.num_keys,

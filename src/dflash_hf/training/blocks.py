@@ -27,7 +27,7 @@ def build_blocks(
     block_size: int,
     mask_token_id: int,
     anchor_first: bool = False,
-    unbroken: bool = False,
+    contiguous_only: bool = False,
 ) -> Blocks:
     """
     Inputs, positions and labels of the blocks at `anchors`.
@@ -41,10 +41,10 @@ def build_blocks(
         anchors, valid: `[N, A]`, from [`~dflash_hf.training.anchors.sample_anchors`].
         block_size (`int`): Slots `B` of a block.
         mask_token_id (`int`): Fills slots 1..B-1.
-        anchor_first (`bool`): `sample_from_anchor` of the drafter.
-        unbroken (`bool`): Whether a block counts only up to its first token that may not be a label.
+        anchor_first (`bool`): Whether the anchor's slot predicts a token, too: `sample_from_anchor` of the drafter.
+        contiguous_only (`bool`): Whether a block counts only up to its first token that may not be a label.
     """
-    rows, length = input_ids.shape
+    batch_size, length = input_ids.shape
     num_anchors = anchors.shape[1]
     num_tokens = block_size + 1 if anchor_first else block_size
     token = torch.arange(num_tokens, device=input_ids.device)  # [T]
@@ -56,14 +56,14 @@ def build_blocks(
         return values.gather(1, inside).view(position.shape)
 
     counted = at_tokens(loss_mask).bool() & valid[..., None] & (position < length) & (token > 0)
-    if unbroken:
+    if contiguous_only:
         counted = counted & (counted | (token == 0)).long().cumprod(-1).bool()
 
-    block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
+    block_ids = input_ids.new_full((batch_size, num_anchors, block_size), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, anchors)
-    context_positions = torch.arange(length, device=input_ids.device).expand(rows, length)
+    context_positions = torch.arange(length, device=input_ids.device).expand(batch_size, length)
     slot_positions = position[..., :block_size].flatten(1)  # run past the end of the sequence
-    row_starts = length * torch.arange(rows, device=input_ids.device)[:, None, None]  # in the flattened batch
+    row_starts = length * torch.arange(batch_size, device=input_ids.device)[:, None, None]  # in the flattened batch
     return Blocks(
         input_ids=block_ids.flatten(1),
         position_ids=torch.cat([context_positions, slot_positions], dim=1),

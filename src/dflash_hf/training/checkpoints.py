@@ -1,4 +1,4 @@
-"""Checkpoints: whole, or recognised as unfinished, so that a run resumes from the last whole one."""
+"""Checkpoints: complete, or recognised as unfinished, so that a run resumes from the last complete one."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ _FIXED_ON_RESUME = (
 )
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint was saved to its end: its state is the last file that is written."""
     try:
         return bool(read_json(checkpoint / TRAINER_STATE_NAME))
@@ -43,9 +43,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """The last whole checkpoint of a run, if there is one; warns about unfinished ones after it."""
+    """The last complete checkpoint of a run, if there is one; warns about unfinished ones after it."""
     for checkpoint in reversed(checkpoints_in(Path(folder))):
-        if is_whole(checkpoint):
+        if is_complete(checkpoint):
             return checkpoint
         logger.warning(f"{checkpoint} was not saved to its end, and is skipped.")
     return None
@@ -53,7 +53,7 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 
 def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | None:
     """
-    The checkpoint to resume from; `True` is the last whole one, `"auto"` the same if there is one.
+    The checkpoint to resume from; `True` is the last complete one, `"auto"` the same if there is one.
 
     Raises:
         `FileNotFoundError`: there is no such folder.
@@ -67,18 +67,19 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
         return None
     if checkpoint is None:
         raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no whole checkpoint; leave it out to "
-            "start a new run, or write resume_from_checkpoint=auto, which starts one where there is no checkpoint."
+            f"resume_from_checkpoint=True, but output_dir='{output_dir}' holds no complete checkpoint; leave it "
+            "out to start a new run, or write resume_from_checkpoint=auto, which starts one where there is no "
+            "checkpoint."
         )
     if not checkpoint.is_dir():
         raise FileNotFoundError(
             f"resume_from_checkpoint={checkpoint}: there is no such folder; resume_from_checkpoint=auto finds the "
-            "last whole checkpoint."
+            "last complete checkpoint."
         )
-    if not is_whole(checkpoint):
+    if not is_complete(checkpoint):
         raise ValueError(
             f"{checkpoint} was not saved to its end ({TRAINER_STATE_NAME} is missing or cut off): resume from an "
-            "earlier one; resume_from_checkpoint=auto finds the last whole one."
+            "earlier one; resume_from_checkpoint=auto finds the last complete one."
         )
     has_states = any(checkpoint.glob("optimizer*")) and (checkpoint / "scheduler.pt").exists()
     if not has_states and not any(checkpoint.glob("global_step*")):  # DeepSpeed's
@@ -120,11 +121,11 @@ def check_same_drafter(checkpoint: Path, draft) -> None:
 
 class AtomicTrainer(Trainer):
     """
-    A `Trainer` whose checkpoints are whole once `trainer_state.json` is: it is written last, after the files of all
+    A `Trainer` whose checkpoints are complete once `trainer_state.json` is: it is written last, after the files of all
     processes. A run that is killed loses no more than the checkpoint that it was saving.
     """
 
-    latest: Path | None = None  # the checkpoint that it was resumed from, or saved last
+    latest: Path | None = None  # the checkpoint that the run was resumed from, or saved last
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}").resolve()

@@ -1,8 +1,8 @@
 """
-Rows that a run does not train on, by which it is judged.
+Rows that a run does not train on, but evaluates.
 
-The rows that a run reads again and again are learned by heart: their tau rises whatever the drafter has learned of
-other texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
+The rows that a run reads again and again are memorised: their tau rises whatever the drafter has learned about other
+texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
 interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint
 (with `held_out_seed` where they were chosen by another seed than its own) and `held_out_simulated_tau` beside
 `training_simulated_tau` of the finished drafter.
@@ -14,40 +14,40 @@ import torch
 
 from dflash_hf._io.files import read_json
 from dflash_hf._io.names import FACTS_FILE
-from dflash_hf.data.held_out import hold_out
+from dflash_hf.data.hold_out import hold_out
 from dflash_hf.data.prepare import CONVERSATION
 from dflash_hf.training.features import parts_of
 
 
-PREFIX = "held_out"  # of the metrics of these rows
+PREFIX = "held_out"  # metric prefix for these rows
 TAU = "simulated_tau"
-# Share of the training rows' accepted drafts that is lost on other rows. 56 passes over 60 answers lose nine tenths
-# (tau 3.95 and 1.26); half is already more than rows that differ by chance.
-_LOST_BY_HEART = 0.5
+# An overfitted drafter loses this share of the training rows' accepted drafts on other rows. 56 passes over 60 answers
+# lose nine tenths (tau 3.95 and 1.26); half is already more than rows that differ by chance.
+_OVERFITTED_LOSS = 0.5
 
 
-def held_out_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, seed: int) -> tuple[int | None, int]:
+def held_out_of_checkpoint(checkpoint: str | Path | None, requested: int | None, seed: int) -> tuple[int | None, int]:
     """
     How many conversations a run holds out, and the seed that chooses them: as the run began that is resumed.
 
     Args:
         checkpoint (`str` or `Path`, *optional*): What it is resumed from. One that says nothing of held-out rows was
             trained on all of them.
-        wanted (`int`, *optional*): `held_out_rows` of the recipe.
+        requested (`int`, *optional*): `held_out_rows` of the recipe.
         seed (`int`): The run's seed.
 
     Raises:
         `ValueError`: the recipe asks for another number than the run began with.
     """
     if checkpoint is None:
-        return wanted, seed
+        return requested, seed
     path = Path(checkpoint, FACTS_FILE)
     training = read_json(path).get("training", {}) if path.is_file() else {}
     count = training.get("held_out_rows", 0)
-    if wanted not in (None, count):
+    if requested not in (None, count):
         raise ValueError(
-            f"held_out_rows={wanted}, but {checkpoint} was trained with {count}: rows that were learned tell "
-            "nothing. Leave it out, or start a new run."
+            f"held_out_rows={requested}, but {checkpoint} was trained with {count}: rows that were trained on "
+            "tell nothing. Leave it out, or start a new run."
         )
     seed_of_checkpoint = training.get("seed", 0)  # facts that are 0 are left out
     # Its rows were chosen by another seed if it was itself resumed with another one.
@@ -57,7 +57,7 @@ def held_out_of_checkpoint(checkpoint: str | Path | None, wanted: int | None, se
 def split_rows(rows, count: int | None, seed: int) -> tuple:
     """
     The rows to train on, those that are held out (`None` if there are none), and the conversations among these; see
-    [`~dflash_hf.data.held_out.hold_out`].
+    [`~dflash_hf.data.hold_out.hold_out`].
 
     Args:
         rows: An encoded `datasets.Dataset` with the column `conversation`, or stored features.
@@ -91,9 +91,9 @@ def taus(log_history: list[dict]) -> dict[str, float]:
     return last
 
 
-def learned_by_heart(training_tau: float, held_out_tau: float) -> bool:
-    """Whether a drafter accepts on rows that it was not trained on less than half of what it does on the others."""
-    return held_out_tau - 1 < (1 - _LOST_BY_HEART) * (training_tau - 1)
+def is_overfitted(training_tau: float, held_out_tau: float) -> bool:
+    """Whether less than half as many drafted tokens are accepted on held-out rows as on training rows."""
+    return held_out_tau - 1 < (1 - _OVERFITTED_LOSS) * (training_tau - 1)
 
 
 def closing_line(trainer) -> str:
@@ -103,12 +103,12 @@ def closing_line(trainer) -> str:
     if kind not in last:
         return (
             "held-out tau      unknown: no row was held out (--held-out-rows N holds out N, --eval-data names "
-            "others); the tau of the training rows says nothing of other texts"
+            "others); the tau of the training rows says nothing about other texts"
         )
     which_rows = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
     line = f"held-out tau      {last[kind]:.2f}, simulated, of {which_rows}"
     if "training" in last:
         line += f"; {last['training']:.2f} of the training rows"
-        if learned_by_heart(last["training"], last[kind]):
-            line += ", which were learned by heart"
+        if is_overfitted(last["training"], last[kind]):
+            line += ", which were memorised"
     return line

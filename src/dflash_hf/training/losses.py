@@ -3,17 +3,27 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
-# For each kind of loss, the weights of the labels' cross-entropy, total variation and divergence from the teacher.
-DIVERGENCES = {
-    "ce": (1.0, 0.0, 0.0),
-    "kl": (0.0, 0.0, 1.0),
-    "dspark": (0.1, 1.8, 0.0),  # the paper's distance, 0.9 of it, is twice the total variation
+class LossTerms(NamedTuple):
+    """The weight of each term of a loss."""
+
+    cross_entropy: float = 0.0  # with the label
+    total_variation: float = 0.0  # between the teacher's distribution and the drafter's
+    kl: float = 0.0  # divergence of the drafter's distribution from the teacher's
+
+
+# The kinds of loss, which end the names of `loss_type`.
+LOSS_TERMS = {
+    "ce": LossTerms(cross_entropy=1.0),
+    "kl": LossTerms(kl=1.0),
+    # DSpark: 0.9 times the L1 distance, which is twice the total variation.
+    "dspark": LossTerms(cross_entropy=0.1, total_variation=1.8),
 }
 
 
@@ -21,91 +31,141 @@ DIVERGENCES = {
 class TokenLosses:
     """The results of one pass through the head, for every token."""
 
-    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not draftable
+    loss: torch.Tensor  # [...]  in the terms of the run's kind of loss, differentiable; 0 where not draftable
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not draftable
     correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not draftable
     draftable: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
-    correct_without_head: torch.BoolTensor | None = None  # [...]  as `correct`, for argmax of the slots
+    correct_without_head: torch.BoolTensor  # [...]  as `correct`, for the argmax of the logits without the token head
+
+
+# How tokens are weighed: fixed weights `[T]` of the positions of a block, or a function that maps the losses
+# `[N, A, T]` and the counted tokens `[N, A, T]` to weights `[N, A, T]`.
+Weights: TypeAlias = torch.Tensor | Callable[[TokenLosses, torch.BoolTensor], torch.Tensor]
 
 
 @dataclass
 class Teacher:
-    """The target's own distributions: its head on the state `states[rows[...]]` for each token."""
+    """The target's own distributions: its head on the state `states[state_index[...]]` for each token."""
 
     states: torch.Tensor  # [P, H]  the target's final hidden states
-    rows: torch.LongTensor  # [...]   the state that predicts each token: the state at a + k - 1
+    state_index: torch.LongTensor  # [...]  of the state that predicts each token, that at a + k - 1
     head: Callable[[torch.Tensor], torch.Tensor]  # [M, H] -> [M, V]
-    kind: str = "kl"  # how the drafter's distribution is compared with it, a key of `DIVERGENCES`
+    kind: str = "kl"  # how the drafter's distribution is compared with it, a key of `LOSS_TERMS`
 
 
 @dataclass
-class Rows:
-    """`M` draftable tokens, from which a drafter learns."""
+class DraftedTokens:
+    """
+    `M` draftable tokens, from which a drafter learns: what [`TokenHead.loss`] is given.
 
-    scores: torch.Tensor  # [M, V]  the head's scores, differentiable; [M, k] of `ids`
-    logits: torch.Tensor  # [M, V]  the slots' own draft logits, differentiable
+    Heads are published with the weights of drafters. So the names of these fields, and of the methods `divergence`,
+    `distance` and `selection`, are an interface: they stay as they are.
+    """
+
+    scores: torch.Tensor  # [M, V]  the token head's scores, differentiable; [M, k] of `ids`
+    logits: torch.Tensor  # [M, V]  the draft logits without the token head, differentiable
     ids: torch.LongTensor | None  # [M, k]  the candidates of a head that does not choose among all tokens
     labels: torch.LongTensor  # [M]
     teacher: torch.Tensor | None  # [M, V]  the target's logits
     hidden: torch.Tensor  # [M, H]
-    query: torch.Tensor | None  # [M, q]
-    kind: str = "ce"  # kind of loss, a key of `DIVERGENCES`
+    query: torch.Tensor | None  # [M, q]  what the token head scores by, see `TokenHead.step`
+    kind: str = "ce"  # kind of loss, a key of `LOSS_TERMS`
 
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[M]`, the run's loss for scores `[M, V]`."""
+        """The run's loss for scores `[M, V]`, `[M]`."""
         return divergence(scores, self.labels, self.teacher, self.kind)
 
     def distance(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[M]`, the total variation between the teacher and scores `[M, V]`, from 0 to 1."""
-        return variation(scores, self.teacher)
+        """The total variation between the teacher and scores `[M, V]`, `[M]`, from 0 to 1."""
+        return total_variation(scores, self.teacher)
 
     def selection(self) -> torch.Tensor:
-        """`[M]`, the divergence of the candidates' scores from the teacher's share of them, or from the label."""
+        """
+        The loss of choosing among candidates, `[M]`: the divergence of their scores from the teacher's distribution
+        over them, or from the label; 0 if the label is no candidate.
+        """
         log_q = self.scores.log_softmax(-1)
-        wanted = self.ids == self.labels[:, None]  # a label that is no candidate has no effect
+        target_share = self.ids == self.labels[:, None]  # [M, k]
         if self.teacher is not None:
-            wanted = self.teacher.to(_at_least_fp32(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
-        wanted = wanted.to(log_q)
-        share = wanted.sum(-1, keepdim=True).clamp(min=1e-30)
-        return (torch.xlogy(wanted, wanted / share) - wanted * log_q).sum(-1)
+            target_share = self.teacher.to(_at_least_fp32(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
+        target_share = target_share.to(log_q)
+        total_share = target_share.sum(-1, keepdim=True).clamp(min=1e-30)
+        return (torch.xlogy(target_share, target_share / total_share) - target_share * log_q).sum(-1)
 
     @torch.no_grad()
-    def figures(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[M]` each: the label's negative log-likelihood, whether it is drafted, and whether the slot alone does."""
+    def metrics(self) -> "TokenMetrics":
+        """What the log says of these tokens."""
         labels = self.labels
         scores = self.scores.to(_at_least_fp32(self.scores.dtype))
         best = scores.max(-1).indices  # `argmax` takes twice as long in fp32, and four times as long in bf16
         best_without_head = best if self.logits is self.scores else self.logits.max(-1).indices
         correct_without_head = best_without_head == labels
         if self.ids is None:
-            return functional.cross_entropy(scores, labels, reduction="none"), best == labels, correct_without_head
+            nll = functional.cross_entropy(scores, labels, reduction="none")
+            return TokenMetrics(nll, best == labels, correct_without_head)
         is_label = self.ids == labels[:, None]
         nll = -scores.log_softmax(-1).masked_fill(~is_label, -math.inf).amax(-1)  # infinite if it is no candidate
-        return nll, is_label.gather(1, best[:, None])[:, 0], correct_without_head
+        return TokenMetrics(nll, is_label.gather(1, best[:, None])[:, 0], correct_without_head)
+
+
+class TokenMetrics(NamedTuple):
+    """The metrics of `M` tokens, without gradients; as the fields of [`TokenLosses`]."""
+
+    nll: torch.Tensor  # [M]
+    correct: torch.BoolTensor  # [M]
+    correct_without_head: torch.BoolTensor  # [M]
+
+
+class LogitsHead:
+    """
+    The head of a drafter without a token head: the scores of tokens are their logits. Subclasses score otherwise.
+
+    Args:
+        logits (`Callable`): The target's head, `[M, H] -> [M, V]`, applied to each hidden state independently; its
+            parameters get no gradient.
+
+    Attributes:
+        queries (`torch.Tensor`, *optional*): `[M, q]`, of the draftable tokens, for heads that score by them.
+    """
+
+    queries: torch.Tensor | None = None
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]):
+        self.logits = logits
+
+    def score(
+        self, queries: torch.Tensor | None, logits: torch.Tensor
+    ) -> tuple[torch.LongTensor | None, torch.Tensor]:
+        """From queries `[M, q]` and logits `[M, V]` the candidates `[M, k]`, or `None` for all tokens; and scores."""
+        return None, logits
+
+    def loss(self, tokens: DraftedTokens) -> torch.Tensor:
+        """The loss of tokens, `[M]`."""
+        return tokens.divergence(tokens.scores)
 
 
 def divergence(
     logits: torch.Tensor, labels: torch.LongTensor, teacher: torch.Tensor | None = None, kind: str = "kl"
 ) -> torch.Tensor:
     """
-    The loss of logits `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, by `DIVERGENCES[kind]`; without a
-    teacher, the labels' cross-entropy.
+    The loss `[M]` of logits `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, in the terms of
+    `LOSS_TERMS[kind]`; without a teacher, the labels' cross-entropy.
     """
     log_q = logits.to(_at_least_fp32(logits.dtype)).log_softmax(-1)
-    ce_weight, variation_weight, kl_weight = DIVERGENCES["ce" if teacher is None else kind]
+    terms = LOSS_TERMS["ce" if teacher is None else kind]
     loss = 0.0
-    if ce_weight:
-        loss = loss + ce_weight * functional.nll_loss(log_q, labels, reduction="none")
-    if variation_weight:
-        loss = loss + variation_weight * variation(logits, teacher)
-    if kl_weight:
+    if terms.cross_entropy:
+        loss = loss + terms.cross_entropy * functional.nll_loss(log_q, labels, reduction="none")
+    if terms.total_variation:
+        loss = loss + terms.total_variation * total_variation(logits, teacher)
+    if terms.kl:
         log_p = teacher.to(log_q).log_softmax(-1)
-        loss = loss + kl_weight * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        loss = loss + terms.kl * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return loss
 
 
-def variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """`[M]`, the total variation between the distributions of two logits `[M, V]`, from 0 to 1."""
+def total_variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The total variation between the distributions of two logits `[M, V]`, `[M]`, from 0 to 1."""
     q = logits.to(_at_least_fp32(logits.dtype)).softmax(-1)
     return 0.5 * (q - teacher.to(q).softmax(-1)).abs().sum(-1)
 
@@ -157,117 +217,119 @@ def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0
 
 def token_losses(
     hidden: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
+    head: LogitsHead,
     labels: torch.LongTensor,
     counted: torch.BoolTensor,
     chunk_size: int = 512,
     teacher: Teacher | None = None,
-    queries: torch.Tensor | None = None,
-    score: Callable[[torch.Tensor | None, torch.Tensor], tuple] = lambda query, logits: (None, logits),
-    loss: Callable[[Rows], torch.Tensor] = lambda rows: rows.divergence(rows.scores),
 ) -> TokenLosses:
     """
-    The losses of tokens through the target's frozen head, with at most `chunk_size` rows of logits in memory at a
-    time; of more rows than one chunk, the logits are computed again in the backward pass.
+    The losses of tokens through the target's frozen head, with the logits of at most `chunk_size` tokens in memory at
+    a time; of more tokens than one chunk, the logits are computed again in the backward pass.
 
     Only counted tokens of the drafter's vocabulary reach the head. Half-precision logits are summed in fp32.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`, the drafter's final hidden states.
-        head (`Callable`): The target's head, `[M, H] -> [M, V]`, row by row; its parameters get no gradient.
+        head (`LogitsHead`): The target's head, and the drafter's token head if it has one.
         labels (`torch.LongTensor`): `[...]`, ids in the drafter's vocabulary, -1 for tokens outside it.
         counted (`torch.BoolTensor`): `[...]`.
-        chunk_size (`int`): Rows of one pass through the head.
-        teacher (`Teacher`): A loss against the target's distribution, instead of the cross-entropy of `labels`.
-        queries (`torch.Tensor`): `[M, q]`, the queries of the drafter's head for the draftable tokens.
-        score (`Callable`): Maps queries and logits `[M, V]` to the head's candidates, `[M, k]` or `None` for all
-            tokens, and their scores. Default: the logits themselves.
-        loss (`Callable`): Maps [`Rows`] to losses `[M]`.
+        chunk_size (`int`): Tokens of one pass through the head.
+        teacher (`Teacher`, *optional*): For a loss against the target's distribution, instead of the cross-entropy of
+            `labels`.
     """
     draftable = counted & (labels >= 0)
     draftable_hidden = hidden[draftable]  # [M, H]
     draftable_labels = labels[draftable]  # [M]
-    teacher_rows = None if teacher is None else teacher.rows[draftable].to(teacher.states.device)  # [M]
-    kind = "ce" if teacher is None else teacher.kind
-
-    def chunk_losses(chunk_hidden, query, chunk_labels, states):
-        """The loss and the figures of `M` rows of one pass through the head, `[M]` each."""
-        logits = head(chunk_hidden)  # [M, V]
-        ids, scores = score(query, logits)
-        logits = logits.to(scores.device)
-        teacher_logits = None
-        if states is not None:
-            # The target's head may have rows past the drafter's vocabulary.
-            teacher_logits = teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
-        rows = Rows(scores, logits, ids, chunk_labels.to(scores.device), teacher_logits, chunk_hidden, query, kind)
-        return loss(rows), *rows.figures()
-
+    state_index = None if teacher is None else teacher.state_index[draftable].to(teacher.states.device)  # [M]
     count = len(draftable_hidden)
     recompute = count > chunk_size and torch.is_grad_enabled()
     chunks = []
     for start in range(0, max(count, 1), chunk_size):  # even without tokens: every rank runs its backward
         part = slice(start, start + chunk_size)
-        query = None if queries is None else queries[part]
-        states = None if teacher_rows is None else teacher.states[teacher_rows[part]]
-        arguments = (draftable_hidden[part], query, draftable_labels[part], states)
+        queries = None if head.queries is None else head.queries[part]
+        states = None if state_index is None else teacher.states[state_index[part]]
+        arguments = (head, teacher, draftable_hidden[part], queries, draftable_labels[part], states)
         if recompute:
-            chunks.append(checkpoint(chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
+            chunks.append(checkpoint(_chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
-            chunks.append(chunk_losses(*arguments))
+            chunks.append(_chunk_losses(*arguments))
     columns = (torch.cat(column).to(hidden.device) for column in zip(*chunks, strict=True))
-    values, nll, correct, correct_without_head = (_scatter(column, draftable) for column in columns)
-    return TokenLosses(values, nll, correct, draftable, correct_without_head)
+    loss, nll, correct, correct_without_head = (_scatter(column, draftable) for column in columns)
+    return TokenLosses(loss, nll, correct, draftable, correct_without_head)
+
+
+def _chunk_losses(
+    head: LogitsHead,
+    teacher: Teacher | None,
+    hidden: torch.Tensor,
+    queries: torch.Tensor | None,
+    labels: torch.LongTensor,
+    states: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """The loss and the [`TokenMetrics`] of `M` tokens in one pass through the head, `[M]` each."""
+    logits = head.logits(hidden)  # [M, V]
+    ids, scores = head.score(queries, logits)
+    logits = logits.to(scores.device)
+    teacher_logits = None
+    if states is not None:
+        # The target's head may have rows past the drafter's vocabulary.
+        teacher_logits = teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
+    kind = "ce" if teacher is None else teacher.kind
+    labels = labels.to(scores.device)
+    tokens = DraftedTokens(scores, logits, ids, labels, teacher_logits, hidden, queries, kind)
+    return head.loss(tokens), *tokens.metrics()
 
 
 def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
     """
     Spec-AUF (arXiv 2607.01893): 1 up to and including the first counted token of a block that is drafted wrong, and 0
-    behind it, where verification has stopped; `[..., B]`.
+    after it, where verification has stopped; `[..., B]`.
     """
-    right = (correct | ~counted).long().cumprod(-1)  # [..., B]
-    return functional.pad(right[..., :-1], (1, 0), value=1) * counted
+    correct_so_far = (correct | ~counted).long().cumprod(-1)  # [..., B]
+    return functional.pad(correct_so_far[..., :-1], (1, 0), value=1) * counted
 
 
-def block_loss(
-    losses: TokenLosses,
-    counted: torch.BoolTensor,
-    slot_weights: torch.Tensor | None,
-    weighting: str = "dpace",
-) -> torch.Tensor:
+def d_pace(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
+    """The [`Weights`] of D-PACE, see [`dpace_weights`]."""
+    nll = losses.nll.masked_fill(counted & ~losses.draftable, math.inf)  # never drafted
+    return dpace_weights(nll, counted)
+
+
+def spec_auf(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
+    """The [`Weights`] of Spec-AUF, see [`first_failure_weights`]."""
+    return first_failure_weights(losses.correct, counted)
+
+
+def block_loss(losses: TokenLosses, counted: torch.BoolTensor, weights: Weights) -> torch.Tensor:
     """
     The weighted sum of the token losses of each sequence, to be divided by [`loss_normalizer`] of the whole batch.
 
     Args:
-        losses (`TokenLosses`): `[N, A, B]`.
-        counted (`torch.BoolTensor`): `[N, A, B]`.
-        slot_weights (`torch.Tensor`): `[B]`. `None`: weights that depend on what is drafted.
-        weighting (`str`): Which these are: `"dpace"`: [`dpace_weights`]; `"auf"`: [`first_failure_weights`].
+        losses (`TokenLosses`): `[N, A, T]`.
+        counted (`torch.BoolTensor`): `[N, A, T]`.
+        weights (`torch.Tensor` or `Callable`): [`slot_weights`] `[T]`; or weights that depend on what is drafted,
+            [`d_pace`] or [`spec_auf`].
 
     Returns:
         `torch.Tensor` `[N]`, differentiable.
     """
-    if slot_weights is not None:
-        weights = counted * slot_weights
-    elif weighting == "auf":
-        weights = first_failure_weights(losses.correct, counted)
-    else:
-        nll = losses.nll.masked_fill(counted & ~losses.draftable, math.inf)  # never drafted
-        weights = dpace_weights(nll, counted)
-    return (losses.values * weights).sum((1, 2))
+    token_weights = weights(losses, counted) if callable(weights) else counted * weights
+    return (losses.loss * token_weights).sum((1, 2))
 
 
-def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None) -> torch.Tensor:
+def loss_normalizer(counted: torch.BoolTensor, weights: Weights) -> torch.Tensor:
     """
-    The divisor of [`block_loss`], `[N]`, to be summed over the whole batch: slot weights, or valid anchors for weights
-    that depend on what is drafted, and would cancel out.
+    The divisor of [`block_loss`], `[N]`, to be summed over the whole batch: the sum of fixed weights; the number of
+    blocks for weights that depend on what is drafted, since dividing by their sum would cancel them out.
     """
-    if slot_weights is None:
+    if callable(weights):
         return counted.any(-1).sum(1)
-    return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
+    return (counted * weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
 
 
 def _scatter(values: torch.Tensor, mask: torch.BoolTensor) -> torch.Tensor:
-    """Values `[M]` at the `M` true places of a mask `[...]`, and 0 elsewhere."""
+    """Values `[M]` at the `M` true entries of a mask `[...]`, and 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 

@@ -48,23 +48,30 @@ def block_statistics(
             head. Default: `correct`.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
-    slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
-    accepted_without_head = slots[3]
-    if correct_without_head is not None:
-        accepted_without_head = slot_counts(correct_without_head[..., 1:] & counted, counted)[3]
-    blocks = counted.any(-1).sum(1)  # [N]
-    return Statistics._make([*slots.sum(2), accepted_without_head.sum((1, 2)), blocks, loss.detach(), normalizer])
-
-
-def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
-    """
-    Which slots 1..B-1 are counted, correct, reached (all earlier slots correct) and accepted (reached and correct):
-    `[4, ..., B-1]` from `[..., B-1]`.
-    """
-    # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
-    accepted = correct.int().cumprod(-1)
+    correct = correct[..., 1:] & counted
+    accepted = accepted_slots(correct)
     reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
-    return torch.stack([counted.int(), correct.int(), reached, accepted])
+    accepted_without_head = accepted
+    if correct_without_head is not None:
+        accepted_without_head = accepted_slots(correct_without_head[..., 1:] & counted)
+    return Statistics(
+        counted=counted.int().sum(1),
+        correct=correct.int().sum(1),
+        reached=reached.sum(1),
+        accepted=accepted.sum(1),
+        accepted_without_head=accepted_without_head.sum((1, 2)),
+        blocks=counted.any(-1).sum(1),
+        loss=loss.detach(),
+        normalizer=normalizer,
+    )
+
+
+def accepted_slots(correct: torch.BoolTensor) -> torch.Tensor:
+    """
+    Which slots 1..B-1 verification accepts, `[..., B-1]` of 0 and 1: it stops at the first mistake, so these are the
+    correct ones whose earlier slots are all correct.
+    """
+    return correct.int().cumprod(-1)
 
 
 def statistics_to_metrics(sums: Statistics, has_token_head: bool = False) -> dict[str, float]:

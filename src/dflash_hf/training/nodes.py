@@ -14,13 +14,17 @@ from pathlib import Path
 
 import torch
 
+from dflash_hf._io.errors import one_line
 
-_PATIENCE = timedelta(days=14)  # of milliseconds in 32 bits there are 24 days
+
+_TIMEOUT = timedelta(days=14)  # milliseconds are stored in 32 bits: at most 24 days
 _numbers = itertools.count()  # all processes come to the same waits in the same order
+_ARRIVALS = "arrived"  # keys of the store of a wait: how many processes are here
+_GO = "go"  # set when the wait is over: empty, or the error because of which it ended early
 
 
 def _store(number: int):
-    """What the processes of the run write to and read from at one wait."""
+    """The store that the processes of the run share for one wait, the `number`-th of each of them."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return torch.distributed.PrefixStore(f"dflash_hf/{number}", _get_default_store())
@@ -33,29 +37,54 @@ def wait_for_all(args) -> None:
 
 
 def _arrive(store, processes: int) -> None:
-    """Wait until `processes` processes have called this with the store of one wait; the last of them lets all go."""
-    if store.add("arrived", 1) == processes:
-        store.set("all", "here")
-    store.wait(["all"], _PATIENCE)
+    """
+    Wait until `processes` processes have called this with the store of one wait; the last of them lets all go.
+
+    Raises:
+        `RuntimeError`: one of them has failed instead, see [`_release_after_failure`].
+    """
+    if store.add(_ARRIVALS, 1) == processes:
+        store.set(_GO, "")
+    store.wait([_GO], _TIMEOUT)
+    error = store.get(_GO).decode()
+    if error:
+        raise RuntimeError(f"Another process has failed: {error}")
+
+
+def _release_after_failure(store, error: BaseException) -> None:
+    """Let all processes that wait with a store go, with an error: the one that they wait for never arrives."""
+    store.set(_GO, one_line(f"{type(error).__name__}: {error}", 300))
 
 
 @contextmanager
-def one_process_first(args) -> Iterator[None]:
+def one_process_first(args, is_first: bool | None = None) -> Iterator[None]:
     """
     As `main_process_first`: a block that one process of each node runs before the others do, which find its results.
-    If it fails there, the others do not run it.
+
+    Args:
+        args (`DFlashTrainingArguments`): Say which process this is.
+        is_first (`bool`, *optional*): Whether this process runs it before the others. Default: on each node one does.
+
+    Raises:
+        `RuntimeError`: it failed in a process that runs it first; the others do not run it.
     """
     if args.world_size == 1:
         yield
         return
+    if is_first is None:
+        is_first = args.local_process_index <= 0
     store = _store(next(_numbers))
-    runs_first = args.local_process_index <= 0
-    # All processes arrive once: the first of a node after its block, the others before theirs.
-    if not runs_first:
+    # All processes arrive once: the first ones after their block, the others before theirs.
+    if not is_first:
         _arrive(store, args.world_size)
-    yield
-    if runs_first:
-        _arrive(store, args.world_size)
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        _release_after_failure(store, error)
+        raise
+    _arrive(store, args.world_size)
 
 
 def writes_to(folder: Path, args) -> bool:
@@ -73,7 +102,7 @@ def writes_to(folder: Path, args) -> bool:
         mark = folder / f".{uuid.uuid4().hex}"
         mark.touch()
         store.set("mark", mark.name)
-    store.wait(["mark"], _PATIENCE)
+    store.wait(["mark"], _TIMEOUT)
     is_shared = (folder / store.get("mark").decode()).exists()
     wait_for_all(args)
     if args.process_index == 0:

@@ -1,9 +1,14 @@
 """
 The objective of training: from a batch of sequences to the weighted loss of a drafter's blocks.
 
-`Objective.__call__` is one training step in five numbered parts. Its pieces lie in files of their own: which positions
-blocks begin at (`anchors.py`), their inputs and labels (`blocks.py`), which keys they see (`block_mask.py`), and the
-losses of their tokens (`losses.py`).
+`Objective.__call__` is one training step in five numbered parts. Its pieces are in files of their own: the positions
+at which blocks begin (`anchors.py`), their inputs and labels (`blocks.py`), which keys they see (`block_mask.py`), and
+the losses of their tokens (`losses.py`).
+
+For each optimizer step the trainer calls [`Objective.draw_anchors`] and [`Objective.normalizer`] for every
+micro-batch, and then the objective itself, micro-batch by micro-batch: the loss is divided by the normalizer of all of
+them. So the blocks of a micro-batch are built twice, for the normalizer from the batch in main memory, and for the
+loss on the device. That costs less than keeping the blocks of all micro-batches on the device.
 """
 
 from collections.abc import Callable
@@ -22,12 +27,17 @@ from dflash_hf.training.block_attention import takes_groups
 from dflash_hf.training.block_mask import block_groups, block_mask, flex_mask
 from dflash_hf.training.blocks import Blocks, build_blocks, by_token
 from dflash_hf.training.losses import (
+    DraftedTokens,
+    LogitsHead,
     Teacher,
     TokenLosses,
+    Weights,
     block_loss,
+    d_pace,
     default_gamma,
     loss_normalizer,
     slot_weights,
+    spec_auf,
     token_losses,
 )
 from dflash_hf.training.metrics import Statistics, block_statistics
@@ -39,6 +49,9 @@ Batch = dict[str, torch.Tensor]
 class Objective:
     """
     The loss of a drafter against its frozen target. It keeps no state between batches.
+
+    What follows from the arguments and the drafter's configuration is computed once, at construction: after a change
+    of either, make another one.
 
     Args:
         draft (`DFlashDraftModel`): The drafter itself.
@@ -55,11 +68,7 @@ class Objective:
         self.read = read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
-        self.slot_weights = None  # with other weightings, weights depend on what is drafted
-        if args.weighting == "decay":
-            num_tokens = draft.config.block_size + draft.config.sample_from_anchor
-            gamma = args.loss_decay_gamma or default_gamma(draft.config.max_block_tokens)
-            self.slot_weights = slot_weights(num_tokens, gamma).to(args.device)  # [T]
+        self.weights = weights_of(args, draft.config)
         half_dtype = None
         if args.bf16:
             half_dtype = torch.bfloat16
@@ -83,7 +92,7 @@ class Objective:
 
     def normalizer(self, batch: Batch) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
-        return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
+        return loss_normalizer(self.build_blocks(batch).counted, self.weights).sum()
 
     def __call__(self, model, batch: Batch, progress: float = 0.0) -> tuple[torch.Tensor, Statistics]:
         """
@@ -92,7 +101,7 @@ class Objective:
         Args:
             model: The drafter in its wrappers for training, if it has any.
             batch (`dict`): A collated batch, with anchors.
-            progress (`float`): Share of the run that is done, for heads whose loss depends on it.
+            progress (`float`): Share of the run that is done, for token heads whose loss depends on it.
 
         Returns:
             The loss of each sequence `[N]`, differentiable, and its statistics. Their normalizer is the weights that
@@ -106,14 +115,14 @@ class Objective:
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(batch)
-        noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
+        block_embeds = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
         if self.draft.layers[0].gradient_checkpointing and model.training:
-            noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
+            block_embeds.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
 
         # 3. One pass of the drafter over [context | blocks].
         dtype = self.draft.dtype
         hidden = model(
-            noise_embeds=noise.to(dtype),
+            noise_embeds=block_embeds.to(dtype),  # the reference's name; nothing in it is noisy
             context_hidden_states=output.features.to(dtype),
             attention_mask=self.attention_masks(batch),
             position_ids=blocks.position_ids,
@@ -130,8 +139,8 @@ class Objective:
         losses = self.head_losses(hidden, labels, blocks.counted, previous_ids, teacher, progress)
 
         # 5. Their weighted sum over each sequence.
-        loss = block_loss(losses, blocks.counted, self.slot_weights, args.weighting)  # [N]
-        normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
+        loss = block_loss(losses, blocks.counted, self.weights)  # [N]
+        normalizer = loss_normalizer(blocks.counted, self.weights)  # [N]
         drafted = (..., slice(config.max_block_tokens))  # without a last token that is only trained
         statistics = block_statistics(
             losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
@@ -148,7 +157,7 @@ class Objective:
             self.config.block_size,
             self.config.mask_token_id,
             anchor_first=self.config.sample_from_anchor,
-            unbroken=self.args.loss_type == "dspark",
+            contiguous_only=self.args.loss_type == "dspark",
         )
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:
@@ -174,39 +183,74 @@ class Objective:
 
         Args:
             hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
-            previous_ids (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
+            previous_ids (`torch.LongTensor`): `[N, A, T]`, the token before each one.
             progress (`float`): Share of the run that is done.
         """
         draft = self.draft
-        head = self.config.token_head_class(draft, partial(draft.embed, self.target))
-        inputs = (hidden, self.draft_head, labels, counted, self.args.loss_chunk_size, teacher)
-        if not self.config.has_token_head:
-            return token_losses(*inputs)
-        previous_ids = draft.in_vocabulary(previous_ids)
-        # A head with candidates gives no gradient to the slots among whose candidates it chooses.
-        has_candidates = head.top_k is not None
-        head_input = hidden.detach() if has_candidates else hidden
-        queries = forced_queries(head, previous_ids, head_input, counted & (labels >= 0))
+        head = LogitsHead(self.draft_head)
+        if self.config.has_token_head:
+            token_head = self.config.token_head_class(draft, partial(draft.embed, self.target))
+            # A head with candidates gives no gradient to the slots among whose candidates it chooses.
+            head_input = hidden if token_head.top_k is None else hidden.detach()
+            draftable = counted & (labels >= 0)
+            queries = forced_queries(token_head, draft.in_vocabulary(previous_ids), head_input, draftable)
+            head = ForcedTokenHead(self.draft_head, token_head, queries, draft.target_ids, progress)
+        return token_losses(hidden, head, labels, counted, self.args.loss_chunk_size, teacher)
 
-        def score(query, logits):
-            """The head's candidates and their scores, as [`~dflash_hf.training.losses.token_losses`] takes them."""
-            if has_candidates:
-                logits = logits.detach()
-            ids, logits = head.candidates(logits.to(query.device))
-            scores = head.scores(query, draft.target_ids(ids), logits)
-            return ids if has_candidates else None, scores
 
-        return token_losses(*inputs, queries, score, partial(head.loss, progress=progress))
+class ForcedTokenHead(LogitsHead):
+    """
+    The token head of a drafter in training, where the token before each one is that of the text (teacher forcing).
+
+    Args:
+        logits (`Callable`): The draft logits, `[M, H] -> [M, V]`, see [`~dflash_hf.training.losses.LogitsHead`].
+        token_head (`TokenHead`): The drafter's token head.
+        queries (`torch.Tensor`): `[M, q]`, from [`forced_queries`].
+        target_ids (`Callable`): Maps ids of the drafter's vocabulary to the target's.
+        progress (`float`): Share of the run that is done.
+    """
+
+    def __init__(self, logits: Callable, token_head: TokenHead, queries: torch.Tensor, target_ids, progress: float):
+        super().__init__(logits)
+        self.token_head = token_head
+        self.queries = queries
+        self.target_ids = target_ids
+        self.progress = progress
+
+    def score(self, queries, logits):
+        """The candidates of the token head, `None` for all tokens, and their scores."""
+        has_candidates = self.token_head.top_k is not None
+        if has_candidates:
+            logits = logits.detach()
+        ids, logits = self.token_head.candidates(logits.to(queries.device))
+        scores = self.token_head.scores(queries, self.target_ids(ids), logits)
+        return ids if has_candidates else None, scores
+
+    def loss(self, tokens: DraftedTokens) -> torch.Tensor:
+        """The token head's own loss, `[M]`."""
+        return self.token_head.loss(tokens, progress=self.progress)
+
+
+def weights_of(args, config) -> Weights:
+    """How a run weighs the tokens of a block: by `loss_type`."""
+    if args.weighting == "dpace":
+        return d_pace
+    if args.weighting == "auf":
+        return spec_auf
+    num_tokens = config.block_size + config.sample_from_anchor
+    gamma = args.loss_decay_gamma or default_gamma(config.max_block_tokens)
+    return slot_weights(num_tokens, gamma).to(args.device)  # [T]
 
 
 def forced_queries(
     head: TokenHead, previous_ids: torch.LongTensor, hidden: torch.Tensor, draftable: torch.BoolTensor
 ) -> torch.Tensor:
     """
-    The queries of a head for whole blocks, teacher-forced: the token before each slot is that of the text.
+    The queries of a token head for whole blocks, teacher-forced: the token before each slot is that of the text. A
+    query is the vector from which the head scores a token's candidates, see `TokenHead.step`.
 
     Args:
-        head (`TokenHead`): The drafter's head.
+        head (`TokenHead`): The drafter's token head.
         previous_ids (`torch.LongTensor`): `[..., B]`, the token before each slot; slot 0 is the anchor's own.
         hidden (`torch.Tensor`): `[..., B, H]`.
         draftable (`torch.BoolTensor`): `[..., B]`, the slots to learn from, never slot 0.

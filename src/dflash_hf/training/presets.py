@@ -1,76 +1,81 @@
 """
-Presets: the values of all settings that neither the recipe nor the command line names.
+Presets: values for the settings that the user leaves out. `recipe.py` says in which order settings are decided.
 
 `paper` is the paper's drafter and recipe (DFlash, arXiv 2602.06036), for GPUs. On a CPU a drafter learns best from
 many small steps: `cpu` is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`), with still
 shorter blocks (`ways_to_learn.md` there). vLLM, SGLang and transformers serve the drafters of both.
 
 A run that names no preset gets the one of its machine, and says so. A preset has the same values everywhere. The few
-settings that do depend on the machine are in [`machine_settings`], and a run prints them, too.
+settings that do depend on the machine are in [`machine_settings`]; a run also prints those.
 """
 
 import os
 from typing import Any, NamedTuple
 
 
-class Choice(NamedTuple):
-    """The value of a setting, and why."""
+class PresetValue(NamedTuple):
+    """The value of a setting in a preset, and the reason, which `--dry-run` prints."""
 
     value: Any
     reason: str
 
 
-PAPER: dict[str, Choice] = {
+PAPER: dict[str, PresetValue] = {
     # The drafter.
-    "num_draft_layers": Choice(5, "the paper's"),
-    "block_size": Choice(16, "the paper's, the anchor included"),
+    "num_draft_layers": PresetValue(5, "the paper's"),
+    "block_size": PresetValue(16, "the paper's, the anchor included"),
     # A step.
-    "max_length": Choice(3072, "the paper's"),
-    "num_anchors": Choice(512, "the paper's"),
-    "loss_type": Choice("ce", "the paper's: slot k weighs exp(-(k - 1) / gamma)"),
-    "per_device_train_batch_size": Choice(1, "the paper names no batch size: eight rows on each GPU, one at a time"),
-    "gradient_accumulation_steps": Choice(8, "the paper names no batch size: eight rows on each GPU, one at a time"),
+    "max_length": PresetValue(3072, "the paper's"),
+    "num_anchors": PresetValue(512, "the paper's"),
+    "loss_type": PresetValue("ce", "the paper's: slot k weighs exp(-(k - 1) / gamma)"),
+    "per_device_train_batch_size": PresetValue(
+        1, "the paper names no batch size: eight rows on each GPU, one at a time"
+    ),
+    "gradient_accumulation_steps": PresetValue(
+        8, "the paper names no batch size: eight rows on each GPU, one at a time"
+    ),
     # The run.
-    "learning_rate": Choice(6e-4, "the paper's"),
-    "lr_scheduler_type": Choice("cosine", "the paper's"),
-    "warmup_steps": Choice(0.04, "the paper's, a share of all steps"),
-    "max_grad_norm": Choice(1.0, "the paper's"),
-    "num_train_epochs": Choice(6.0, "the paper's"),
-    "bf16": Choice(True, "the paper's"),
-    "logging_steps": Choice(10, "a line every few seconds"),
-    "save_steps": Choice(1000, "at most minutes are lost"),
+    "learning_rate": PresetValue(6e-4, "the paper's"),
+    "lr_scheduler_type": PresetValue("cosine", "the paper's"),
+    "warmup_steps": PresetValue(0.04, "the paper's, a share of all steps"),
+    "max_grad_norm": PresetValue(1.0, "the paper's"),
+    "num_train_epochs": PresetValue(6.0, "the paper's"),
+    "bf16": PresetValue(True, "the paper's"),
+    "logging_steps": PresetValue(10, "a line every few seconds"),
+    "save_steps": PresetValue(1000, "at most minutes are lost"),
 }
-CPU: dict[str, Choice] = {
+CPU: dict[str, PresetValue] = {
     # The drafter.
-    "num_draft_layers": Choice(2, "fewer layers make more steps"),
-    "block_size": Choice(4, "in 6 minutes tau 1.65, with blocks of 8 1.55; take 8 for hours"),
-    "init_layers": Choice([-2, -1], "start as the target's last layers, which understand its features"),
-    "draft_vocab_size": Choice(-1, "about as many tokens as the data have: in 6 minutes tau 1.58, with all 1.41"),
-    "share_head": Choice(True, "every engine serves it, at the same tau (plain_train.md)"),
+    "num_draft_layers": PresetValue(2, "fewer layers make more steps"),
+    "block_size": PresetValue(4, "in 6 minutes tau 1.65, with blocks of 8 1.55; take 8 for hours"),
+    "init_layers": PresetValue([-2, -1], "start as the target's last layers, which understand its features"),
+    "draft_vocab_size": PresetValue(-1, "about as many tokens as the data have: in 6 minutes tau 1.58, with all 1.41"),
+    "share_head": PresetValue(True, "every engine serves it, at the same tau (plain_train.md)"),
     # A step.
     "max_length": PAPER["max_length"],
-    "num_anchors": Choice(16, "more steps beat larger steps"),
-    "loss_type": Choice("dpace", "in 150 s it reached tau 1.20, the paper's ce 1.11"),
-    "per_device_train_batch_size": Choice(4, "more steps beat larger steps"),
-    "gradient_accumulation_steps": Choice(1, "more steps beat larger steps"),
-    "store_rows": Choice(-1, "the target reads each row once, in a third of the time at most"),
+    "num_anchors": PresetValue(16, "more steps beat larger steps"),
+    "loss_type": PresetValue("dpace", "in 150 s it reached tau 1.20, the paper's ce 1.11"),
+    "per_device_train_batch_size": PresetValue(4, "more steps beat larger steps"),
+    "gradient_accumulation_steps": PresetValue(1, "more steps beat larger steps"),
+    "store_rows": PresetValue(-1, "the target reads each row once, in a third of the time at most"),
     # The run.
-    "learning_rate": Choice(1e-3, "the paper's 6e-4 is for days"),
+    "learning_rate": PresetValue(1e-3, "the paper's 6e-4 is for days"),
     "lr_scheduler_type": PAPER["lr_scheduler_type"],
     "warmup_steps": PAPER["warmup_steps"],
     "max_grad_norm": PAPER["max_grad_norm"],
-    "max_steps": Choice(3000, "2,321 steps on 500 answers reached tau 1.49, 4,903 steps on 4,000 answers 1.71"),
-    "target_dtype": Choice("bfloat16", "half the memory to read"),
-    "bf16": Choice(True, "in 150 s tau 1.20, in fp32 1.10"),
-    "logging_steps": Choice(50, "a line every few seconds"),
-    "save_steps": Choice(250, "at most minutes are lost"),
+    "max_steps": PresetValue(3000, "2,321 steps on 500 answers reached tau 1.49, 4,903 steps on 4,000 answers 1.71"),
+    "target_dtype": PresetValue("bfloat16", "half the memory to read"),
+    "bf16": PresetValue(True, "in 150 s tau 1.20, in fp32 1.10"),
+    "logging_steps": PresetValue(50, "a line every few seconds"),
+    "save_steps": PresetValue(250, "at most minutes are lost"),
 }
 PRESETS = {"paper": PAPER, "cpu": CPU}
 LEARNING_RATE_OF_TRAINED = 5e-4  # in the preset `cpu`
 
-_JUDGED = "a run is judged by its evaluation data, and trains on all others"
-# Setting: the settings that would have no effect beside it, and why.
-_WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
+_NO_ROWS_HELD_OUT = "a run with evaluation data holds out no rows"
+# For each setting, the settings that would have no effect beside it, and why. [`check_settings_with_effect`] rejects
+# both together if the user has named them.
+_CONFLICTS: dict[str, tuple[tuple[str, ...], str]] = {
     "features": (
         (
             "data_name",
@@ -86,13 +91,14 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
         "stored features are read as they are, without the target's layers",
     ),
     "data": (("eval_features",), "features of `eval_data` are computed"),
-    "eval_data": (("held_out_rows",), _JUDGED),
-    "eval_split": (("held_out_rows",), _JUDGED),
-    "eval_features": (("held_out_rows",), _JUDGED),
+    "eval_data": (("held_out_rows",), _NO_ROWS_HELD_OUT),
+    "eval_split": (("held_out_rows",), _NO_ROWS_HELD_OUT),
+    "eval_features": (("held_out_rows",), _NO_ROWS_HELD_OUT),
     "draft": (("init_layers", "draft_vocab_size"), "a trained drafter has its weights and vocabulary"),
 }
-# Setting: the settings of a preset that a run with it has no use for, or that it decides itself.
-_REPLACES = {
+# For each setting, the values of a preset that [`preset_settings`] leaves out beside it: the run has no use for them,
+# or the setting decides them itself.
+_SUPERSEDES = {
     "features": ("store_rows", "max_length"),
     "draft": ("num_draft_layers", "block_size", "init_layers", "draft_vocab_size", "share_head"),
     "head": ("share_head",),  # most heads have weights for each token that is drafted
@@ -116,7 +122,7 @@ def check_settings_with_effect(values: dict) -> None:
     Raises:
         `ValueError`: names the two settings, their values and the reason.
     """
-    for name, (names_without_effect, why) in _WITHOUT_EFFECT.items():
+    for name, (names_without_effect, why) in _CONFLICTS.items():
         for other in names_without_effect:
             if values.get(name) and values.get(other):
                 raise ValueError(
@@ -124,7 +130,7 @@ def check_settings_with_effect(values: dict) -> None:
                 )
 
 
-def default_preset(values: dict) -> Choice:
+def default_preset(values: dict) -> PresetValue:
     """
     The preset of a run that names none: `paper` on a GPU, else `cpu`.
 
@@ -132,18 +138,20 @@ def default_preset(values: dict) -> Choice:
         values (`dict`): The settings that are decided already.
 
     Returns:
-        `Choice`: Its name, and a sentence about it for the user.
+        `PresetValue`: Its name, and a sentence about it for the user.
     """
     device = device_type(values)
     if device == "cpu":
         why = "use_cpu is set" if values.get("use_cpu") else "no GPU was found"
-        return Choice("cpu", f"{why}; --preset paper trains the paper's drafter")
+        return PresetValue("cpu", f"{why}; --preset paper trains the paper's drafter")
     if device == "mps":
-        return Choice("cpu", "Metal is no GPU for days of training; --preset paper trains the paper's drafter")
-    return Choice("paper", f"{device} was found; --preset cpu trains a smaller drafter in less time")
+        return PresetValue(
+            "cpu", "Metal is too slow for the paper's recipe; --preset paper trains the paper's drafter"
+        )
+    return PresetValue("paper", f"{device} was found; --preset cpu trains a smaller drafter in less time")
 
 
-def preset_settings(name: str, values: dict) -> dict[str, Choice]:
+def preset_settings(name: str, values: dict) -> dict[str, PresetValue]:
     """
     The settings of a preset for a run.
 
@@ -152,68 +160,68 @@ def preset_settings(name: str, values: dict) -> dict[str, Choice]:
         values (`dict`): The settings that are decided already.
 
     Returns:
-        `dict[str, Choice]`: The others, by name.
+        `dict[str, PresetValue]`: The others, by name.
     """
-    choices = dict(PRESETS[name])
+    settings = dict(PRESETS[name])
 
     # 1. What follows from settings that are decided already.
     batch_size = values.get("per_device_train_batch_size")
     if batch_size:
-        rows = choices["per_device_train_batch_size"].value * choices["gradient_accumulation_steps"].value
+        rows = settings["per_device_train_batch_size"].value * settings["gradient_accumulation_steps"].value
         reason = f"a step has {rows} rows, however many are read at a time"
-        choices["gradient_accumulation_steps"] = Choice(max(rows // batch_size, 1), reason)
-    if "init_layers" in choices and values.get("num_draft_layers"):
+        settings["gradient_accumulation_steps"] = PresetValue(max(rows // batch_size, 1), reason)
+    if "init_layers" in settings and values.get("num_draft_layers"):
         last = list(range(-values["num_draft_layers"], 0))
-        choices["init_layers"] = Choice(last, choices["init_layers"].reason)
+        settings["init_layers"] = PresetValue(last, settings["init_layers"].reason)
     if name == "cpu" and values.get("draft"):
-        choices["learning_rate"] = Choice(LEARNING_RATE_OF_TRAINED, "a trained drafter has less to learn")
+        settings["learning_rate"] = PresetValue(LEARNING_RATE_OF_TRAINED, "a trained drafter has less to learn")
     if values.get("load_best_model_at_end"):
-        interval = values.get("eval_steps") or values.get("logging_steps") or choices["logging_steps"].value
-        choices["save_steps"] = Choice(interval, "transformers loads the best one only where it was evaluated")
+        interval = values.get("eval_steps") or values.get("logging_steps") or settings["logging_steps"].value
+        settings["save_steps"] = PresetValue(interval, "transformers loads the best one only where it was evaluated")
 
     # 2. What they replace.
-    for decided, replaced in _REPLACES.items():
+    for decided, replaced in _SUPERSEDES.items():
         if values.get(decided):
             for other in replaced:
-                choices.pop(other, None)
-    return {other: choice for other, choice in choices.items() if other not in values}
+                settings.pop(other, None)
+    return {other: value for other, value in settings.items() if other not in values}
 
 
-def machine_settings(choices: dict[str, Choice], values: dict) -> dict[str, Choice]:
+def machine_settings(settings: dict[str, PresetValue], values: dict) -> dict[str, PresetValue]:
     """
     The settings that depend on the machine; none of them changes the drafter's shape or its recipe.
 
     Args:
-        choices (`dict[str, Choice]`): Those of the preset.
+        settings (`dict[str, PresetValue]`): Those of the preset.
         values (`dict`): The settings that are decided already.
 
     Returns:
-        `dict[str, Choice]`: In place of the preset's, by name.
+        `dict[str, PresetValue]`: In place of the preset's, by name.
     """
     import torch
 
     from dflash_hf.decoding.cpu_dtypes import is_emulated
 
     device = device_type(values)
-    changed: dict[str, Choice] = {}
+    changed: dict[str, PresetValue] = {}
     if device == "cpu":
-        changed["use_cpu"] = Choice(True, "there is no accelerator")
-    slow = ""  # why bf16 is
+        changed["use_cpu"] = PresetValue(True, "there is no accelerator")
+    why_slow = ""  # why bf16 is slow here
     target_dtype = "auto"
     if device == "cpu" and is_emulated(torch.bfloat16):
-        slow = "this processor has no units for bf16"
+        why_slow = "this processor has no units for bf16"
         target_dtype = "float32"
     elif device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        slow = "this GPU has no units for bf16"
+        why_slow = "this GPU has no units for bf16"
     elif device == "mps":
-        slow = "bf16 was not tried on Metal"
-    if slow and "bf16" in choices:
-        changed["bf16"] = Choice(False, slow)
-    if slow and (device == "cpu" or "target_dtype" in choices):
-        changed["target_dtype"] = Choice(target_dtype, slow)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "store_rows" in choices:
-        changed["store_rows"] = Choice(0, "one process would store features while the others wait")
-    return {name: choice for name, choice in changed.items() if name not in values}
+        why_slow = "bf16 was not tried on Metal"
+    if why_slow and "bf16" in settings:
+        changed["bf16"] = PresetValue(False, why_slow)
+    if why_slow and (device == "cpu" or "target_dtype" in settings):
+        changed["target_dtype"] = PresetValue(target_dtype, why_slow)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "store_rows" in settings:
+        changed["store_rows"] = PresetValue(0, "one process would store features while the others wait")
+    return {name: value for name, value in changed.items() if name not in values}
 
 
 def device_type(values: dict) -> str:

@@ -1,6 +1,19 @@
 """
-The settings of a training run, from a recipe (a YAML file) and a command line to the two objects of a run; which
-settings there are, and the life of one, stands in `arguments.py`.
+The settings of a training run, from a recipe (a YAML file) and a command line to the two objects of a run.
+
+Each setting is decided once, by [`decide`], and this is the only place that states the order. The first of these that
+has a value for it wins:
+
+1. `command line`: an option.
+2. `recipe`: the YAML file.
+3. `head`: what `--head NAME` stands for (`head_presets.py`). Its `draft_config` is completed by the user's, whose
+   entries win.
+4. `machine`: what a processor or GPU cannot do (`presets.machine_settings`), and which preset is taken if none is
+   named.
+5. `preset`: `paper` or `cpu` (`presets.py`), except for what the settings above replace (`presets._SUPERSEDES`).
+6. The default of the field (`arguments.py`, or upstream's).
+
+The names are those of [`Setting.source`], which `dflash train --dry-run` prints for each setting.
 """
 
 import dataclasses
@@ -9,7 +22,7 @@ import json
 import os
 import re
 import typing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,12 +60,11 @@ HINTS = {**_SCRIPT_HINTS, **typing.get_type_hints(DFlashTrainingArguments)}
 @dataclass(frozen=True)
 class Setting:
     """
-    The value of a setting, and who decided it.
+    The value of a setting, and where it comes from.
 
     Args:
         value: Of the field's type.
-        source (`str`): `"command line"`, `"recipe"`, `"head"`, `"preset"`, `"machine"`, or `"rule"` for the choice of
-            a preset.
+        source (`str`): `"command line"`, `"recipe"`, `"head"`, `"machine"` or `"preset"`; see the top of this module.
         reason (`str`): The recipe's path, the head's or preset's name, or why.
     """
 
@@ -62,8 +74,8 @@ class Setting:
 
     @property
     def origin(self) -> str:
-        """Source and reason, for people."""
-        separator = ": " if self.source in ("machine", "rule") else " "
+        """Source and reason as text."""
+        separator = ": " if self.source == "machine" else " "
         return f"{self.source}{separator}{self.reason}" if self.reason else self.source
 
 
@@ -81,8 +93,7 @@ def read_recipe(
 
 def decide(path: str | Path | None, options: typing.Mapping[str, typing.Any] | None = None) -> dict[str, Setting]:
     """
-    The settings of a run. Each is decided once: by the command line, else by the recipe, else by the head, else by the
-    machine, else by the preset, else by the default of its field.
+    The settings of a run, each decided once, in the order that stands at the top of this module.
 
     Args:
         path (`str` or `Path`, *optional*): A YAML file of names and values.
@@ -90,19 +101,18 @@ def decide(path: str | Path | None, options: typing.Mapping[str, typing.Any] | N
             such as `peft_config.r` is an entry of a mapping.
 
     Returns:
-        `dict[str, Setting]`: By name, without those that have their default.
+        `dict[str, Setting]`: By name, without those that have the default of their field.
 
     Raises:
         `ValueError`: unknown names (suggests the nearest known ones, and names files of data that do not exist, too),
             a value of the wrong type, or not YAML.
         `OSError`: the file does not exist.
     """
-    # 1. What the recipe and the command line set, and where each was set.
+    # 1. What the recipe and the command line set.
+    options = options or {}
     values = {} if path is None else _read_yaml(Path(path))
-    settings = {name: Setting(None, "recipe", str(path)) for name in values}
-    for name, value in (options or {}).items():
+    for name, value in options.items():
         _set_entry(values, name.split("."), value)
-        settings[name.partition(".")[0]] = Setting(None, "command line")
     unknown = [name for name in values if name not in HINTS]
     if unknown:
         problems = [_describe_unknown_name(name, list(HINTS)) for name in unknown]
@@ -110,23 +120,32 @@ def decide(path: str | Path | None, options: typing.Mapping[str, typing.Any] | N
         raise ValueError(f"{' '.join(filter(None, problems))} `dflash train --keys` lists all settings.")
     values = _convert_values(values)
     check_settings_with_effect(values)
-    settings = {name: replace(setting, value=values[name]) for name, setting in settings.items()}
+    names_of_options = {name.partition(".")[0] for name in options}
+    settings = {}
+    for name, value in values.items():
+        if name in names_of_options:
+            settings[name] = Setting(value, "command line")
+        else:
+            settings[name] = Setting(value, "recipe", str(path))
 
-    # 2. What the head sets. Its loss comes before the preset's.
+    # 2. What the head sets.
     if values.get("head") is not None:
         _apply_head(settings)
-    values = {name: setting.value for name, setting in settings.items()}
 
-    # 3. What the preset sets, and the machine in its place.
+    # 3. The preset: as named, else that of the machine.
+    values = {name: setting.value for name, setting in settings.items()}
     if values.get("preset") is None:
         name, reason = default_preset(values)
-        settings = {"preset": Setting(name, "rule", reason), **settings}
-    name = settings["preset"].value
-    choices = preset_settings(name, values)
-    for other, choice in choices.items():
-        settings[other] = Setting(choice.value, "preset", f"{name}: {choice.reason}")
-    for other, choice in machine_settings(choices, values).items():
-        settings[other] = Setting(choice.value, "machine", choice.reason)
+        settings = {"preset": Setting(name, "machine", reason), **settings}
+    preset_name = settings["preset"].value
+
+    # 4. What the preset sets, and what the machine sets in its place.
+    of_preset = preset_settings(preset_name, values)
+    of_machine = machine_settings(of_preset, values)
+    for name, (value, reason) in of_preset.items():
+        settings[name] = Setting(value, "preset", f"{preset_name}: {reason}")
+    for name, (value, reason) in of_machine.items():
+        settings[name] = Setting(value, "machine", reason)
     return settings
 
 
@@ -147,14 +166,13 @@ def _apply_head(settings: dict[str, Setting]) -> None:
         settings.setdefault("loss_type", Setting(preset.loss_type, "head", name))
 
 
-def lines_of_choices(settings: dict[str, Setting]) -> list[str]:
-    """What a run says of the settings that nobody named: its preset, and what the machine changed of it."""
+def machine_lines(settings: dict[str, Setting]) -> list[str]:
+    """The lines of a run's log about settings that the machine has decided: the preset, and what differs from it."""
     lines = []
-    if settings["preset"].source == "rule":
-        lines.append(f"preset            {settings['preset'].value}: {settings['preset'].reason}")
     for name, setting in settings.items():
         if setting.source == "machine" and name != "use_cpu":
-            lines.append(f"{name:17} {json.dumps(setting.value)}: {setting.reason}")
+            value = setting.value if name == "preset" else json.dumps(setting.value)
+            lines.append(f"{name:17} {value}: {setting.reason}")
     return lines
 
 
@@ -186,8 +204,8 @@ def key_lines(word: str = "") -> list[str]:
     for field in sorted(fields, key=lambda field: field.name not in own_names):  # those of transformers last
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-        choices = tuple(head_presets()) if field.name == "head" else ()
-        lines.append(f"{field.name}={default}  {help_of(field, HINTS[field.name], choices=choices)}".rstrip())
+        allowed = tuple(head_presets()) if field.name == "head" else ()
+        lines.append(f"{field.name}={default}  {help_of(field, HINTS[field.name], allowed=allowed)}".rstrip())
     return [line for line in lines if word.lower() in line.lower()] or [f"No setting contains {word!r}."]
 
 

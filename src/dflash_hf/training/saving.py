@@ -37,8 +37,8 @@ def save(trainer: DFlashTrainer, adapted: bool) -> None:
 
 def save_with_shared_head(folder: Path, say) -> None:
     """
-    Replace the drafter of a folder, whose vocabulary is reduced, by the same one with the target's head. Its rows of
-    that head were not trained, so it drafts the same tokens, and rarely one of the others.
+    Replace the drafter of a folder, whose vocabulary is reduced, by the same one with the target's head. Training did
+    not change its rows of that head, so it drafts the same tokens, and rarely one of the others.
     """
     with without_bars():
         draft = DFlashDraftModel.from_pretrained(folder)

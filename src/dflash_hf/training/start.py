@@ -1,11 +1,9 @@
 """
-How a drafter starts: from layers of its target, with a reduced vocabulary, or with a head or another part added to a
-trained drafter.
+How a drafter starts: from layers of its target, or with a head or another part added to a trained drafter.
 
 A drafter with random weights spends most of a short run on learning what the target knows: what its features mean, and
 how a state becomes a token. Layers of the target, its final norm, and one of its features passed on unchanged are a
-better start. A small drafter spends most of its time in the target's head; restricted to the few thousand tokens that
-the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14856).
+better start.
 """
 
 import math
@@ -23,10 +21,15 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.feature_manifest import FeatureManifest
 
 
-MAX_DRAFT_VOCABULARY = 8192  # of -1, in tokens
+# A reduced vocabulary restricts the head, which is most of the time of a small drafter, to the tokens that the target
+# generates in practice (FR-Spec, arXiv 2502.14856).
+MAX_DRAFT_VOCABULARY = 8192  # tokens that `draft_vocab_size=-1` chooses at most
+# Heaps' law: text of `n` tokens has about `factor * sqrt(n)` distinct ones.
+_HEAPS_FACTOR = 16
+_SIZE_STEP = 1024  # sizes are multiples of it, for the matrix products of the head
 
 
 def make_draft(script: ScriptArguments, target, encoder, say):
@@ -73,11 +76,13 @@ def vocabulary_size(script: ScriptArguments, counts: torch.LongTensor, vocab_siz
     """
     if script.draft_vocab_size != -1:
         return script.draft_vocab_size
-    size = 1024 * math.ceil(16 * math.sqrt(int(counts.sum())) / 1024)
+    distinct_tokens = _HEAPS_FACTOR * math.sqrt(int(counts.sum()))
+    size = _SIZE_STEP * math.ceil(distinct_tokens / _SIZE_STEP)
     size = min(size, MAX_DRAFT_VOCABULARY)
     return size if size < vocab_size / 2 else None
 
 
+@torch.no_grad()
 def _load_trained_draft(script: ScriptArguments, say):
     """The trained drafter that a run starts from, with the parts that its `draft_config` adds."""
     name = script.draft
@@ -166,7 +171,7 @@ def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
         for name, module in draft_layer.named_modules():
             if name in target_modules and _copy_weight(module, target_modules[name]):
                 initialized.append(f"layers.{number}.{name}.weight")
-        _scale_head_norms(draft_layer, target_modules)
+        _initialize_query_key_norms(draft_layer, target_modules)
     if not initialized:
         raise ValueError(
             f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and shape of a "
@@ -176,6 +181,7 @@ def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
     if final is not None and _copy_weight(draft.norm, final):
         initialized.append("norm.weight")
     if config.target_hidden_size == config.hidden_size:
+        # The feature nearest below the first layer is its input in the target; the last feature if there is none.
         below = [i for i, layer in enumerate(config.target_layer_ids) if layer < layers[0]]
         feature = max(below, key=lambda i: config.target_layer_ids[i], default=len(config.target_layer_ids) - 1)
         draft.fc.weight.zero_()
@@ -200,9 +206,9 @@ def with_parts(draft, fields: dict):
     Raises:
         `ValueError`: any other field, or a part that it already has in another size.
     """
-    of_other_heads = head_fields().keys() - draft.config.token_head_class.fields
+    fields_of_other_heads = head_fields().keys() - draft.config.token_head_class.fields
     for key, value in fields.items():
-        present_value = None if key in of_other_heads else getattr(draft.config, key, None)
+        present_value = None if key in fields_of_other_heads else getattr(draft.config, key, None)
         reason = None
         if key not in part_keys():
             reason = "is not a part that can be added"
@@ -221,8 +227,10 @@ def with_parts(draft, fields: dict):
 
 def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
     """
-    Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1), and say whether
-    it fitted.
+    Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1).
+
+    Returns:
+        `bool`: Whether it fits, and was copied.
     """
     if isinstance(draft_module, nn.Linear) and isinstance(target_module, nn.Linear):
         weight = target_module.weight
@@ -236,10 +244,11 @@ def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
     return True
 
 
-def _scale_head_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
+def _initialize_query_key_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
     """
-    A target without query and key norms uses their raw lengths; the drafter's norms get the length that states with
-    independent channels would have.
+    Initialise the drafter's query and key norms for a target that has none. A norm fixes the root mean square (RMS) of
+    each query and key, so its weight becomes their expected RMS in the target: that of inputs whose channels are
+    independent, with the variance that the input norm's weight gives them.
     """
     if "self_attn.q_norm" in target_modules or "self_attn.q_proj" not in target_modules:
         return

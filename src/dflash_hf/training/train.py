@@ -32,12 +32,11 @@ from dflash_hf.training.callbacks import (
     BarOnlyCallback,
     LogLinesCallback,
     StepCountCallback,
-    TimeBudgetSchedule,
     duration,
 )
 from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
+from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.features import (
-    FeatureManifest,
     StoredFeatures,
     check_stored,
     drop_layers,
@@ -50,13 +49,14 @@ from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
 from dflash_hf.training.start import make_draft, mask_token_of, vocabulary_size
+from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 _METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 # Of the time limit, the share reserved for evaluating held-out rows at the end.
-_HELD_OUT_SHARE = 0.03
+_EVALUATION_TIME_SHARE = 0.03
 # Seconds reserved for saving: a constant, and a part that grows with the parameters.
 _SAVING_SECONDS = 2.0
 _SAVING_SECONDS_PER_PARAMETER = 4e-8
@@ -65,7 +65,7 @@ _SAVING_SECONDS_PER_PARAMETER = 4e-8
 @dataclass(frozen=True)
 class Run:
     """
-    What is known of a run before anything is loaded; all of it is checked.
+    What is decided of a run before anything is loaded; all of it is checked.
 
     Args:
         script (`ScriptArguments`): Target, drafter and data.
@@ -76,7 +76,7 @@ class Run:
         target_config (`dict`): The target's configuration.
         say (`Callable`): Prints a line about what the run does; only in the first process.
         warn (`Callable`): Prints a line about what it does otherwise than one might expect; likewise.
-        start_time (`float`): When it began, by the clock of [`TimeBudgetSchedule`], whose limit covers all of it.
+        start_time (`float`): When it began, by the clock of [`TimeBudget`], whose limit covers all of it.
     """
 
     script: ScriptArguments
@@ -128,7 +128,7 @@ class TrainingData:
         return self.eval_rows if self.held_out is None else self.held_out
 
 
-def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=(), choices=()):
+def train(script: ScriptArguments, training: dict, echo=lambda line: None, callbacks=(), machine_lines=()):
     """
     Train a drafter, and save it to its `output_dir`.
 
@@ -136,15 +136,15 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
         script, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
-        choices (`Sequence[str]`): Lines about settings that the user did not name; printed after all settings are
-            checked.
+        machine_lines (`Sequence[str]`): From [`~dflash_hf.training.recipe.machine_lines`]; printed after all settings
+            are checked.
 
     Returns:
         `DFlashTrainer`: After training.
     """
     # 1. Whatever can be checked before a model is loaded is checked first.
     run = _check_settings(script, training, echo)
-    for line in choices:
+    for line in machine_lines:
         run.say(line)
     sources = _load_sources(run)
 
@@ -163,7 +163,7 @@ def train(script: ScriptArguments, training: dict, echo=lambda line: None, callb
 
 def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
     """The run of some settings, see [`check_run`] and [`checkpoint_to_resume`]."""
-    start_time = TimeBudgetSchedule.clock()
+    start_time = TimeBudget.clock()
     folder = Path(training["output_dir"]).expanduser()  # as transformers does
     resume = training.get("resume_from_checkpoint")
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
@@ -177,14 +177,14 @@ def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
         is_new=not resume,
         checkpoint=checkpoint,
         target_config=target_config,
-        say=echo if is_first else _say_nothing,
-        warn=note if is_first else _say_nothing,
+        say=echo if is_first else _ignore,
+        warn=note if is_first else _ignore,
         start_time=start_time,
     )
 
 
-def _say_nothing(line: str) -> None:
-    """In place of the printers of the first process, in the others."""
+def _ignore(line: str) -> None:
+    """Print nothing, in all processes but the first."""
 
 
 def _load_sources(run: Run) -> Sources:
@@ -259,7 +259,7 @@ def _prepare_data(run: Run, sources: Sources, encoder: RowEncoder) -> TrainingDa
         rows = open_features(script.features)
         eval_rows = open_features(script.eval_features) if script.eval_features else None
     # Rows are held out unless the user names evaluation data.
-    if script.evaluates:
+    if script.has_eval_data:
         count = 0
         seed = run.args.seed
     else:
@@ -333,7 +333,7 @@ def _make_trainer(run: Run, draft, target, encoder: RowEncoder, data: TrainingDa
         model, target, run.args, data.rows, data.rows_to_evaluate, collator, card_facts=data.card_facts
     )
     _add_callbacks(trainer, callbacks, run)
-    if run.checkpoint:
+    if run.checkpoint:  # as `trainer.train` does, but before features are stored, which may take hours
         check_same_drafter(Path(run.checkpoint), draft)
     return trainer
 
@@ -370,19 +370,19 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         # 3. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
         if run.checkpoint:
             run.say(f"resuming from {run.checkpoint}")
-        seconds_before = TimeBudgetSchedule.clock() - run.start_time
-        trainer.reserved_seconds = seconds_before + _seconds_after(run, draft, data)
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        seconds_before = TimeBudget.clock() - run.start_time
+        reserved_seconds = seconds_before + _seconds_after(run, draft, data)
+        trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
         # 4. What it was not trained on, and the drafter.
         if data.held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
         save(trainer, adapted=bool(run.script.peft_config))
         if _shares_head(run, draft) and run.is_first:
             save_with_shared_head(run.folder, run.say)
-    if writes:
+    if writes:  # the trainer can still read the shards, which are open: the disk is freed at the end of the process
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
-    total_time = duration(TimeBudgetSchedule.clock() - run.start_time)
+    total_time = duration(TimeBudget.clock() - run.start_time)
     run.say(f"trained           {trainer.state.global_step:,} steps, {total_time} in all: {passes}")
 
 
@@ -390,7 +390,7 @@ def _seconds_after(run: Run, draft, data: TrainingData) -> float:
     """The time that is reserved, of a time limit, for what follows the last step."""
     seconds = _SAVING_SECONDS + _SAVING_SECONDS_PER_PARAMETER * draft.num_parameters()
     if data.held_out is not None:
-        seconds += _HELD_OUT_SHARE * 60 * (run.args.max_minutes or 0)
+        seconds += _EVALUATION_TIME_SHARE * 60 * (run.args.max_minutes or 0)
     return seconds
 
 
@@ -418,7 +418,7 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
         `dict`: The target's configuration.
 
     Raises:
-        `ValueError`: the output cannot be written, or a name, the evaluation or an adapter are wrong.
+        `ValueError`: the output cannot be written, or a name, the evaluation or an adapter is wrong.
         `OSError`: a model or a file does not exist.
     """
     folder = Path(args.output_dir)
@@ -429,7 +429,7 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
     except OSError as error:
         raise ValueError(f"output_dir={folder} cannot be written: {error.strerror or error}.") from error
     metric = args.metric_for_best_model
-    if args.eval_strategy != "no" and not script.evaluates:
+    if args.eval_strategy != "no" and not script.has_eval_data:
         raise ValueError(
             f"eval_strategy={args.eval_strategy.value} has nothing to evaluate on: name eval_data, eval_split or "
             "eval_features, or leave it out."
@@ -453,7 +453,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
     Args:
         folder (`Path`): Its `output_dir`.
-        resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
+        resume (`str`, *optional*): `"auto"`, the folder's last complete checkpoint if there is one; or a checkpoint.
         overwrite (`bool`): Start over in a folder that has been used.
 
     Raises:

@@ -1,5 +1,6 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target next to the model."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +21,14 @@ from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_for
 from dflash_hf.targets.logits import check_logits
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.block_attention import groups_as_masks
-from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback, TimeBudgetSchedule
+from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.rows import lengths_of, validate_and_count
+from dflash_hf.training.time_budget import TimeBudget, TimeBudgetCallback, TimeBudgetScheduler
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -35,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 # Arguments of upstream's Trainer that this one would ignore.
-_REFUSED = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
+_UNSUPPORTED_KWARGS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
 
 
 class NotFiniteError(DetailedError):
@@ -86,7 +88,7 @@ class DFlashTrainer(AtomicTrainer):
         card_facts: dict | None = None,
         **kwargs,
     ):
-        # 1. Whatever is wrong is said before upstream's trainer exists.
+        # 1. Validate everything before upstream's trainer exists.
         if args is None:
             args = DFlashTrainingArguments(output_dir="dflash_draft")
         model, target = load_for_training(model, target)
@@ -94,11 +96,18 @@ class DFlashTrainer(AtomicTrainer):
         check_fit(model.config, target)
         check_datasets(train_dataset, eval_dataset, args, model.config, target)
 
-        # 2. The drafter: what of it is trained, in which dtype, on texts of which length.
-        self.draft = model.get_base_model() if is_adapted(model) else model
-        prepare_draft(self.draft, args, is_adapted(model))
+        # 2. The drafter: the dtype of its weights, which of them are trained, and on sequences of which length.
+        adapted = is_adapted(model)
+        self.draft = model.get_base_model() if adapted else model
+        self.draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
+        to_training_dtype(self.draft, args)
+        choose_trained_parameters(self.draft, args, adapted)
         if not args.head_only:
             note_trained_length(self.draft.config, train_dataset)
+        if self.draft.config.has_token_head and not adapted and args.ddp_find_unused_parameters is None:
+            # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
+            args = copy.copy(args)  # the caller may use them for a drafter without a head
+            args.ddp_find_unused_parameters = False
 
         # 3. Upstream's trainer, which places the drafter and knows how processes share it.
         collator = default_collator(target) if data_collator is None else data_collator
@@ -107,18 +116,19 @@ class DFlashTrainer(AtomicTrainer):
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
 
-        # 4. The target beside it, frozen, and the loss of the two. The trainer owns both.
+        # 4. The target beside it, frozen, and the loss of the two. The trainer owns both. The objective reads the
+        # arguments and the drafter on the device where upstream's trainer has placed it, so it comes after 2 and 3.
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
-        self.objective = self.objective_class(self.draft, target, args, self.reader())
+        self.objective = self.make_objective()
 
-        # 5. What is counted, and told.
+        # 5. Metrics and log lines.
         self.card_facts = dict(card_facts or {})
         self.statistics = Statistics.zeros(args.device)  # since the last line of the log
         self.eval_statistics = Statistics.zeros(args.device)
-        self.time_schedule: TimeBudgetSchedule | None = None  # of `max_minutes`
-        self.reserved_seconds = 0.0  # part of it reserved for work before and after training
+        self.time_budget: TimeBudget | None = None  # during a run with `max_minutes`
+        self._reserved_seconds = 0.0  # see `train`
         self.add_callback(StepCountCallback())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEndedProgressCallback())
@@ -151,34 +161,30 @@ class DFlashTrainer(AtomicTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
-        self.time_schedule = None  # an earlier run may have had a time limit
-        self.remove_callback(TimeBudgetSchedule)
+        self.time_budget = None  # an earlier run may have had a time limit
+        self.remove_callback(TimeBudgetCallback)
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         seconds = 60 * self.args.max_minutes
-        self.time_schedule = TimeBudgetSchedule(
-            max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps
-        )
-        self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.time_schedule)
+        seconds_left = max(seconds - self._reserved_seconds, 0.01 * seconds)
+        self.time_budget = TimeBudget(seconds_left, self.args.warmup_steps)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler: LambdaLR = TimeBudgetScheduler(optimizer, self.time_budget)
         self._created_lr_scheduler = True  # another call of `train` has its own time
-        self.add_callback(self.time_schedule)
+        self.add_callback(TimeBudgetCallback(self.time_budget))
         return self.lr_scheduler
 
-    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
-        if self.time_schedule is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        # The scheduler restores all of a `TimeBudgetSchedule`: the time spent is the checkpoint's, the limit is ours.
-        seconds = self.time_schedule.seconds
-        warmup = self.time_schedule.warmup
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.time_schedule.seconds = seconds
-        self.time_schedule.warmup = warmup
+    def make_objective(self) -> Objective:
+        """
+        The objective of the arguments and the drafter as they are now. It is made at construction, so that its errors
+        are raised there and `evaluate` has one, and again by each `train`, since either may have changed in between.
+        """
+        return self.objective_class(self.draft, self.target, self.args, self.make_target_reader())
 
-    def reader(self) -> Callable[[dict], TargetOutput]:
-        """What reads the target's output for a batch: a forward of the target, as far as needed, or the disk."""
-        whole = not any(parameter.is_meta for parameter in self.target.parameters())
-        if self.args.has_teacher and whole:  # stored states were checked when they were stored
+    def make_target_reader(self) -> Callable[[dict], TargetOutput]:
+        """Maps a batch to the target's output: by a forward of the target, as far as needed, or from disk."""
+        has_all_weights = not any(parameter.is_meta for parameter in self.target.parameters())
+        if self.args.has_teacher and has_all_weights:  # stored states were checked when they were stored
             check_logits(self.target)
         return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args, self.data_collator)
 
@@ -205,8 +211,8 @@ class DFlashTrainer(AtomicTrainer):
     @property
     def progress(self) -> float:
         """Share of the run that is done."""
-        if self.time_schedule is not None:
-            return self.time_schedule.done
+        if self.time_budget is not None:
+            return self.time_budget.done
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -214,8 +220,8 @@ class DFlashTrainer(AtomicTrainer):
         Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all
         micro-batches and ranks, so that the result does not depend on how the batch is split.
         """
-        if 0 < self.state.max_steps <= self.state.global_step:  # upstream would train a complete run a step more
-            return [], None
+        if 0 < self.state.max_steps <= self.state.global_step:
+            return [], None  # upstream would run one step too many when it resumes a finished run
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             rows = self.train_dataset
@@ -316,8 +322,15 @@ class DFlashTrainer(AtomicTrainer):
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return self.state.global_step if best is None else best
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As upstream, from a whole checkpoint of this drafter; `True` is the last whole checkpoint."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, reserved_seconds: float = 0.0, **kwargs):
+        """
+        As upstream, from a complete checkpoint of this drafter.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint; `True` is the last complete one.
+            reserved_seconds (`float`): Part of `max_minutes` for work before and after training, such as loading.
+            args, kwargs: As upstream.
+        """
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             check_same_drafter(checkpoint, self.draft)
@@ -329,12 +342,13 @@ class DFlashTrainer(AtomicTrainer):
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
         self.statistics = Statistics.zeros(self.args.device)  # an earlier run may have ended in NaN
-        self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
+        self.objective = self.make_objective()
+        self._reserved_seconds = reserved_seconds
         with groups_as_masks(self.draft.config):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     def push_to_hub(self, *args, **kwargs):
-        """Refused: upstream's card knows nothing of a drafter."""
+        """Not supported: upstream's card says nothing about a drafter."""
         raise ValueError(
             "A drafter is published by `dflash publish FOLDER REPO --base-model TARGET`, with its card and report, or "
             "by `draft.push_to_hub(REPO)`, without them."
@@ -368,9 +382,9 @@ def check_datasets(train_dataset, eval_dataset, args, draft_config, target) -> N
 
     Args:
         train_dataset, eval_dataset: As those of [`DFlashTrainer`], or `None`.
-        args (`DFlashTrainingArguments`): Whose loss says what stored features must hold.
-        draft_config (`DFlashDraftConfig`): Whose `target_layer_ids` stored features must have.
-        target (`PreTrainedModel`): Of whose weights they must be.
+        args (`DFlashTrainingArguments`): Its loss decides what stored features must hold.
+        draft_config (`DFlashDraftConfig`): Stored features must have its `target_layer_ids`.
+        target (`PreTrainedModel`): Stored features must be those of its weights.
 
     Raises:
         `ValueError`: rows cannot be trained on, or stored features, whose rows were checked when they were stored,
@@ -390,7 +404,7 @@ def check_datasets(train_dataset, eval_dataset, args, draft_config, target) -> N
 
 
 def note_trained_length(draft_config, train_dataset) -> None:
-    """Write into a drafter's configuration, if it has the field, the length of the longest text that it has seen."""
+    """Write the length of the longest row that a drafter has seen into its configuration, if it has the field."""
     trained_length = draft_config.trained_length
     if trained_length is not None and train_dataset is not None and has_rows(train_dataset):
         draft_config.trained_length = max(trained_length, longest_row(train_dataset))
@@ -415,7 +429,7 @@ def check_arguments(args, train_dataset, kwargs: dict) -> None:
     """
     if not isinstance(args, DFlashTrainingArguments):
         raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
-    for name in _REFUSED:
+    for name in _UNSUPPORTED_KWARGS:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} does not apply to DFlashTrainer, which is given the drafter as `model` and has its own loss "
@@ -433,48 +447,60 @@ def check_arguments(args, train_dataset, kwargs: dict) -> None:
         )
 
 
-def prepare_draft(draft, args, adapted: bool) -> None:
+def to_training_dtype(draft, args) -> None:
+    """Convert a drafter in half precision to fp32 if it is trained in mixed precision, which needs fp32 weights."""
+    if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
+        logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
+        draft.float()
+
+
+def choose_trained_parameters(draft, args, adapted: bool) -> None:
     """
-    Choose which parameters of a drafter are trained, in which dtype.
+    Set `requires_grad` of a drafter's parameters by `args.head_only`, and warn of a token head that is not trained.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter, without an adapter.
+        args (`DFlashTrainingArguments`): The run's.
+        adapted (`bool`): Whether an adapter on it is trained.
 
     Raises:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
     config = draft.config
     head = config.token_head_class
-    draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
-    if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
-        logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
-        draft.float()
     if head.needs_teacher(config) and not args.has_teacher:
         logger.warning(
             f"Part of the {head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark or kl."
         )
     with torch.device("meta"):
-        modules = head.build_modules(config)
+        module_names = set(head.build_modules(config))
     if args.head_only:
-        if not modules or adapted:
+        if not module_names or adapted:
             raise ValueError(
                 "head_only=True trains the head of a drafter, and no adapter: set the fields of a head, such as "
                 "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
                 "16}), and leave out peft_config."
             )
         draft.requires_grad_(False)
-        for name in modules:
+        for name in module_names:
             getattr(draft, name).requires_grad_(True)
-    elif modules and adapted:
+    elif module_names and adapted:
         logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
-    elif modules:
-        parameters = draft.named_parameters()
-        trained = {name.split(".")[0] for name, parameter in parameters if parameter.requires_grad}
-        if trained and trained <= modules.keys():
-            raise ValueError(
-                "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
-                "`model.requires_grad_(True)`, or set head_only=True again."
-            )
-    if config.has_token_head and not adapted and args.ddp_find_unused_parameters is None:
-        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
-        args.ddp_find_unused_parameters = False
+    elif module_names:
+        _check_more_than_head_is_trained(draft, module_names)
     if config.has_own_lm_head:
-        draft.lm_head.requires_grad_(False)  # rows of the target's
+        draft.lm_head.requires_grad_(False)  # its rows are those of the target's head
+
+
+def _check_more_than_head_is_trained(draft, head_modules: set[str]) -> None:
+    """
+    Raises:
+        `ValueError`: an earlier run with `head_only` has left everything but the head's modules frozen.
+    """
+    trained = {name.split(".")[0] for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    if trained and trained <= head_modules:
+        raise ValueError(
+            "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
+            "`model.requires_grad_(True)`, or set head_only=True again."
+        )

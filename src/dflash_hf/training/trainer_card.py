@@ -48,6 +48,6 @@ def training_facts(arguments) -> dict:
     """The training arguments that the card lists, if they are set."""
     absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
-    names = [name for name in arguments.on_card if name not in unused]
+    names = [name for name in arguments.fields_on_model_card if name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
     return {name: values[name] for name in (*names, *_UPSTREAM_ARGUMENTS) if values[name] not in absent}

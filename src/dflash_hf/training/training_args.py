@@ -10,13 +10,13 @@ from dflash_hf.training.arguments import DFlashOptions, check_values
 
 
 # Arguments of transformers that must stay off, and what they would do.
-_OFF = {
+_UNSUPPORTED_ARGUMENTS = {
     "remove_unused_columns": "would drop `input_ids` and `loss_mask`, which the drafter's forward does not take",
     "logging_nan_inf_filter": "hides losses that are not finite, at which training stops",
     "label_smoothing_factor": "is not part of this loss",
     "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
     "bf16_full_eval": "rounds the drafter's weights for good; bf16=True evaluates with autocast",
-    "push_to_hub": "uploads a card that knows nothing of a drafter; `dflash publish` uploads the finished drafter",
+    "push_to_hub": "uploads a card that says nothing about a drafter; `dflash publish` uploads the finished drafter",
     "fp16_full_eval": "rounds the drafter's weights for good; fp16=True evaluates with autocast",
 }
 
@@ -50,7 +50,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
     """
 
     # The arguments that a model card lists if they are set.
-    on_card = (
+    fields_on_model_card = (
         "learning_rate",
         "lr_scheduler_type",
         "warmup_steps",
@@ -65,7 +65,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
 
     @property
     def weighting(self) -> str:
-        """What weighs the slots: `"dpace"`, `"auf"`, or else `"decay"`."""
+        """How the tokens of a block are weighed: `"dpace"`, `"auf"`, or else `"decay"`."""
         name = self.loss_type.partition("_")[0]
         return name if name in ("dpace", "auf") else "decay"
 
@@ -76,7 +76,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
 
     @property
     def loss_kind(self) -> str:
-        """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
+        """How a token is compared, a key of `dflash_hf.training.losses.LOSS_TERMS`."""
         kind = self.loss_type.rpartition("_")[2]
         return "ce" if kind == self.weighting else kind
 
@@ -110,6 +110,6 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
             )
-        for name, effect in _OFF.items():
+        for name, effect in _UNSUPPORTED_ARGUMENTS.items():
             if getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} {effect}; leave it out.")

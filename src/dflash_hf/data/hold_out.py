@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 
-MIN_CONVERSATIONS = 20  # of fewer, none is held out
-MAX_HELD_OUT = 256  # with 16 blocks of each row, tau is known to about a hundredth; more are only missing in training
+MIN_CONVERSATIONS = 20  # if there are fewer, none is held out
+MAX_HELD_OUT = 256  # enough to measure tau to about a hundredth, with 16 blocks of each row
 
 
 def conversation_key(ids: np.ndarray, mask: np.ndarray, images: Sequence[str] = ()) -> int:
