@@ -228,7 +228,7 @@ def bare_system(monkeypatch):
 def test_command_prints_json_alone(line, world, bare_system, run, monkeypatch):
     """With `--json`, standard output holds only the result; the inputs stay as they were (see `world`)."""
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: world / "target")
-    monkeypatch.setattr("dflash_hf.data.distinct._CHARS", range(1, 1000))  # a random target writes few
+    monkeypatch.setattr("dflash_hf.data.distinct._PROMPT_CHARACTERS", range(1, 1000))  # a random target writes few
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\n"))
     code, out, err = run(line, "--json")
     assert code == WORKS[line], err
