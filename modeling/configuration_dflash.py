@@ -356,6 +356,20 @@ def _has_default(config: DFlashDraftConfig, field: str) -> bool:
     return getattr(config, field) == default
 
 
+class _NestedForm(dict):
+    """What `config.dflash_config` returns: a dictionary of the moment, so that an item set in it would be lost."""
+
+    def __setitem__(self, key, value):
+        raise TypeError(
+            f"dflash_config[{key!r}] = {value!r} would not change the configuration: set its field, such as "
+            "`config.block_size`, or assign other keys: `config.dflash_config = {**config.dflash_config, key: value}`."
+        )
+
+    def __reduce__(self):
+        """Copies and pickles are dictionaries."""
+        return dict, (dict(self),)
+
+
 def _nested_form(config: DFlashDraftConfig) -> dict:
     """
     `config.dflash_config`: a new dictionary at each access, complete even if no file was read, since SGLang uses the
@@ -371,7 +385,7 @@ def _nested_form(config: DFlashDraftConfig) -> dict:
             nested[key.nested_name] = getattr(config, key.field)
     if "causal_head" in nested:  # JetSpec's name of `is_causal`
         nested["causal_head"] = bool(config.is_causal)
-    return nested | config.token_head_class.extra_nested_keys(config)
+    return _NestedForm(nested | config.token_head_class.extra_nested_keys(config))
 
 
 def _set_nested_form(config: DFlashDraftConfig, nested: dict | None) -> None:

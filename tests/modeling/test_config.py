@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -70,7 +71,15 @@ def test_reading_nested_keys_changes_nothing():
     config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
     config.output_multiplier = 2.0
     before = copy.deepcopy(vars(config))
-    config.dflash_config["loss"] = "ce"
+    with pytest.raises(TypeError, match=r"config.dflash_config = \{\*\*config.dflash_config, key: value\}"):
+        config.dflash_config["loss"] = "ce"
+    for copied in (
+        config.dflash_config,
+        copy.deepcopy(config.dflash_config),
+        pickle.loads(pickle.dumps(config.dflash_config)),
+    ):
+        assert isinstance(copied, dict) and copied["loss"] == "kl"
+    copied["loss"] = "ce"  # a copy is a dictionary of its own
     config.to_dict()
     assert config.dflash_config["output_multiplier"] == 2.0 and config.dflash_config["loss"] == "kl"
     assert vars(config) == before

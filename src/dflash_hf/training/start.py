@@ -41,7 +41,7 @@ def make_draft(script: ScriptArguments, target, encoder, say):
         draft = _load_trained_draft(script, say)
     else:
         draft = _make_fresh_draft(script, target, encoder.mask_token_id, say)
-    dflash_config = draft.config.dflash_config
+    dflash_config = dict(draft.config.dflash_config)
     kwargs = encoder.chat_template_kwargs
     if kwargs or dflash_config.get("chat_template_kwargs") is not None:
         dflash_config["chat_template_kwargs"] = kwargs
