@@ -328,9 +328,6 @@ def unnamed(path: Path) -> list[str]:
 
 
 PACKAGE = sorted(SOURCE.rglob("*.py"))
-# Where statements are still folded and variables have no names.
-FOLDED = {SOURCE / "decoding" / f"{name}.py" for name in ("adaptive", "copies", "costs", "reliability", "sizes")}
-READABLE = [path for path in PACKAGE if path not in FOLDED]
 RULES = {
     undeclared: LIBRARY,
     foreign: REMOTE_CODE,
@@ -342,8 +339,8 @@ RULES = {
     other_wings: [path for path in PACKAGE if path != SOURCE / "cli.py"],
     above_ground: [path for path in PACKAGE if path.parent.name in SHARED_FOLDERS],
     other_tests: EVERYTHING,
-    folded: READABLE,
-    unnamed: READABLE,
+    folded: PACKAGE,
+    unnamed: PACKAGE,
 }
 
 

@@ -1,0 +1,97 @@
+"""How many tokens of a draft the target should accept: the drafter's probabilities, calibrated by what it accepted."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.trees import Tree
+
+
+class AcceptanceCalibration:
+    """
+    How often the target accepts a token to which the drafter gives a certain probability, if it accepted the tokens
+    before: a histogram of outcomes over ten equal ranges of probability (histogram binning, Zadrozny & Elkan 2001).
+    """
+
+    BINS = 10
+    PRIOR = 4.0  # outcomes that the drafter's own probability is worth
+
+    def __init__(self):
+        self.observed = [0] * self.BINS
+        self.accepted = [0] * self.BINS
+
+    def _bin(self, probability: float) -> int:
+        return min(int(probability * self.BINS), self.BINS - 1)
+
+    def record(self, probability: float, accepted: bool) -> None:
+        """Add an outcome."""
+        place = self._bin(probability)
+        self.observed[place] += 1
+        self.accepted[place] += accepted
+
+    def __call__(self, probability: float) -> float:
+        """The chance that such a token is accepted."""
+        place = self._bin(probability)
+        return (self.accepted[place] + self.PRIOR * probability) / (self.observed[place] + self.PRIOR)
+
+
+def node_probabilities(tree: Tree) -> list[list[float]]:
+    """`[R][n]`, the drafter's probability of each node given its parent."""
+    return (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
+
+
+def expected_accepted(
+    tree: Tree, probabilities: list[list[float]], alive: list[bool], left: int, calibration: AcceptanceCalibration
+) -> list[float]:
+    """
+    Tokens that verifying the first 0, 1, ... nodes of a tree should add, over all rows: the sum of the chances that
+    the target accepts the path to each of them.
+
+    Args:
+        tree (`Tree`): `n` nodes, the anchor included, the likeliest first.
+        probabilities (`list[list[float]]`): `[R][n]`, the drafter's, of each node given its parent.
+        alive (`list[bool]`): Rows that have not ended.
+        left (`int`): Maximum number of tokens that any of them may still generate.
+        calibration (`AcceptanceCalibration`): Of the drafter.
+
+    Returns:
+        `list[float]` `[n]`.
+    """
+    depths = tree.depths.tolist()
+    parents = tree.parents.tolist()
+    nodes = len(depths[0])
+    node_chances = [0.0] * nodes
+    for row, is_alive in enumerate(alive):
+        if not is_alive:
+            continue
+        path_chances = [1.0] * nodes
+        for node in range(1, nodes):
+            path_chances[node] = path_chances[parents[row][node]] * calibration(probabilities[row][node])
+            if depths[row][node] < left:
+                node_chances[node] += path_chances[node]
+    return list(accumulate(node_chances))
+
+
+def outcomes(
+    tree: Tree, probabilities: list[list[float]], acceptance: Acceptance, alive: list[bool]
+) -> Iterator[tuple[float, bool]]:
+    """
+    What a round says about the drafter: the nodes whose parents were accepted. The last token of a row that ended
+    says nothing about those after it.
+
+    Args:
+        tree (`Tree`): What was verified.
+        probabilities (`list[list[float]]`): As in [`expected_accepted`].
+        acceptance (`Acceptance`): What was accepted.
+        alive (`list[bool]`): Rows that go on.
+
+    Yields:
+        The probability of a node, and whether it was accepted.
+    """
+    parents = tree.parents.tolist()
+    for row, count in enumerate(acceptance.counts):
+        path = list(range(count)) if acceptance.path is None else acceptance.path[row, :count].tolist()
+        extended = path if alive[row] else path[:-1]
+        for node in range(1, len(parents[row])):
+            if parents[row][node] in extended:
+                yield probabilities[row][node], node in path
