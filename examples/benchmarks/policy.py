@@ -386,6 +386,7 @@ TRIALS = {
 CONSTANTS = [
     (calibration.AcceptanceCalibration, "BINS", (5,)),
     (calibration.AcceptanceCalibration, "PRIOR", (16.0,)),
+    (calibration.AcceptanceCalibration, "MEMORY", (100, 10**9)),
     (adaptive.DraftStatistics, "ASSUMED_TOKENS", (1.2, 2.5)),
     (adaptive.DraftStatistics, "ASSUMED_ROUNDS", (8,)),
     (adaptive.DraftStatistics, "MEMORY", (0.8,)),
@@ -395,10 +396,10 @@ CONSTANTS = [
     (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", ((15, 512, 15),)),
     (latency.LatencyModel, "ENOUGH", (1, 8)),
     (latency.LatencyModel, "SAMPLES", (8,)),
-    (latency.LatencyModel, "CPU", ((0.05, 0.02), (0.2, 0.1))),
+    (latency.LatencyModel, "CPU", ((0.1, 0.05), (0.2, 0.1))),
     (latency.LatencyModel, "ACCELERATOR", ((0.1, 0.05), (0.0, 0.0))),
     (prompt_lookup.PromptLookup, "NGRAM", (3,)),
-    (prompt_lookup.PromptLookup, "MOST", (0, 8)),
+    (prompt_lookup.PromptLookup, "MAX_TOKENS", (0, 8)),
 ]
 OF_CONSTANTS = ("chat, T = 0", "code, T = 1", "rewriting, T = 0", "random drafter")
 

@@ -108,15 +108,16 @@ class AdaptiveLength(DraftPolicy):
     """
 
     LOOKUP_ROWS = 4  # with more, one of them seldom repeats itself: a batch is as fast as its slowest row
-    # Nodes that a tree has at most, in one row and in all; and in one row, however many there are.
+    # Maximum nodes of a tree in one row and in the whole batch; the least that a row may have, however many there are.
     CPU_LIMITS = (16, 32, 2)
     ACCELERATOR_LIMITS = (64, 512, 15)
 
     def __init__(self, call: GenerateCall, drafter: Drafter):
         super().__init__(call, drafter)
         device = call.target.device
-        of_one, of_all, least = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
-        self.max_nodes = max(min(of_one, of_all // call.rows), least)
+        limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
+        per_row, per_batch, at_least = limits
+        self.max_nodes = max(min(per_row, per_batch // call.rows), at_least)
         # What earlier calls learned, as it is now: others may be learning at the same time.
         self.latency_model = self._shared_latency_model()
         self.latencies_at_start = self.latency_model.snapshot()
@@ -144,8 +145,8 @@ class AdaptiveLength(DraftPolicy):
 
     def _shared_statistics(self) -> dict[tuple, DraftStatistics]:
         """Replaced when a call ends."""
-        of_drafter = _statistics.setdefault(self.call.draft, weakref.WeakKeyDictionary())
-        return of_drafter.setdefault(self.call.target, {})
+        by_target = _statistics.setdefault(self.call.draft, weakref.WeakKeyDictionary())
+        return by_target.setdefault(self.call.target, {})
 
     def _latencies(self, written: int, drafted: bool) -> list[float]:
         """Of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""

@@ -11,28 +11,33 @@ class AcceptanceCalibration:
     """
     How often the target accepts a token to which the drafter gives a certain probability, if it accepted the tokens
     before: a histogram of outcomes over ten equal ranges of probability (histogram binning, Zadrozny & Elkan 2001).
+    Until there are outcomes, the drafter's own probability.
     """
 
     BINS = 10
     PRIOR = 4.0  # outcomes that the drafter's own probability is worth
+    MEMORY = 400  # outcomes of a bin at which its older ones count half: other texts follow
 
     def __init__(self):
-        self.observed = [0] * self.BINS
-        self.accepted = [0] * self.BINS
+        self.observed = [0.0] * self.BINS
+        self.accepted = [0.0] * self.BINS
 
     def _bin(self, probability: float) -> int:
         return min(int(probability * self.BINS), self.BINS - 1)
 
     def record(self, probability: float, accepted: bool) -> None:
         """Add an outcome."""
-        place = self._bin(probability)
-        self.observed[place] += 1
-        self.accepted[place] += accepted
+        index = self._bin(probability)
+        if self.observed[index] >= self.MEMORY:
+            self.observed[index] /= 2
+            self.accepted[index] /= 2
+        self.observed[index] += 1
+        self.accepted[index] += accepted
 
     def __call__(self, probability: float) -> float:
         """The chance that such a token is accepted."""
-        place = self._bin(probability)
-        return (self.accepted[place] + self.PRIOR * probability) / (self.observed[place] + self.PRIOR)
+        index = self._bin(probability)
+        return (self.accepted[index] + self.PRIOR * probability) / (self.observed[index] + self.PRIOR)
 
 
 def node_probabilities(tree: Tree) -> list[list[float]]:

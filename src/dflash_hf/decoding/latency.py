@@ -52,18 +52,20 @@ class LatencyModel:
 
     SAMPLES = 24  # the newest of each draft size; the model follows a machine that changes
     ENOUGH = 3  # samples from which a time counts as measured: one may be an outlier
-    # Assumed until measured: how much slower a round becomes by verifying at all, and by each token of each row.
-    CPU = (0.1, 0.05)
+    # Assumed until measured: how much slower a round becomes by verifying at all, and by each token of each row. Too
+    # low rather than too high: a length that seems cheap is tried, and then known; one that seems dear never is.
+    CPU = (0.05, 0.02)
     ACCELERATOR = (0.05, 0.001)
 
     def __init__(self, drafter_share: float, device_type: str):
         self.drafter_share = drafter_share
         self.verifying, self.per_token = self.CPU if device_type == "cpu" else self.ACCELERATOR
+        # (rows, bucket of context lengths) -> draft size -> seconds.
         self.samples: dict[tuple[int, int], dict[DraftSize, tuple[float, ...]]] = defaultdict(dict)
 
     @staticmethod
     def bucket(context: int) -> int:
-        """Context lengths in one bucket cost about the same: up to 256 tokens, 512, 1,024, ..."""
+        """Context lengths in one bucket cost about the same: up to 511 tokens, up to 1,023, up to 2,047, ..."""
         return max(context, 256).bit_length()
 
     def record(self, rows: int, rounds: list[tuple[int, DraftSize, float]]) -> None:
@@ -73,6 +75,7 @@ class LatencyModel:
         Their times are divided by the load of the machine during the call: how much slower than before its rounds of
         known sizes were. Otherwise a call without drafts on a busy machine would make drafts look fast ever after.
         """
+        rounds = [(context, size, seconds) for context, size, seconds in rounds if seconds > 0]  # 0: a coarse clock
         slowdowns = []
         for context, size, seconds in rounds:
             samples = self._samples(rows, context, size)
@@ -80,16 +83,15 @@ class LatencyModel:
                 slowdowns.append(seconds / statistics.median(samples))
         load = statistics.median(slowdowns) if slowdowns else 1.0
         for context, size, seconds in rounds:
-            if seconds > 0:  # 0: a coarse clock
-                samples = (*self._samples(rows, context, size), seconds / load)
-                self.samples[rows, self.bucket(context)][size] = samples[-self.SAMPLES :]
+            samples = (*self._samples(rows, context, size), seconds / load)
+            self.samples[rows, self.bucket(context)][size] = samples[-self.SAMPLES :]
 
     def snapshot(self) -> "LatencyModel":
         """A copy that later rounds do not change."""
         snapshot = copy.copy(self)
         snapshot.samples = defaultdict(dict)
-        for place, samples in list(self.samples.items()):
-            snapshot.samples[place] = dict(samples)
+        for key, samples in list(self.samples.items()):  # a list: other threads may be adding keys
+            snapshot.samples[key] = dict(samples)
         return snapshot
 
     def count(self, rows: int, context: int, size: DraftSize) -> int:
@@ -132,10 +134,10 @@ class LatencyModel:
 
     def _measured(self, rows: int, context: int) -> dict[DraftSize, float]:
         """Typical seconds of each draft size, at the nearest context length that was measured."""
-        bucket = self.bucket(context)
-        lengths = [length for of_rows, length in self.samples if of_rows == rows]
-        for length in sorted(lengths, key=lambda length: abs(length - bucket)):
-            samples = self.samples[rows, length].items()
+        wanted = self.bucket(context)
+        buckets = [bucket for sampled_rows, bucket in self.samples if sampled_rows == rows]
+        for bucket in sorted(buckets, key=lambda bucket: abs(bucket - wanted)):
+            samples = self.samples[rows, bucket].items()
             typical = {size: lower_quartile(seconds) for size, seconds in samples if len(seconds) >= self.ENOUGH}
             if typical:
                 return typical
@@ -143,14 +145,14 @@ class LatencyModel:
 
 
 def latency_model_of(target, draft) -> LatencyModel:
-    """That of a pair, for its device, dtype, kinds of layers (packed, quantised), adapters and threads."""
+    """That of a pair on this device, by dtype, kinds of layers (packed, quantised), adapters and threads."""
     layers = frozenset(type(module) for module in target.modules())
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
     key = (target.device, target.dtype, layers, adapters_of(draft), threads)
-    of_pair = _latency_models.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
-    if key not in of_pair:
-        of_pair[key] = LatencyModel(_drafter_share(target, draft), target.device.type)
-    return of_pair[key]
+    models = _latency_models.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
+    if key not in models:
+        models[key] = LatencyModel(_drafter_share(target, draft), target.device.type)
+    return models[key]
 
 
 def _drafter_share(target, draft) -> float:
@@ -166,16 +168,16 @@ def lower_quartile(values) -> float:
     return sorted(values)[len(values) // 4]
 
 
-def interpolate(values: dict[int, float], place: int) -> float:
-    """Linear between the places of `values`, which are sorted; constant outside of them."""
-    places = list(values)
-    place = min(max(place, places[0]), places[-1])
-    right = bisect_left(places, place)
-    if places[right] == place:
-        return values[place]
-    before = places[right - 1]
-    after = places[right]
-    return values[before] + (values[after] - values[before]) * (place - before) / (after - before)
+def interpolate(values: dict[int, float], x: int) -> float:
+    """Linear interpolation between the keys of `values`, which are sorted; constant outside of them."""
+    keys = list(values)
+    x = min(max(x, keys[0]), keys[-1])
+    right = bisect_left(keys, x)
+    if keys[right] == x:
+        return values[x]
+    before = keys[right - 1]
+    after = keys[right]
+    return values[before] + (values[after] - values[before]) * (x - before) / (after - before)
 
 
 class TimedStreamer:
@@ -197,7 +199,7 @@ class TimedStreamer:
 
 class RoundTimer:
     """
-    Times the rounds of one call, whose prompt is read from now on.
+    Times the rounds of one call. It is made when the call begins to read its prompt.
 
     Args:
         device (`torch.device`): The target's.
@@ -229,12 +231,12 @@ class RoundTimer:
         """The number of rounds of a size."""
         return sum(timed == size for _, timed, _ in self.rounds)
 
-    def speedup(self, of_rounds: float) -> float:
-        """The speedup of the whole call, prompt included, if that of its rounds is `of_rounds`."""
+    def speedup(self, rounds_speedup: float) -> float:
+        """The speedup of the whole call, prompt included, if that of its rounds is `rounds_speedup`."""
         if self.first_round_started is None:
-            return of_rounds
+            return rounds_speedup
         prompt = self.first_round_started - self.prompt_started
         rounds = self.ended - self.first_round_started
         if prompt + rounds <= 0:
-            return of_rounds
-        return (prompt + of_rounds * rounds) / (prompt + rounds)
+            return rounds_speedup
+        return (prompt + rounds_speedup * rounds) / (prompt + rounds)

@@ -23,12 +23,12 @@ class PromptLookup:
     """
 
     NGRAM = 2  # tokens that must match before anything is copied
-    MOST = 16  # tokens that are copied at once
+    MAX_TOKENS = 16  # that are copied at once
 
     def __init__(self, prompt: list[int], vocab_size: int, calibration: AcceptanceCalibration):
         self.vocab_size = vocab_size
         self.calibration = calibration
-        self.tokens = torch.tensor(prompt)  # with room to grow
+        self.tokens = torch.tensor(prompt, dtype=torch.long)  # `[>= length]`: with room to grow
         self.length = len(prompt)
         self.source: int | None = None  # index of the token that comes next if the text repeats itself
         self.matched = 0  # tokens before it that equal the last tokens of the text
@@ -56,9 +56,9 @@ class PromptLookup:
             return
         last = self.tokens[self.length - self.NGRAM : self.length]
         before = self.tokens[: self.length - 1].unfold(0, self.NGRAM, 1)  # [S - NGRAM, NGRAM]
-        places = (before == last).all(dim=1).nonzero()
-        if len(places):
-            self.source = int(places[-1]) + self.NGRAM
+        matches = (before == last).all(dim=1).nonzero()
+        if len(matches):
+            self.source = int(matches[-1]) + self.NGRAM
             self.matched = self.NGRAM
 
     def candidates(self, limit: int) -> tuple[list[int], list[float]]:
@@ -71,7 +71,7 @@ class PromptLookup:
         if self.source is None:
             return tokens, expected
         path_chance = 1.0
-        for step in range(min(limit, self.MOST)):
+        for step in range(min(limit, self.MAX_TOKENS)):
             token = int(self.tokens[self.source + step % (self.length - self.source)])
             if not 0 <= token < self.vocab_size:
                 break
