@@ -109,7 +109,7 @@ class Replay(GenerationState):
         self.limits = [len(row.tokens) for row in rows]
         most = max(self.limits)
         self.prompt = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])
-        selector = SimpleNamespace(streamer=None, requested_outputs=(), prompt_length=longest, max_new=most)
+        selector = SimpleNamespace(streamer=None, requested_outputs=(), input_length=longest, max_new=most)
         super().__init__(self.prompt, selector)
         self.answers = rows
         written = torch.tensor([row.tokens + [0] * (most - len(row.tokens)) for row in rows])
@@ -118,9 +118,9 @@ class Replay(GenerationState):
 
     def _advance(self, counts: list[int]) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.alive = [length < limit for length, limit in zip(self.lengths, self.limits, strict=True)]
+        self.unfinished = [length < limit for length, limit in zip(self.lengths, self.limits, strict=True)]
         last = [row.tokens[length - 1] for row, length in zip(self.answers, self.lengths, strict=True)]
-        self.last = torch.tensor(last)
+        self.anchors = torch.tensor(last)
 
     def drafted(self, nodes: int) -> Tree:
         """The recorded tree after the last token of each row."""
@@ -132,10 +132,10 @@ class Replay(GenerationState):
     def accept(self, draft, logits=None) -> Acceptance:
         """Follow the recorded answers as far as the draft does."""
         paths = []
-        for row, (length, alive) in enumerate(zip(self.lengths, self.alive, strict=True)):
+        for row, (length, unfinished) in enumerate(zip(self.lengths, self.unfinished, strict=True)):
             children = draft.children(row)
             path: list[int] = []
-            place = 0 if alive else None
+            place = 0 if unfinished else None
             while place is not None and length + len(path) < self.limits[row]:
                 path.append(place)
                 place = children.get((place, self.answers[row].tokens[length + len(path) - 1]))
@@ -190,7 +190,7 @@ class Trial:
                 return memory["statistics"]
 
             def room(self, state):
-                return state.left
+                return state.remaining_tokens
 
             def supports_trees(self, state):
                 return True
@@ -205,7 +205,7 @@ class Trial:
                 draft = policy.get_candidates(text)
                 passed += device.round(len(rows), draft.tokens.shape[1] - 1, policy.round.size.drafted)
                 policy.update_candidate_strategy(text, draft, text.accept(draft))
-            policy.summary()
+            policy.finish()
         return passed
 
 
@@ -220,7 +220,7 @@ def fake_call(text: Replay, device, sampled: bool) -> SimpleNamespace:
         draft=torch.nn.Module(),
         prompt=text.prompt,
         rows=len(text.prompt),
-        columns=text.prompt.shape[1],
+        prompt_length=text.prompt.shape[1],
         selector=text.selector,
         config=SimpleNamespace(do_sample=sampled),
     )

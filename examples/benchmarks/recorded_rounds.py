@@ -133,7 +133,7 @@ class Timing(DraftPolicy):
         if drafted:
             candidates = self.draft_tree(state, max(DRAFTED)).first(size + 1)
             return candidates.block or candidates
-        return self.copied(state, state.last[:, None].expand(-1, size).tolist())
+        return self.copied(state, state.anchors[:, None].expand(-1, size).tolist())
 
     def update_candidate_strategy(self, state, candidates, acceptance):
         self.call.draft.timed.append((self.size_now, time.thread_time() - self.began))

@@ -173,7 +173,13 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         policy.drafter = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
-        alive=[True] * rows, lengths=[0] * rows, longest=0, left=NEW, done=False, last=world.anchors, next_draws=[]
+        unfinished=[True] * rows,
+        lengths=[0] * rows,
+        longest=0,
+        remaining_tokens=NEW,
+        done=False,
+        anchors=world.anchors,
+        sample_indices=[],
     )
     while not text.done:
         draft = world.block() if policy is None else policy.get_candidates(text)
@@ -183,16 +189,18 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
         spent += costs.round(rows, size, kind)
         counts = [min(count, rest) for count, rest in zip(counts.tolist(), left, strict=True)]
-        drafting = sum(text.alive)
+        drafting = sum(text.unfinished)
         left = [rest - count for rest, count in zip(left, counts, strict=True)]
         if size >= 0:
             sizes.append(size)
             tokens += sum(counts) / drafting
         else:
             plain += 1
-        text.alive, text.left, text.longest = [rest > 0 for rest in left], max(left), NEW - min(left)
+        text.unfinished = [rest > 0 for rest in left]
+        text.remaining_tokens = max(left)
+        text.longest = NEW - min(left)
         text.lengths = [NEW - rest for rest in left]
-        text.done = not any(text.alive)
+        text.done = not any(text.unfinished)
         if policy is not None:
             policy.update_candidate_strategy(text, draft, Acceptance(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
@@ -219,13 +227,13 @@ class Simulated(AdaptiveLength):
             draft=torch.nn.Module(),
             prompt=torch.zeros(rows, 1, dtype=torch.long),
             rows=rows,
-            columns=TEXT,
+            prompt_length=TEXT,
             selector=SimpleNamespace(max_new=NEW, streamer=None),
             config=SimpleNamespace(do_sample=False),
         )
         super().__init__(call, SimpleNamespace(block_tokens=BLOCK))
         self.lookups = []
-        self.statistics = statistics  # not a copy: `summary`, which keeps it for later calls, is not called
+        self.statistics = statistics  # not a copy: `finish`, which keeps it for later calls, is not called
         self.statistics.begin(self._latencies(0, drafted=True)[2])
 
     def _shared_latency_model(self) -> LatencyModel:
@@ -235,7 +243,7 @@ class Simulated(AdaptiveLength):
         return {}
 
     def room(self, state) -> int:
-        return state.left
+        return state.remaining_tokens
 
     def supports_trees(self, state) -> bool:
         return True

@@ -40,7 +40,7 @@ class Successors:
 
         def learn_and_count(policy, state, candidates, acceptance):
             if policy.round.tree is not None:
-                self.count(policy, candidates, acceptance, int(state.last[0]))
+                self.count(policy, candidates, acceptance, int(state.anchors[0]))
             self.table.update(zip(candidates.tokens[0].tolist(), self.choices, strict=True))
             learn(policy, state, candidates, acceptance)
 

@@ -14,18 +14,13 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import recognising, scripted
 
 from dflash_hf.decoding import latency as latency_module
+from dflash_hf.decoding import timing
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.calibration import AcceptanceCalibration, expected_accepted, node_probabilities, outcomes
-from dflash_hf.decoding.latency import (
-    NO_DRAFT,
-    DraftSize,
-    LatencyModel,
-    RoundTimer,
-    TimedStreamer,
-    latency_model_of,
-)
+from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
+from dflash_hf.decoding.timing import TimedStreamer
 from dflash_hf.decoding.trees import Tree
 
 
@@ -59,8 +54,8 @@ def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
         rounds = 0
 
         def get_candidates(self, state):
-            self.rounds += not all(state.alive)
-            if not all(state.alive) and self.rounds % 36:
+            self.rounds += not all(state.unfinished)
+            if not all(state.unfinished) and self.rounds % 36:
                 return self.no_draft(state)
             return super().get_candidates(state)
 
@@ -290,9 +285,17 @@ def test_noise_adds_up_to_no_drift():
     assert 1.25 < model.latencies(1, 100, 16, drafted=True)[4] < 1.75
 
 
+def test_rounds_that_a_coarse_clock_misses_are_skipped():
+    model = measured({(0, False): 0.020, (4, True): 0.030}, times=24)
+    before = model.latencies(1, 100, 16, drafted=True)
+    model.record(1, [(100, DraftSize(4, True), 0.0)] * 9)
+    assert model.latencies(1, 100, 16, drafted=True) == before
+
+
 def test_timer_leaves_out_streamer_and_first_round(monkeypatch):
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(latency_module, "clock", lambda device: now.seconds)
+    for module in (latency_module, timing):
+        monkeypatch.setattr(module, "clock", lambda device: now.seconds)
     inner = SimpleNamespace(put=lambda value: setattr(now, "seconds", now.seconds + 5.0))
     streamer = TimedStreamer(inner, CPU)
     timer = RoundTimer(CPU, streamer)
@@ -316,6 +319,14 @@ def test_calibration_follows_what_is_accepted():
         calibration.record(probability, draws.random() < 0.4 * probability)  # overconfident
     for probability in (0.25, 0.55, 0.95):
         assert calibration(probability) == pytest.approx(0.4 * probability, abs=0.05)
+
+
+def test_calibration_follows_a_change_of_text():
+    calibration = AcceptanceCalibration()
+    for accepted in (True, False):
+        for _ in range(4000):
+            calibration.record(0.5, accepted)
+    assert calibration(0.5) < 0.1
 
 
 def small_tree() -> Tree:

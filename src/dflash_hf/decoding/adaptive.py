@@ -28,7 +28,7 @@ from dflash_hf.decoding.adapters import adapters_of
 from dflash_hf.decoding.calibration import AcceptanceCalibration, expected_accepted, node_probabilities, outcomes
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.drafter import Drafter
-from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, TimedStreamer, latency_model_of
+from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.prompt_lookup import PromptLookup, copies_of_batch
 from dflash_hf.decoding.state import GenerationState
@@ -131,8 +131,6 @@ class AdaptiveLength(DraftPolicy):
         self.lookups = [PromptLookup(prompt, vocab_size, calibration) for prompt in prompts]
         self.round = Round(NO_DRAFT, 1.0, 0.0)
         self.rounds: list[tuple[int, int, float]] = []  # tokens verified, tokens committed per row, latency
-        if call.selector.streamer is not None:
-            call.selector.streamer = TimedStreamer(call.selector.streamer, device)
         self.timer = RoundTimer(device, call.selector.streamer)
 
     @property
@@ -150,7 +148,7 @@ class AdaptiveLength(DraftPolicy):
 
     def _latencies(self, written: int, drafted: bool) -> list[float]:
         """Of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""
-        context = self.call.columns + written
+        context = self.call.prompt_length + written
         key = (LatencyModel.bucket(context), drafted)
         if key not in self.curves:
             self.curves[key] = self.latencies_at_start.latencies(self.call.rows, context, self.max_nodes, drafted)
@@ -177,16 +175,16 @@ class AdaptiveLength(DraftPolicy):
         """Whether this round is one without a draft to measure its latency: every fourth one, until it is known."""
         if len(self.rounds) % 4 != 1 or self.statistics.rounds_off:
             return False
-        samples = self.latencies_at_start.count(self.call.rows, self.call.columns + state.longest, NO_DRAFT)
+        samples = self.latencies_at_start.count(self.call.rows, self.call.prompt_length + state.longest, NO_DRAFT)
         return samples + self.timer.count(NO_DRAFT) < LatencyModel.ENOUGH
 
     def _copy(self, state: GenerationState, started: float) -> Block | None:
         """The prompt lookup of all rows, if it is faster than drafting."""
         limit = min(self.room(state) - 1, self.max_nodes)
         candidates = [lookup.candidates(limit) for lookup in self.lookups]
-        tokens, expected = copies_of_batch(candidates, state.lengths, state.alive)
+        tokens, expected = copies_of_batch(candidates, state.lengths, state.unfinished)
         latencies = self._latencies(state.longest, drafted=False)
-        active = sum(state.alive)
+        active = sum(state.unfinished)
         length = self.choose_length(expected, latencies, active)
         speed = (1 + expected[length] / active) / latencies[length]
         if length == 0 or speed <= self.statistics.speed:
@@ -202,9 +200,11 @@ class AdaptiveLength(DraftPolicy):
             longest = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
             drafted = self.draft_tree(state, min(longest, self.max_nodes), top_k=1)
         probabilities = node_probabilities(drafted)
-        expected = expected_accepted(drafted, probabilities, state.alive, state.left, self.statistics.calibration)
+        expected = expected_accepted(
+            drafted, probabilities, state.unfinished, state.remaining_tokens, self.statistics.calibration
+        )
         latencies = self._latencies(state.longest, drafted=True)
-        length = self.choose_length(expected, latencies, sum(state.alive))
+        length = self.choose_length(expected, latencies, sum(state.unfinished))
         verified = drafted.first(1 + length)
         self.round = Round(DraftSize(length, True), latencies[length], started, verified, probabilities)
         return verified.block or verified
@@ -227,13 +227,13 @@ class AdaptiveLength(DraftPolicy):
         current = self.round
         counts = acceptance.counts
         lengths_before = [length - count for length, count in zip(state.lengths, counts, strict=True)]
-        self.timer.record(self.call.columns + max(lengths_before), current.size, current.started)
+        self.timer.record(self.call.prompt_length + max(lengths_before), current.size, current.started)
         self._extend_lookups(state, counts)
         tokens = self._progress(state, lengths_before, counts)
         self.rounds.append((current.size.tokens, tokens, current.latency))
         if current.tree is None or current.probabilities is None:
             return
-        for probability, was_accepted in outcomes(current.tree, current.probabilities, acceptance, state.alive):
+        for probability, was_accepted in outcomes(current.tree, current.probabilities, acceptance, state.unfinished):
             self.statistics.calibration.record(probability, was_accepted)
         self.statistics.record(tokens, current.latency)
 
@@ -241,34 +241,44 @@ class AdaptiveLength(DraftPolicy):
         """Tokens by which the slowest active row came closer to its end: a batch is done when that row is."""
         shortest_before = min(length for length, count in zip(lengths_before, counts, strict=True) if count)
         left_before = self.call.selector.max_new - shortest_before
-        left_after = 0 if state.done else state.left
+        left_after = 0 if state.done else state.remaining_tokens
         return min(left_before - left_after, max(counts))
 
     def _extend_lookups(self, state: GenerationState, counts: list[int]) -> None:
         """Let the prompt lookup of each row read its last tokens."""
         for row, lookup in enumerate(self.lookups):
-            end = self.call.selector.prompt_length + state.lengths[row]
+            end = self.call.selector.input_length + state.lengths[row]
             lookup.extend(state.buffer[row, end - counts[row] : end].tolist())
 
     # --------------------------------------------------------------------------------------------------- after a call
 
-    def summary(self) -> dict:
-        """`draft_sizes` and `estimated_speedup`; what the call learned serves later calls."""
+    def finish(self) -> None:
+        """Let later calls use what this one learned; of calls that run at the same time, the last to end counts."""
         self.latency_model.record(self.call.rows, self.timer.rounds)
         self._shared_statistics()[self.key] = self.statistics
+        if self.rounds:
+            self._warn_if_slow()
+
+    def summary(self) -> dict:
+        """`draft_sizes` and `estimated_speedup`."""
         if not self.rounds:
             return {"draft_sizes": [], "estimated_speedup": None}
         sizes = [size for size, _, _ in self.rounds]
-        speedup = sum(tokens for _, tokens, _ in self.rounds) / sum(latency for _, _, latency in self.rounds)
-        self._warn_if_slow(sizes, speedup)
-        return {"draft_sizes": sizes, "estimated_speedup": self.timer.speedup(speedup)}
+        return {"draft_sizes": sizes, "estimated_speedup": self.timer.speedup(self._speedup)}
 
-    def _warn_if_slow(self, sizes: list[int], speedup: float) -> None:
+    @property
+    def _speedup(self) -> float:
+        """That of this call's rounds over rounds without a draft."""
+        tokens = sum(tokens for _, tokens, _ in self.rounds)
+        return tokens / sum(latency for _, _, latency in self.rounds)
+
+    def _warn_if_slow(self) -> None:
         """Log once that most rounds of a call had no draft because drafting does not pay."""
         statistics = self.statistics
+        sizes = [size for size, _, _ in self.rounds]
         mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
         slow = any(statistics.calibration.observed) and statistics.tokens < statistics.time
-        made_up_for = speedup >= 1.1  # by prompt lookup
+        made_up_for = self._speedup >= 1.1  # by prompt lookup
         if not mostly_none or not slow or made_up_for or statistics.warned:
             return
         statistics.warned = True

@@ -46,7 +46,11 @@ def node_probabilities(tree: Tree) -> list[list[float]]:
 
 
 def expected_accepted(
-    tree: Tree, probabilities: list[list[float]], alive: list[bool], left: int, calibration: AcceptanceCalibration
+    tree: Tree,
+    probabilities: list[list[float]],
+    unfinished: list[bool],
+    remaining_tokens: int,
+    calibration: AcceptanceCalibration,
 ) -> list[float]:
     """
     Tokens that verifying the first 0, 1, ... nodes of a tree should add, over all rows: the sum of the chances that
@@ -55,8 +59,8 @@ def expected_accepted(
     Args:
         tree (`Tree`): `n` nodes, the anchor included, the likeliest first.
         probabilities (`list[list[float]]`): `[R][n]`, the drafter's, of each node given its parent.
-        alive (`list[bool]`): Rows that have not ended.
-        left (`int`): Maximum number of tokens that any of them may still generate.
+        unfinished (`list[bool]`): Rows that have not ended.
+        remaining_tokens (`int`): Maximum number of tokens that any of them may still generate.
         calibration (`AcceptanceCalibration`): Of the drafter.
 
     Returns:
@@ -66,19 +70,19 @@ def expected_accepted(
     parents = tree.parents.tolist()
     nodes = len(depths[0])
     node_chances = [0.0] * nodes
-    for row, is_alive in enumerate(alive):
-        if not is_alive:
+    for row, is_unfinished in enumerate(unfinished):
+        if not is_unfinished:
             continue
         path_chances = [1.0] * nodes
         for node in range(1, nodes):
             path_chances[node] = path_chances[parents[row][node]] * calibration(probabilities[row][node])
-            if depths[row][node] < left:
+            if depths[row][node] < remaining_tokens:
                 node_chances[node] += path_chances[node]
     return list(accumulate(node_chances))
 
 
 def outcomes(
-    tree: Tree, probabilities: list[list[float]], acceptance: Acceptance, alive: list[bool]
+    tree: Tree, probabilities: list[list[float]], acceptance: Acceptance, unfinished: list[bool]
 ) -> Iterator[tuple[float, bool]]:
     """
     What a round says about the drafter: the nodes whose parents were accepted. The last token of a row that ended
@@ -88,7 +92,7 @@ def outcomes(
         tree (`Tree`): What was verified.
         probabilities (`list[list[float]]`): As in [`expected_accepted`].
         acceptance (`Acceptance`): What was accepted.
-        alive (`list[bool]`): Rows that go on.
+        unfinished (`list[bool]`): Rows that have not ended.
 
     Yields:
         The probability of a node, and whether it was accepted.
@@ -96,7 +100,7 @@ def outcomes(
     parents = tree.parents.tolist()
     for row, count in enumerate(acceptance.counts):
         path = list(range(count)) if acceptance.path is None else acceptance.path[row, :count].tolist()
-        extended = path if alive[row] else path[:-1]
+        extended = path if unfinished[row] else path[:-1]
         for node in range(1, len(parents[row])):
             if parents[row][node] in extended:
                 yield probabilities[row][node], node in path

@@ -8,7 +8,6 @@ measures serves later calls. Draft lengths depend on ratios of times alone: the 
 
 import copy
 import statistics
-import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dflash_hf.decoding.adapters import adapters_of
+from dflash_hf.decoding.timing import TimedStreamer, clock
 
 
 # For each drafter and target, the latency model of each way in which rounds are computed.
@@ -31,13 +31,6 @@ class DraftSize(NamedTuple):
 
 
 NO_DRAFT = DraftSize(0, False)
-
-
-def clock(device: torch.device) -> float:
-    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return time.thread_time()
-    return time.perf_counter()
 
 
 class LatencyModel:
@@ -178,23 +171,6 @@ def interpolate(values: dict[int, float], x: int) -> float:
     before = keys[right - 1]
     after = keys[right]
     return values[before] + (values[after] - values[before]) * (x - before) / (after - before)
-
-
-class TimedStreamer:
-    """A streamer, and the seconds spent in it, which are not part of a round's latency."""
-
-    def __init__(self, streamer, device: torch.device):
-        self.streamer = streamer
-        self.device = device
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str):
-        return getattr(self.streamer, name)
-
-    def put(self, value: torch.Tensor) -> None:
-        started = clock(self.device)
-        self.streamer.put(value)
-        self.seconds += clock(self.device) - started
 
 
 class RoundTimer:

@@ -86,7 +86,7 @@ def assumed_chance(matched: int) -> float:
     return (matched - 1) / (matched + 3)
 
 
-def copies_of_batch(candidates: list[tuple[list[int], list[float]]], lengths: list[int], alive: list[bool]):
+def copies_of_batch(candidates: list[tuple[list[int], list[float]]], lengths: list[int], unfinished: list[bool]):
     """
     The copies of several rows as one draft. A batch is done when its slowest row is: a copy is worth the expected
     growth of the shortest active row, times the number of active rows.
@@ -94,7 +94,7 @@ def copies_of_batch(candidates: list[tuple[list[int], list[float]]], lengths: li
     Args:
         candidates (`list[tuple]`): For each row, what [`PromptLookup.candidates`] returns.
         lengths (`list[int]`): Tokens generated in each row.
-        alive (`list[bool]`): Rows that have not ended.
+        unfinished (`list[bool]`): Rows that have not ended.
 
     Returns:
         The tokens `[R][n]`, zeros past the end of a row's copy, and the tokens that verifying the first 0, 1, ... of
@@ -106,8 +106,8 @@ def copies_of_batch(candidates: list[tuple[list[int], list[float]]], lengths: li
     for size in range(longest + 1):
         grown = [
             length + expected[min(size, len(expected) - 1)]
-            for length, (_, expected), is_alive in zip(lengths, candidates, alive, strict=True)
-            if is_alive
+            for length, (_, expected), is_unfinished in zip(lengths, candidates, unfinished, strict=True)
+            if is_unfinished
         ]
         shortest.append(min(grown))
-    return padded, [sum(alive) * (length - shortest[0]) for length in shortest]
+    return padded, [sum(unfinished) * (length - shortest[0]) for length in shortest]
