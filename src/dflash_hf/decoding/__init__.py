@@ -5,8 +5,8 @@ The engine: speculative decoding with a DFlash drafter, for any number of rows. 
   without the drafter), `settings` (what a user may set), `arguments` (what goes to the target's forwards).
 - The loop: `loop.decode`. Draft, verify, accept, commit.
 - Draft: `drafter` (blocks), `draft_context` (what the drafter has read), `trees` (draft trees).
-- Draft length: `policies` (the interface, fixed lengths), `policy_choice`, `adaptive` (the default), its `latency` model,
-  `calibration` and `prompt_lookup`; `timing`.
+- Draft length: `policies` (the interface, fixed lengths), `policy_choice`; `adaptive`, the default, with its `latency`
+  model, `calibration` and `prompt_lookup`; `timing`.
 - Verify: `session` (one forward of the target), `slots` (its cache), `masks`, `recurrent` (targets with a state),
   `probe` (what a target supports).
 - Accept and commit: `acceptance`, `selection` (the caller's processors and criteria), `sampling_noise`, `state`.
