@@ -317,6 +317,14 @@ class WorthItsTime(AdaptiveLength):
         return gains.index(max(gains))
 
 
+class AnyLength(AdaptiveLength):
+    """Not only lengths that are powers of two."""
+
+    def choose_length(self, expected, latencies, active):
+        speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
+        return speeds.index(max(speeds))
+
+
 class Affine(LatencyModel):
     """A round without a draft, and for all others one line, with an offset for the drafter, by least squares."""
 
@@ -378,6 +386,7 @@ TRIALS = {
     "(a) averages of what was accepted, by rank": Trial(policy=PerRank),
     "(b) one length per call": Trial(policy=PerCall),
     "(c) threshold at the speed of recent rounds": Trial(policy=WorthItsTime),
+    "(c) any length": Trial(policy=AnyLength),
     "(c) affine latencies": Trial(latency_model=Affine),
     "(c) one calibration ratio": Trial(calibration=OneRatio),
     "(c) back-off by doubling": Trial(statistics=Doubling),
@@ -392,11 +401,11 @@ CONSTANTS = [
     (adaptive.DraftStatistics, "MEMORY", (0.8,)),
     (adaptive.DraftStatistics, "MAX_LOSS", (0.005, 0.05)),
     (adaptive.AdaptiveLength, "LOOKUP_ROWS", (1, 8)),
-    (adaptive.AdaptiveLength, "CPU_LIMITS", ((8, 32, 2),)),
-    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", ((15, 512, 15),)),
+    (adaptive.AdaptiveLength, "CPU_LIMITS", ((8, 32, 2), (32, 64, 4))),
+    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", ((16, 512, 16),)),
     (latency.LatencyModel, "ENOUGH", (1, 8)),
     (latency.LatencyModel, "SAMPLES", (8,)),
-    (latency.LatencyModel, "CPU", ((0.1, 0.05), (0.2, 0.1))),
+    (latency.LatencyModel, "CPU", ((0.05, 0.02), (0.1, 0.05))),
     (latency.LatencyModel, "ACCELERATOR", ((0.1, 0.05), (0.0, 0.0))),
     (prompt_lookup.PromptLookup, "NGRAM", (3,)),
     (prompt_lookup.PromptLookup, "MAX_TOKENS", (0, 8)),

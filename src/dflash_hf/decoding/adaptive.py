@@ -108,16 +108,16 @@ class AdaptiveLength(DraftPolicy):
     """
 
     LOOKUP_ROWS = 4  # with more, one of them seldom repeats itself: a batch is as fast as its slowest row
-    # Maximum nodes of a tree in one row and in the whole batch; the least that a row may have, however many there are.
+    # Maximum tokens to verify, anchor included, in one row and in the whole batch; and what each row has at least.
     CPU_LIMITS = (16, 32, 2)
-    ACCELERATOR_LIMITS = (64, 512, 15)
+    ACCELERATOR_LIMITS = (64, 512, 16)
 
     def __init__(self, call: GenerateCall, drafter: Drafter):
         super().__init__(call, drafter)
         device = call.target.device
         limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
         per_row, per_batch, at_least = limits
-        self.max_nodes = max(min(per_row, per_batch // call.rows), at_least)
+        self.max_nodes = max(min(per_row, per_batch // call.rows), at_least) - 1  # besides the anchor
         # What earlier calls learned, as it is now: others may be learning at the same time.
         self.latency_model = self._shared_latency_model()
         self.latencies_at_start = self.latency_model.snapshot()
@@ -211,15 +211,19 @@ class AdaptiveLength(DraftPolicy):
 
     def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
         """
-        The number of tokens to verify in each row: that with most committed tokens per time.
+        The number of tokens to verify in each row besides the anchor: that with most committed tokens per time.
+
+        With the anchor these are 1, 2, 4, 8, ... tokens, or all that there are. A few lengths are soon measured well,
+        and processors compute in tiles of such sizes: in between, more tokens often cost nothing.
 
         Args:
             expected (`list[float]`): Accepted tokens of the first 0, 1, ... tokens, over all rows.
             latencies (`list[float]`): Of these rounds, at least as many.
             active (`int`): Rows that have not ended.
         """
-        speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
-        return speeds.index(max(speeds))
+        longest = len(expected) - 1
+        lengths = [length for length in range(longest) if (length + 1).bit_count() == 1] + [longest]
+        return max(lengths, key=lambda length: (active + expected[length]) / latencies[length])
 
     # ------------------------------------------------------------------------------------- learning from the outcome
 

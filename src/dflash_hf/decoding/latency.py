@@ -47,7 +47,7 @@ class LatencyModel:
     ENOUGH = 3  # samples from which a time counts as measured: one may be an outlier
     # Assumed until measured: how much slower a round becomes by verifying at all, and by each token of each row. Too
     # low rather than too high: a length that seems cheap is tried, and then known; one that seems dear never is.
-    CPU = (0.05, 0.02)
+    CPU = (0.05, 0.01)
     ACCELERATOR = (0.05, 0.001)
 
     def __init__(self, drafter_share: float, device_type: str):
