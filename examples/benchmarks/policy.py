@@ -18,6 +18,7 @@ in a replay, but more with each row in a call.
 """
 
 import argparse
+import bisect
 import json
 import multiprocessing
 import platform
@@ -41,7 +42,7 @@ from dflash_hf.decoding import adaptive, calibration, latency, prompt_lookup
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.calibration import AcceptanceCalibration
-from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel
+from dflash_hf.decoding.latency import DraftSize, LatencyModel
 from dflash_hf.decoding.state import GenerationState
 from dflash_hf.decoding.trees import Tree
 
@@ -56,12 +57,25 @@ CALLS = 48
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
+def interpolate(values: dict[int, float], x: int) -> float:
+    """Linear interpolation between the keys of `values`, which are sorted; constant outside of them."""
+    keys = list(values)
+    x = min(max(x, keys[0]), keys[-1])
+    right = bisect.bisect_left(keys, x)
+    if keys[right] == x:
+        return values[x]
+    before = keys[right - 1]
+    after = keys[right]
+    return values[before] + (values[after] - values[before]) * (x - before) / (after - before)
+
+
 class CPU:
     """Seconds of rounds, interpolated between those that were timed."""
 
     type = "cpu"
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, processor: str):
+        self.processor = processor
         self.seconds: dict[tuple[int, bool], dict[int, float]] = {}
         for rows, sizes in json.loads((RESULTS / "policy" / f"{name}.json").read_text(encoding="utf-8")).items():
             for drafted in (False, True):
@@ -70,13 +84,14 @@ class CPU:
 
     def round(self, rows: int, size: int, drafted: bool) -> float:
         timed = self.seconds[rows, drafted]
-        return latency.interpolate(timed, size)
+        return interpolate(timed, size)
 
 
 class GPU:
     """Seconds of rounds on a simulated GPU."""
 
     type = "cuda"
+    processor = "accelerator"
     KERNELS = {"nothing": 1802, "block": 2105, "tree": 2376}  # `results/simulated_gpu.md`
     BLOCK = 16
 
@@ -92,8 +107,8 @@ class GPU:
 
 
 DEVICES: dict[str, Callable] = {
-    "bf16 units": lambda: CPU("bf16"),
-    "AVX2": lambda: CPU("avx2"),
+    "bf16 units": lambda: CPU("bf16", "cpu with bf16 units"),
+    "AVX2": lambda: CPU("avx2", "cpu"),
     "simulated H100": lambda: GPU("H100", 1e-6),
 }
 
@@ -179,7 +194,7 @@ class Trial:
         text = Replay(rows)
         if not memory:
             key = (len(rows), sampled, ())
-            memory["latency model"] = self.latency_model(DRAFTER_SHARE, device.type)
+            memory["latency model"] = self.latency_model(DRAFTER_SHARE, device.processor)
             memory["statistics"] = {key: self.statistics(calibration=self.calibration())}
 
         class Replayed(self.policy):
@@ -317,12 +332,13 @@ class WorthItsTime(AdaptiveLength):
         return gains.index(max(gains))
 
 
-class AnyLength(AdaptiveLength):
-    """Not only lengths that are powers of two."""
+class PowersOfTwo(AdaptiveLength):
+    """Lengths that are powers of two with the anchor, so that each is soon measured, and the longest."""
 
     def choose_length(self, expected, latencies, active):
-        speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
-        return speeds.index(max(speeds))
+        longest = len(expected) - 1
+        lengths = [length for length in range(longest) if (length + 1).bit_count() == 1] + [longest]
+        return max(lengths, key=lambda length: (active + expected[length]) / latencies[length])
 
 
 class Affine(LatencyModel):
@@ -330,9 +346,8 @@ class Affine(LatencyModel):
 
     def latencies(self, rows, context, max_draft, drafted):
         measured = self._measured(rows, context)
-        ratios = sorted(seconds / self._assumed(rows, size) for size, seconds in measured.items())
-        unit = measured.get(NO_DRAFT) or (ratios[len(ratios) // 2] if ratios else 1.0)
-        points = [(size, seconds / unit, 8.0) for size, seconds in measured.items()]
+        unit = self._unit(rows, measured)
+        points = [(size, seconds / unit, 8.0) for size, (seconds, _) in measured.items()]
         for tokens in (0, 1, max_draft):
             for by_drafter in (False, True):
                 size = DraftSize(tokens, by_drafter)
@@ -386,7 +401,7 @@ TRIALS = {
     "(a) averages of what was accepted, by rank": Trial(policy=PerRank),
     "(b) one length per call": Trial(policy=PerCall),
     "(c) threshold at the speed of recent rounds": Trial(policy=WorthItsTime),
-    "(c) any length": Trial(policy=AnyLength),
+    "(c) lengths that are powers of two": Trial(policy=PowersOfTwo),
     "(c) affine latencies": Trial(latency_model=Affine),
     "(c) one calibration ratio": Trial(calibration=OneRatio),
     "(c) back-off by doubling": Trial(statistics=Doubling),
@@ -395,18 +410,25 @@ TRIALS = {
 CONSTANTS = [
     (calibration.AcceptanceCalibration, "BINS", (5,)),
     (calibration.AcceptanceCalibration, "PRIOR", (16.0,)),
-    (calibration.AcceptanceCalibration, "MEMORY", (100, 10**9)),
+    (calibration.AcceptanceCalibration, "HALVE_AT", (100, 10**9)),
     (adaptive.DraftStatistics, "ASSUMED_TOKENS", (1.2, 2.5)),
     (adaptive.DraftStatistics, "ASSUMED_ROUNDS", (8,)),
-    (adaptive.DraftStatistics, "MEMORY", (0.8,)),
+    (adaptive.DraftStatistics, "DECAY", (0.8,)),
     (adaptive.DraftStatistics, "MAX_LOSS", (0.005, 0.05)),
     (adaptive.AdaptiveLength, "LOOKUP_ROWS", (1, 8)),
-    (adaptive.AdaptiveLength, "CPU_LIMITS", ((8, 32, 2), (32, 64, 4))),
-    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", ((16, 512, 16),)),
-    (latency.LatencyModel, "ENOUGH", (1, 8)),
-    (latency.LatencyModel, "SAMPLES", (8,)),
-    (latency.LatencyModel, "CPU", ((0.05, 0.02), (0.1, 0.05))),
-    (latency.LatencyModel, "ACCELERATOR", ((0.1, 0.05), (0.0, 0.0))),
+    (adaptive.AdaptiveLength, "CPU_LIMITS", (adaptive.NodeLimits(8, 32, 2),)),
+    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", (adaptive.NodeLimits(16, 512, 16),)),
+    (latency.LatencyModel, "MIN_SAMPLES", (1, 8)),
+    (latency.LatencyModel, "MAX_SAMPLES", (8,)),
+    (latency.LatencyModel, "OCTAVE_WEIGHT", (0.05, 0.5)),
+    (
+        latency.LatencyModel,
+        "ASSUMED",
+        (
+            {"cpu": (0.05, 0.02), "cpu with bf16 units": (0.05, 0.02), "accelerator": (0.0, 0.0)},
+            {"cpu": (0.2, 0.1), "cpu with bf16 units": (0.1, 0.05), "accelerator": (0.1, 0.05)},
+        ),
+    ),
     (prompt_lookup.PromptLookup, "NGRAM", (3,)),
     (prompt_lookup.PromptLookup, "MAX_TOKENS", (0, 8)),
 ]

@@ -217,9 +217,9 @@ class Simulated(AdaptiveLength):
     """
 
     def __init__(self, costs: Costs, rows: int, statistics: DraftStatistics):
-        self.known = LatencyModel(costs.drafter / costs.target, "cuda")
+        self.known = LatencyModel(costs.drafter / costs.target, "accelerator")
         rounds = [(TEXT, DraftSize(max(size, 0), size >= 0), costs.round(rows, size)) for size in SIZES]
-        self.known.record(rows, rounds * LatencyModel.ENOUGH)
+        self.known.record(rows, rounds * LatencyModel.MIN_SAMPLES)
         text_config = SimpleNamespace(vocab_size=1 + LIKELY)
         target_config = SimpleNamespace(get_text_config=lambda decoder: text_config)
         call = SimpleNamespace(

@@ -3,16 +3,18 @@ Adaptive draft length: how many drafted tokens the next round verifies, possibly
 
 In each round, in this order:
 
+0. *Measurement.* Until the latency of a round without a draft is known, every fourth round is one.
 1. *Prompt lookup.* If the last tokens occurred before, verify what followed them there, if that is faster than recent
    rounds with drafts.
-2. *Back-off.* After rounds with drafts that were slower than the target alone, verify nothing, for as long as it takes
-   to make up for the next try (`MAX_LOSS`).
+2. *Back-off.* After rounds with drafts that were slower than target-only decoding, verify nothing, for so many rounds
+   that the next try costs at most `MAX_LOSS` of the time.
 3. *Draft.* The drafter's tree, its likeliest nodes first. `E(n)`, the expected accepted tokens of the first `n`, is
    the sum of their paths' probabilities, calibrated by what was accepted so far; `T(n)`, the latency of a round that
    verifies them, is measured. Each round commits one token of the target's own besides: verify the `n` with most
    tokens per time, `(1 + E(n)) / T(n)`, possibly none of them.
 
-What this loses against longer rules, and what each constant is worth: `examples/benchmarks/results/policy.md`.
+What this loses against longer rules, and what each constant is worth: `examples/benchmarks/results/policy.md`, written
+by `examples/benchmarks/policy.py`, which replays recorded rounds with other constants.
 Latencies are in rounds without a draft, and lengths depend on no clock within a call: see `latency.py`.
 """
 
@@ -20,6 +22,7 @@ import copy
 import math
 import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transformers.utils import logging
 
@@ -45,10 +48,11 @@ _statistics: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 class DraftStatistics:
     """What calls with a pair learn for later calls with as many rows, decoded in the same way (greedy, sampled)."""
 
-    ASSUMED_TOKENS = 1.5  # tokens that a round with a draft commits in each row, before any was seen
-    ASSUMED_ROUNDS = 2  # rounds that this is worth
-    MEMORY = 0.95  # weight of older rounds, with each new one
-    MAX_LOSS = 0.02  # share of the time that drafting may lose against the target alone
+    ASSUMED_TOKENS = 1.5  # tokens that a round with a draft commits in each row, before any was measured
+    ASSUMED_ROUNDS = 2  # the number of rounds that this counts as
+    DECAY = 0.95  # of the weight of older rounds, with each new one
+    MAX_LOSS = 0.02  # share of the time that drafting may lose against target-only decoding
+    TYPICAL_DRAFT = 1  # tokens per row of the round whose latency is assumed
 
     calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
     lookup_calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
@@ -59,11 +63,11 @@ class DraftStatistics:
 
     @property
     def speed(self) -> float:
-        """Of rounds with drafts, over the target alone; at least 1, since drafting is optional."""
+        """That of rounds with drafts, relative to target-only decoding; at least 1, since drafting is optional."""
         return max(self.tokens / self.time, 1.0)
 
     def begin(self, latency: float) -> None:
-        """Assume how fast drafting is, unless it was seen; `latency` is that of a typical round."""
+        """Assume how fast drafting is, unless it was measured; `latency` is that of a round with `TYPICAL_DRAFT`."""
         if not self.time:
             self.tokens = self.ASSUMED_ROUNDS * self.ASSUMED_TOKENS
             self.time = self.ASSUMED_ROUNDS * latency
@@ -71,14 +75,14 @@ class DraftStatistics:
 
     def record(self, tokens: float, latency: float) -> None:
         """Add a round with a draft."""
-        self.tokens = self.MEMORY * self.tokens + tokens
-        self.time = self.MEMORY * self.time + latency
+        self.tokens = self.DECAY * self.tokens + tokens
+        self.time = self.DECAY * self.time + latency
         self._back_off(latency)
 
     def _back_off(self, latency: float) -> None:
         """
-        If at least two recent rounds were slower than the target alone, do not draft until the loss of one more such
-        round is `MAX_LOSS` of the time. Their average then weighs as one round, so that the next one decides again.
+        If at least two recent rounds were slower than target-only decoding, do not draft until the loss of one more
+        such round is `MAX_LOSS` of the time. Their average then weighs as one round: the next one decides again.
         """
         speed = self.tokens / self.time
         if speed < 1 and self.time > 1.5 * latency:
@@ -98,6 +102,18 @@ class Round:
     probabilities: list[list[float]] | None = None  # [R][n] of its nodes, by the drafter
 
 
+class NodeLimits(NamedTuple):
+    """Maximum tokens to verify, anchor included, in one row and in a batch; and what a row may have in any batch."""
+
+    per_row: int
+    per_batch: int
+    minimum: int
+
+    def of_batch(self, rows: int) -> int:
+        """Tokens in each of so many rows."""
+        return max(min(self.per_row, self.per_batch // rows), self.minimum)
+
+
 class AdaptiveLength(DraftPolicy):
     """
     The default policy. See the top of this file for which length comes next and why.
@@ -108,23 +124,21 @@ class AdaptiveLength(DraftPolicy):
     """
 
     LOOKUP_ROWS = 4  # with more, one of them seldom repeats itself: a batch is as fast as its slowest row
-    # Maximum tokens to verify, anchor included, in one row and in the whole batch; and what each row has at least.
-    CPU_LIMITS = (16, 32, 2)
-    ACCELERATOR_LIMITS = (64, 512, 16)
+    CPU_LIMITS = NodeLimits(per_row=16, per_batch=32, minimum=2)
+    ACCELERATOR_LIMITS = NodeLimits(per_row=64, per_batch=512, minimum=16)
 
     def __init__(self, call: GenerateCall, drafter: Drafter):
         super().__init__(call, drafter)
         device = call.target.device
         limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
-        per_row, per_batch, at_least = limits
-        self.max_nodes = max(min(per_row, per_batch // call.rows), at_least) - 1  # besides the anchor
+        self.max_nodes = limits.of_batch(call.rows) - 1  # besides the anchor
         # What earlier calls learned, as it is now: others may be learning at the same time.
         self.latency_model = self._shared_latency_model()
         self.latencies_at_start = self.latency_model.snapshot()
         self.curves: dict[tuple, list[float]] = {}  # of the snapshot
         self.key = (call.rows, call.config.do_sample, adapters_of(call.draft))
         self.statistics = copy.deepcopy(self._shared_statistics().get(self.key, DraftStatistics()))
-        self.statistics.begin(self._latencies(0, drafted=True)[2])
+        self.statistics.begin(self._latencies(0, drafted=True)[DraftStatistics.TYPICAL_DRAFT])
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
         calibration = self.statistics.lookup_calibration
         prompts = call.prompt.tolist() if call.rows <= self.LOOKUP_ROWS else []
@@ -148,10 +162,11 @@ class AdaptiveLength(DraftPolicy):
 
     def _latencies(self, written: int, drafted: bool) -> list[float]:
         """Of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""
-        context = self.call.prompt_length + written
-        key = (LatencyModel.bucket(context), drafted)
+        context_length = self.call.prompt_length + written
+        key = (LatencyModel.bucket(context_length), drafted)
         if key not in self.curves:
-            self.curves[key] = self.latencies_at_start.latencies(self.call.rows, context, self.max_nodes, drafted)
+            curve = self.latencies_at_start.latencies(self.call.rows, context_length, self.max_nodes, drafted)
+            self.curves[key] = curve
         return self.curves[key]
 
     # ------------------------------------------------------------------------------------------- what to verify next
@@ -176,7 +191,7 @@ class AdaptiveLength(DraftPolicy):
         if len(self.rounds) % 4 != 1 or self.statistics.rounds_off:
             return False
         samples = self.latencies_at_start.count(self.call.rows, self.call.prompt_length + state.longest, NO_DRAFT)
-        return samples + self.timer.count(NO_DRAFT) < LatencyModel.ENOUGH
+        return samples + self.timer.count(NO_DRAFT) < LatencyModel.MIN_SAMPLES
 
     def _copy(self, state: GenerationState, started: float) -> Block | None:
         """The prompt lookup of all rows, if it is faster than drafting."""
@@ -207,23 +222,21 @@ class AdaptiveLength(DraftPolicy):
         length = self.choose_length(expected, latencies, sum(state.unfinished))
         verified = drafted.first(1 + length)
         self.round = Round(DraftSize(length, True), latencies[length], started, verified, probabilities)
-        return verified.block or verified
+        # A path in every row is verified as a block, which is faster; its nodes have the same numbers.
+        block = verified.block
+        return verified if block is None else block
 
     def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
         """
-        The number of tokens to verify in each row besides the anchor: that with most committed tokens per time.
-
-        With the anchor these are 1, 2, 4, 8, ... tokens, or all that there are. A few lengths are soon measured well,
-        and processors compute in tiles of such sizes: in between, more tokens often cost nothing.
+        The number of tokens to verify in each row: that with most committed tokens per time.
 
         Args:
             expected (`list[float]`): Accepted tokens of the first 0, 1, ... tokens, over all rows.
             latencies (`list[float]`): Of these rounds, at least as many.
             active (`int`): Rows that have not ended.
         """
-        longest = len(expected) - 1
-        lengths = [length for length in range(longest) if (length + 1).bit_count() == 1] + [longest]
-        return max(lengths, key=lambda length: (active + expected[length]) / latencies[length])
+        speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
+        return speeds.index(max(speeds))
 
     # ------------------------------------------------------------------------------------- learning from the outcome
 

@@ -16,7 +16,7 @@ class AcceptanceCalibration:
 
     BINS = 10
     PRIOR = 4.0  # outcomes that the drafter's own probability is worth
-    MEMORY = 400  # outcomes of a bin at which its older ones count half: other texts follow
+    HALVE_AT = 400  # outcomes of a bin, after which older ones count half: texts change
 
     def __init__(self):
         self.observed = [0.0] * self.BINS
@@ -28,14 +28,14 @@ class AcceptanceCalibration:
     def record(self, probability: float, accepted: bool) -> None:
         """Add an outcome."""
         index = self._bin(probability)
-        if self.observed[index] >= self.MEMORY:
+        if self.observed[index] >= self.HALVE_AT:
             self.observed[index] /= 2
             self.accepted[index] /= 2
         self.observed[index] += 1
         self.accepted[index] += accepted
 
     def __call__(self, probability: float) -> float:
-        """The chance that such a token is accepted."""
+        """The probability that such a token is accepted."""
         index = self._bin(probability)
         return (self.accepted[index] + self.PRIOR * probability) / (self.observed[index] + self.PRIOR)
 
@@ -53,8 +53,8 @@ def expected_accepted(
     calibration: AcceptanceCalibration,
 ) -> list[float]:
     """
-    Tokens that verifying the first 0, 1, ... nodes of a tree should add, over all rows: the sum of the chances that
-    the target accepts the path to each of them.
+    Tokens that verifying the first 0, 1, ... nodes of a tree should add, over all rows: the sum of the probabilities
+    that the target accepts the path to each of them.
 
     Args:
         tree (`Tree`): `n` nodes, the anchor included, the likeliest first.
@@ -69,16 +69,16 @@ def expected_accepted(
     depths = tree.depths.tolist()
     parents = tree.parents.tolist()
     nodes = len(depths[0])
-    node_chances = [0.0] * nodes
+    accepted_at_node = [0.0] * nodes
     for row, is_unfinished in enumerate(unfinished):
         if not is_unfinished:
             continue
-        path_chances = [1.0] * nodes
+        path_probabilities = [1.0] * nodes
         for node in range(1, nodes):
-            path_chances[node] = path_chances[parents[row][node]] * calibration(probabilities[row][node])
+            path_probabilities[node] = path_probabilities[parents[row][node]] * calibration(probabilities[row][node])
             if depths[row][node] < remaining_tokens:
-                node_chances[node] += path_chances[node]
-    return list(accumulate(node_chances))
+                accepted_at_node[node] += path_probabilities[node]
+    return list(accumulate(accepted_at_node))
 
 
 def outcomes(

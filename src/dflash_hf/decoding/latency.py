@@ -1,21 +1,22 @@
 """
 The latency model: how long a round takes, by how many tokens it verifies in each row and whether they were drafted.
 
-Measured during normal rounds and interpolated in between. What has not been measured is assumed. A call chooses its
-draft lengths by a snapshot taken at its start, so that a call that is repeated makes the same choices; what it
+Measured during normal rounds, and averaged over similar sizes. What has not been measured is assumed. A call chooses
+its draft lengths by a snapshot taken at its start, so that a call that is repeated makes the same choices; what it
 measures serves later calls. Draft lengths depend on ratios of times alone: the unit is a round without a draft.
 """
 
 import copy
+import math
 import statistics
 import weakref
-from bisect import bisect_left
 from collections import defaultdict
 from typing import NamedTuple
 
 import torch
 
 from dflash_hf.decoding.adapters import adapters_of
+from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.decoding.timing import TimedStreamer, clock
 
 
@@ -40,44 +41,47 @@ class LatencyModel:
     Args:
         drafter_share (`float`): The time of a drafter forward relative to a round without a draft, assumed until it
             is measured: the ratio of their weights.
-        device_type (`str`): `"cpu"` or another.
+        processor (`str`): A key of `ASSUMED`.
     """
 
-    SAMPLES = 24  # the newest of each draft size; the model follows a machine that changes
-    ENOUGH = 3  # samples from which a time counts as measured: one may be an outlier
-    # Assumed until measured: how much slower a round becomes by verifying at all, and by each token of each row. Too
-    # low rather than too high: a length that seems cheap is tried, and then known; one that seems dear never is.
-    CPU = (0.05, 0.01)
-    ACCELERATOR = (0.05, 0.001)
+    MAX_SAMPLES = 24  # the newest of each draft size; the model follows a machine that changes
+    MIN_SAMPLES = 3  # from which a draft size counts as measured: one sample may be an outlier
+    # What a measured draft size says of one with twice as many tokens, relative to what it says of itself.
+    OCTAVE_WEIGHT = 0.25
+    # Assumed until measured, in rounds without a draft: the overhead of verifying at all, and the latency of each
+    # token of each row. Too low rather than too high: a length that is assumed to be cheap is tried, and then
+    # measured; one that is assumed to be expensive never is.
+    ASSUMED = {"cpu": (0.1, 0.05), "cpu with bf16 units": (0.05, 0.01), "accelerator": (0.05, 0.001)}
 
-    def __init__(self, drafter_share: float, device_type: str):
+    def __init__(self, drafter_share: float, processor: str):
         self.drafter_share = drafter_share
-        self.verifying, self.per_token = self.CPU if device_type == "cpu" else self.ACCELERATOR
+        self.overhead, self.per_token = self.ASSUMED[processor]
         # (rows, bucket of context lengths) -> draft size -> seconds.
         self.samples: dict[tuple[int, int], dict[DraftSize, tuple[float, ...]]] = defaultdict(dict)
 
     @staticmethod
-    def bucket(context: int) -> int:
+    def bucket(context_length: int) -> int:
         """Context lengths in one bucket cost about the same: up to 511 tokens, up to 1,023, up to 2,047, ..."""
-        return max(context, 256).bit_length()
+        return max(context_length, 256).bit_length()
 
     def record(self, rows: int, rounds: list[tuple[int, DraftSize, float]]) -> None:
         """
         Add the rounds of a call: context length, draft size, seconds.
 
-        Their times are divided by the load of the machine during the call: how much slower than before its rounds of
-        known sizes were. Otherwise a call without drafts on a busy machine would make drafts look fast ever after.
+        Their times are divided by the slowdown of the machine during the call: how much slower than before its rounds
+        of measured sizes were. Otherwise a call without drafts on a busy machine would make drafts look fast ever
+        after.
         """
-        rounds = [(context, size, seconds) for context, size, seconds in rounds if seconds > 0]  # 0: a coarse clock
+        rounds = [(length, size, seconds) for length, size, seconds in rounds if seconds > 0]  # 0: a coarse clock
         slowdowns = []
-        for context, size, seconds in rounds:
-            samples = self._samples(rows, context, size)
-            if len(samples) >= self.ENOUGH:
+        for context_length, size, seconds in rounds:
+            samples = self._samples(rows, context_length, size)
+            if len(samples) >= self.MIN_SAMPLES:
                 slowdowns.append(seconds / statistics.median(samples))
-        load = statistics.median(slowdowns) if slowdowns else 1.0
-        for context, size, seconds in rounds:
-            samples = (*self._samples(rows, context, size), seconds / load)
-            self.samples[rows, self.bucket(context)][size] = samples[-self.SAMPLES :]
+        slowdown = statistics.median(slowdowns) if slowdowns else 1.0
+        for context_length, size, seconds in rounds:
+            samples = (*self._samples(rows, context_length, size), seconds / slowdown)
+            self.samples[rows, self.bucket(context_length)][size] = samples[-self.MAX_SAMPLES :]
 
     def snapshot(self) -> "LatencyModel":
         """A copy that later rounds do not change."""
@@ -87,51 +91,71 @@ class LatencyModel:
             snapshot.samples[key] = dict(samples)
         return snapshot
 
-    def count(self, rows: int, context: int, size: DraftSize) -> int:
+    def count(self, rows: int, context_length: int, size: DraftSize) -> int:
         """The number of samples."""
-        return len(self._samples(rows, context, size))
+        return len(self._samples(rows, context_length, size))
 
-    def _samples(self, rows: int, context: int, size: DraftSize) -> tuple[float, ...]:
-        return self.samples.get((rows, self.bucket(context)), {}).get(size, ())
+    def _samples(self, rows: int, context_length: int, size: DraftSize) -> tuple[float, ...]:
+        return self.samples.get((rows, self.bucket(context_length)), {}).get(size, ())
 
-    def latencies(self, rows: int, context: int, max_draft: int, drafted: bool) -> list[float]:
+    def latencies(self, rows: int, context_length: int, max_draft: int, drafted: bool) -> list[float]:
         """
         Latencies of rounds that verify 0, 1, ... `max_draft` tokens in each row, in rounds without a draft.
 
-        What is assumed is scaled by measured / assumed: interpolated between the draft sizes that were measured, and
-        constant outside of them. No round takes longer than a larger one: other load makes rounds slower, not faster.
+        Each is what is assumed, times a correction: measured / assumed, averaged over the measured sizes. Sizes of
+        about as many tokens weigh most in it, so that noise decides little between lengths that cost about the same.
         """
-        assumed = [self._assumed(rows, DraftSize(tokens, drafted)) for tokens in range(max_draft + 1)]
-        measured = self._measured(rows, context)
-        # The unit: measured, or else what the times of other sizes suggest.
-        ratios = sorted(seconds / self._assumed(rows, size) for size, seconds in measured.items())
-        unit = measured.get(NO_DRAFT) or (ratios[len(ratios) // 2] if ratios else 1.0)
-        corrections = {}
-        for size, seconds in sorted(measured.items()):
+        measured = self._measured(rows, context_length)
+        unit = self._unit(rows, measured)
+        corrections = []
+        for size, (seconds, count) in measured.items():
             if size.drafted == drafted:
-                corrections[size.tokens] = seconds / (unit * self._assumed(rows, size))
-        latencies = assumed
-        if corrections:
-            latencies = [latency * interpolate(corrections, tokens) for tokens, latency in enumerate(assumed)]
-        for tokens in reversed(range(max_draft)):
-            latencies[tokens] = min(latencies[tokens], latencies[tokens + 1])
+                corrections.append((size.tokens, seconds / (unit * self._assumed(rows, size)), count))
+        latencies = []
+        for tokens in range(max_draft + 1):
+            latency = self._assumed(rows, DraftSize(tokens, drafted))
+            if corrections:
+                latency *= self._correction(corrections, tokens)
+            latencies.append(latency)
         return latencies
 
+    def _correction(self, corrections: list[tuple[int, float, int]], tokens: int) -> float:
+        """The weighted mean of corrections: of so many tokens, the correction, its number of samples."""
+        total = 0.0
+        total_weight = 0.0
+        for measured_tokens, correction, count in corrections:
+            octaves = abs(math.log2((1 + tokens) / (1 + measured_tokens)))
+            weight = count * self.OCTAVE_WEIGHT**octaves
+            total += weight * correction
+            total_weight += weight
+        return total / total_weight
+
+    def _unit(self, rows: int, measured: dict[DraftSize, tuple[float, int]]) -> float:
+        """Seconds of a round without a draft: measured, or else what the times of other sizes suggest."""
+        if NO_DRAFT in measured:
+            return measured[NO_DRAFT][0]
+        if not measured:
+            return 1.0
+        return statistics.median(seconds / self._assumed(rows, size) for size, (seconds, _) in measured.items())
+
     def _assumed(self, rows: int, size: DraftSize) -> float:
+        """The latency of a round, in rounds without a draft."""
         latency = 1.0
         if size.tokens:
-            latency += self.verifying + self.per_token * rows * size.tokens
+            latency += self.overhead + self.per_token * rows * size.tokens
         if size.drafted:
             latency += self.drafter_share
         return latency
 
-    def _measured(self, rows: int, context: int) -> dict[DraftSize, float]:
-        """Typical seconds of each draft size, at the nearest context length that was measured."""
-        wanted = self.bucket(context)
+    def _measured(self, rows: int, context_length: int) -> dict[DraftSize, tuple[float, int]]:
+        """Typical seconds of each draft size and its number of samples, at the nearest length that was measured."""
+        wanted = self.bucket(context_length)
         buckets = [bucket for sampled_rows, bucket in self.samples if sampled_rows == rows]
         for bucket in sorted(buckets, key=lambda bucket: abs(bucket - wanted)):
-            samples = self.samples[rows, bucket].items()
-            typical = {size: lower_quartile(seconds) for size, seconds in samples if len(seconds) >= self.ENOUGH}
+            typical = {}
+            for size, seconds in self.samples[rows, bucket].items():
+                if len(seconds) >= self.MIN_SAMPLES:
+                    typical[size] = (lower_quartile(seconds), len(seconds))
             if typical:
                 return typical
         return {}
@@ -144,8 +168,16 @@ def latency_model_of(target, draft) -> LatencyModel:
     key = (target.device, target.dtype, layers, adapters_of(draft), threads)
     models = _latency_models.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     if key not in models:
-        models[key] = LatencyModel(_drafter_share(target, draft), target.device.type)
+        models[key] = LatencyModel(_drafter_share(target, draft), _processor(target))
     return models[key]
+
+
+def _processor(target) -> str:
+    """What computes the target, as a key of [`LatencyModel.ASSUMED`]."""
+    if target.device.type != "cpu":
+        return "accelerator"
+    has_units = target.dtype == torch.bfloat16 and not is_emulated(torch.bfloat16)
+    return "cpu with bf16 units" if has_units else "cpu"
 
 
 def _drafter_share(target, draft) -> float:
@@ -159,18 +191,6 @@ def _drafter_share(target, draft) -> float:
 def lower_quartile(values) -> float:
     """Other load makes rounds slower, never faster."""
     return sorted(values)[len(values) // 4]
-
-
-def interpolate(values: dict[int, float], x: int) -> float:
-    """Linear interpolation between the keys of `values`, which are sorted; constant outside of them."""
-    keys = list(values)
-    x = min(max(x, keys[0]), keys[-1])
-    right = bisect_left(keys, x)
-    if keys[right] == x:
-        return values[x]
-    before = keys[right - 1]
-    after = keys[right]
-    return values[before] + (values[after] - values[before]) * (x - before) / (after - before)
 
 
 class RoundTimer:
@@ -195,13 +215,13 @@ class RoundTimer:
         seconds = clock(self.device)
         return seconds if self.streamer is None else seconds - self.streamer.seconds
 
-    def record(self, context: int, size: DraftSize, started: float) -> None:
+    def record(self, context_length: int, size: DraftSize, started: float) -> None:
         """A round ends now. The first one of a call is slower than the others and not kept."""
         self.ended = self.now()
         if self.first_round_started is None:
             self.first_round_started = started
         else:
-            self.rounds.append((context, size, self.ended - started))
+            self.rounds.append((context_length, size, self.ended - started))
 
     def count(self, size: DraftSize) -> int:
         """The number of rounds of a size."""

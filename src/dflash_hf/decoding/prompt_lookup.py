@@ -17,7 +17,7 @@ class PromptLookup:
     cost.
 
     Args:
-        prompt (`list[int]`): The row's tokens; those of the prompt say nothing about the target.
+        prompt (`list[int]`): The row's tokens. Repetitions inside of it are not used for calibration.
         vocab_size (`int`): Of the target: placeholders in a prompt, for images or the like, are not copied.
         calibration (`AcceptanceCalibration`): Of copies; extended.
     """
@@ -43,7 +43,7 @@ class PromptLookup:
         for token in tokens:
             if self.source is not None:
                 matches = int(self.tokens[self.source]) == token
-                self.calibration.record(assumed_chance(self.matched), matches)
+                self.calibration.record(prior_probability(self.matched), matches)
                 self.source = self.source + 1 if matches else None
                 self.matched = self.matched + 1 if matches else 0
             self.tokens[self.length] = token
@@ -51,7 +51,7 @@ class PromptLookup:
         self._search()
 
     def _search(self) -> None:
-        """If no passage is followed, find the last one that begins like the text ends."""
+        """If no passage is followed, find the latest earlier occurrence of the last `NGRAM` tokens."""
         if self.source is not None or self.length <= self.NGRAM:
             return
         last = self.tokens[self.length - self.NGRAM : self.length]
@@ -70,19 +70,19 @@ class PromptLookup:
         expected = [0.0]
         if self.source is None:
             return tokens, expected
-        path_chance = 1.0
+        path_probability = 1.0
         for step in range(min(limit, self.MAX_TOKENS)):
             token = int(self.tokens[self.source + step % (self.length - self.source)])
             if not 0 <= token < self.vocab_size:
                 break
-            path_chance *= self.calibration(assumed_chance(self.matched + step))
+            path_probability *= self.calibration(prior_probability(self.matched + step))
             tokens.append(token)
-            expected.append(expected[-1] + path_chance)
+            expected.append(expected[-1] + path_probability)
         return tokens, expected
 
 
-def assumed_chance(matched: int) -> float:
-    """The chance that one more token matches, before any was seen; also what copies are calibrated by."""
+def prior_probability(matched: int) -> float:
+    """The probability that one more token matches, before any was observed; copies are calibrated by it."""
     return (matched - 1) / (matched + 3)
 
 
