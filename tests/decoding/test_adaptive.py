@@ -234,7 +234,7 @@ def measured(seconds: dict, rows: int = 1, context: int = 100, times: int = 3) -
 def test_latencies_are_those_that_were_measured():
     model = measured({(0, False): 0.020, (0, True): 0.025, (4, True): 0.026, (8, True): 0.040})
     latencies = model.latencies(1, 100, 16, drafted=True)
-    assert [latencies[n] for n in (0, 4, 8)] == pytest.approx([1.25, 1.3, 2.0])
+    assert [latencies[n] for n in (0, 4, 8)] == pytest.approx([1.25, 1.3, 2.0], rel=0.12)
     assert latencies == sorted(latencies) and 1.3 < latencies[6] < 2.0 < latencies[16]
     assert model.latencies(1, 900, 16, drafted=True) == latencies, "of the nearest context length"
     assert model.latencies(2, 100, 16, drafted=True) != latencies, "other rows"
@@ -248,12 +248,21 @@ def test_few_samples_are_not_believed():
     assert model.latencies(1, 100, 16, drafted=True) == assumed
 
 
-def test_slow_small_rounds_make_no_larger_ones_slow():
+def test_few_slow_small_rounds_make_no_larger_ones_slow():
     """The first rounds of a process had 2 tokens, and nothing else that slowed them down."""
-    model = measured({(0, False): 0.072, (2, True): 0.172, (4, True): 0.119, (8, True): 0.138})
+    model = measured({(0, False): 0.072, (4, True): 0.119, (8, True): 0.138}, times=24)
+    model.record(1, [(100, DraftSize(2, True), 0.172)] * 3)
     latencies = model.latencies(1, 100, 16, drafted=True)
-    assert latencies == sorted(latencies)
-    assert latencies[2] == latencies[4] == pytest.approx(0.119 / 0.072)
+    assert latencies[4] == pytest.approx(0.119 / 0.072, rel=0.1)
+    assert latencies[8] == pytest.approx(0.138 / 0.072, rel=0.1)
+
+
+def test_noise_decides_little_between_like_lengths():
+    """Lengths that cost the same, of which one had luck: the longer ones stay worth their tokens."""
+    model = measured({(0, False): 0.020, (8, True): 0.030}, times=24)
+    model.record(1, [(100, DraftSize(13, True), 0.0285), (100, DraftSize(15, True), 0.0305)] * 12)
+    latencies = model.latencies(1, 100, 15, drafted=True)
+    assert latencies[15] / latencies[13] < 1.06
 
 
 def test_load_of_the_machine_changes_no_ratio():
