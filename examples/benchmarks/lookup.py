@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.decoding.copies import Copies
 from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.prompt_lookup import PromptLookup
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.smollm2 import load_pair
 
@@ -47,8 +47,8 @@ class Switch:
 
     def __init__(self):
         self.on = True
-        copied = Copies.next
-        Copies.next = lambda copies, limit: copied(copies, limit) if self.on else ([], [0.0])
+        copied = PromptLookup.candidates
+        PromptLookup.candidates = lambda lookup, limit: copied(lookup, limit) if self.on else ([], [0.0])
 
 
 def inputs_of(pair, messages: list[dict]):

@@ -4,7 +4,7 @@ simulated H100 or H200.
 
     python examples/benchmarks/simulated_gpu.py
 
-The strategy is the package's own, with the costs of rounds given. Compare with the column of whole blocks. Simulated
+The policy is the package's own, with the costs of rounds given. Compare with the column of whole blocks. Simulated
 are:
 
 - costs: a forward takes as long as reading its weights and keys at 80 % of the data sheet's bandwidth or, if that is
@@ -30,10 +30,8 @@ from random_pairs import SHAPES, random_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
-from dflash_hf.decoding.adaptive import AdaptiveLength
-from dflash_hf.decoding.costs import Costs as KnownCosts
-from dflash_hf.decoding.costs import CostTable
-from dflash_hf.decoding.sizes import Seen, Throughput
+from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
+from dflash_hf.decoding.latency import DraftSize, LatencyModel
 from dflash_hf.decoding.trees import draft_tree
 
 
@@ -43,7 +41,7 @@ RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
 GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
 SHAPE, BLOCK, TEXT, NEW = "qwen3-8b", 16, 1024, 512
 ROWS = (1, 8, 64)
-SIZES = (-1, 0, 1, 2, 4, 7, 8, 11, 15, 16, 23, 31, 32, 47, 64)
+SIZES = (-1, 0, 1, 2, 4, 8, 16, 32, 64)  # that are known; -1 drafts nothing
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute"}
 VIEWS |= {"detach", "alias", "split", "split_with_sizes", "chunk", "as_strided", "unbind", "unflatten", "flatten"}
 NO_KERNEL = VIEWS | {"reshape", "expand_as", "to"}  # of what inference mode does not take apart
@@ -113,7 +111,6 @@ class Costs:
 class World:
     """A drafter, as [`Drafter`], and what the target says."""
 
-    block_tokens = BLOCK
     OTHERS = 500  # tokens that share what the candidates leave
     token_head = SimpleNamespace(order=0)
     context = SimpleNamespace(device=torch.device("cpu"))
@@ -151,7 +148,7 @@ class World:
         truth = torch.nn.functional.pad(torch.where(place < LIKELY, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
         # Each node asks for the target's token one slot further.
         depths = torch.arange(draft.tokens.shape[1]).expand(self.rows, -1) if draft.depths is None else draft.depths
-        return draft.longest_match(truth.gather(1, depths))
+        return draft.agree(truth.gather(1, depths))
 
 
 def tau(make, *world: float) -> float:
@@ -169,12 +166,11 @@ def solved(function, goal: float) -> float:
     return (low + high) / 2
 
 
-def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLength | None = None) -> dict:
+def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength | None = None) -> dict:
     """Rounds of `NEW` tokens for each row, of chosen sizes or of whole blocks."""
     world, left = World(sure, others, rows), [NEW] * rows
-    if strategy is not None:
-        world.graph = None
-        strategy.drafter = world
+    if policy is not None:
+        policy.drafter = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
         unfinished=[True] * rows,
@@ -186,8 +182,8 @@ def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLengt
         sample_indices=[],
     )
     while not text.done:
-        draft = world.block() if strategy is None else strategy.get_candidates(text)
-        drafted = strategy is None or strategy.round.work[1]
+        draft = world.block() if policy is None else policy.get_candidates(text)
+        drafted = policy is None or policy.round.size.drafted
         counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
         size = draft.tokens.shape[1] - 1 if drafted else -1
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
@@ -205,30 +201,52 @@ def decode(costs, rows: int, sure: float, others: float, strategy: AdaptiveLengt
         text.longest = NEW - min(left)
         text.lengths = [NEW - rest for rest in left]
         text.done = not any(text.unfinished)
-        if strategy is not None:
-            strategy.update_candidate_strategy(text, draft, Acceptance(counts, path))
+        if policy is not None:
+            policy.update_candidate_strategy(text, draft, Acceptance(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 
 class Simulated(AdaptiveLength):
-    """The strategy of a call on that machine, without copies."""
+    """
+    The policy of a call on that machine, without prompt lookup.
 
-    def __init__(self, costs: Costs, rows: int, throughput: Throughput):
-        self.call = SimpleNamespace(
-            draft=World.draft, selector=SimpleNamespace(max_new=NEW), capabilities=SimpleNamespace(trees=True)
+    Args:
+        costs (`Costs`): The machine's.
+        rows (`int`): Of the call.
+        statistics (`DraftStatistics`): What calls learn.
+    """
+
+    def __init__(self, costs: Costs, rows: int, statistics: DraftStatistics):
+        self.known = LatencyModel(costs.drafter / costs.target, "accelerator")
+        rounds = [(TEXT, DraftSize(max(size, 0), size >= 0), costs.round(rows, size)) for size in SIZES]
+        self.known.record(rows, rounds * LatencyModel.MIN_SAMPLES)
+        text_config = SimpleNamespace(vocab_size=1 + LIKELY)
+        target_config = SimpleNamespace(get_text_config=lambda decoder: text_config)
+        call = SimpleNamespace(
+            target=SimpleNamespace(device=torch.device("cuda"), config=target_config),
+            draft=torch.nn.Module(),
+            prompt=torch.zeros(rows, 1, dtype=torch.long),
+            rows=rows,
+            prompt_length=TEXT,
+            selector=SimpleNamespace(max_new=NEW, streamer=None),
+            config=SimpleNamespace(do_sample=False),
         )
-        self.drafter = SimpleNamespace(graph=None, block_tokens=BLOCK)
-        self.widest = max(min(64, 512 // rows), 15)
-        table = CostTable(costs.drafter / costs.target, BLOCK, torch.device("cuda"))
-        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.widest}
-        table.samples[rows, table.bucket(TEXT)] = known
-        self.costs, self.throughput = KnownCosts(table, rows, TEXT, torch.device("cpu")), throughput
-        self.copies, self.round, self.seen = [], None, Seen()
-        throughput.begin(self.costs.curve(0, self.widest)[2])
-        self.seen.rounds = [(0, 1, 1.0)]
+        super().__init__(call, SimpleNamespace(block_tokens=BLOCK))
+        self.lookups = []
+        self.statistics = statistics  # not a copy: `finish`, which keeps it for later calls, is not called
+        self.statistics.begin(self._latencies(0, drafted=True)[2])
 
-    def room(self, text) -> int:
-        return text.remaining_tokens
+    def _shared_latency_model(self) -> LatencyModel:
+        return self.known
+
+    def _shared_statistics(self) -> dict:
+        return {}
+
+    def room(self, state) -> int:
+        return state.remaining_tokens
+
+    def supports_trees(self, state) -> bool:
+        return True
 
 
 def table() -> list[str]:
@@ -254,9 +272,10 @@ def table() -> list[str]:
             costs = Costs(bandwidth, peak, launches, launch)
             for rows in ROWS:
                 alone = NEW * costs.round(rows, -1, "alone")
-                fixed, throughput = decode(costs, rows, *world), Throughput()
+                fixed = decode(costs, rows, *world)
+                statistics_of_calls = DraftStatistics()
                 for _ in range(3):  # calls, the last of which is shown
-                    found = decode(costs, rows, *world, Simulated(costs, rows, throughput))
+                    found = decode(costs, rows, *world, Simulated(costs, rows, statistics_of_calls))
                 sizes = found["sizes"] or [0]
                 quarters = statistics.quantiles(sizes, n=4) if len(sizes) > 1 else sizes * 3
                 cells = [gpu, how, rows, f"{1e3 * costs.round(rows, -1):.2f}"]

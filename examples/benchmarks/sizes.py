@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from dflash_hf.decoding import adaptive, costs
+from dflash_hf.decoding import adaptive, latency
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.sets import conversations
@@ -134,12 +134,12 @@ def batches(tokenizer, situation: Situation, count: int) -> list:
 @contextlib.contextmanager
 def nothing_known():
     """As in the first call on a machine."""
-    held = costs._tables, adaptive._throughputs
-    costs._tables, adaptive._throughputs = (type(one)() for one in held)
+    held = (latency._latency_models, adaptive._statistics)
+    latency._latency_models, adaptive._statistics = (type(models)() for models in held)
     try:
         yield
     finally:
-        costs._tables, adaptive._throughputs = held
+        latency._latency_models, adaptive._statistics = held
 
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:

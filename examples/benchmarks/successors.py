@@ -7,7 +7,7 @@ Every verification tells the target's own token after each drafted one, rejected
 for each token, and after every round that drafted it is counted what these would have added: a node below each
 verified one, where its estimated gain exceeds its cost at the speed of the text, as in the tree itself; how often such
 a successor is right is learned on the way. The text is decoded as usual, copies included. *Ratio*: speed of the rounds
-that draft, with these nodes over without, from their tokens and the costs in the cost table.
+that draft, with these nodes over without, from their tokens and the latency model.
 """
 
 import argparse
@@ -27,56 +27,66 @@ class Successors:
     """Watches the rounds of a call."""
 
     def __init__(self):
-        self.table, self.right, self.known, self.found = {}, 3.0, 10.0, Counter()
-        accept, learn = GenerationState.accept, AdaptiveLength.update_candidate_strategy
+        self.table: dict[int, int] = {}
+        self.hits = 3.0
+        self.tries = 10.0
+        self.totals: Counter = Counter()
+        accept = GenerationState.accept
+        learn = AdaptiveLength.update_candidate_strategy
 
-        def accepted(text, draft, logits):
-            self.draft, self.said = draft, logits[0].argmax(-1).tolist()
-            return accept(text, draft, logits)
+        def accept_and_note(state, draft, logits):
+            self.choices = logits[0].argmax(-1).tolist()
+            return accept(state, draft, logits)
 
-        def learned(strategy, text, candidates, verdict):
-            if strategy.round.tree is not None:
-                self.count(strategy, self.draft, verdict, int(text.last[0]))
-            self.table.update(zip(self.draft.tokens[0].tolist(), self.said, strict=True))
-            learn(strategy, text, candidates, verdict)
+        def learn_and_count(policy, state, candidates, acceptance):
+            if policy.round.tree is not None:
+                self.count(policy, candidates, acceptance, int(state.anchors[0]))
+            self.table.update(zip(candidates.tokens[0].tolist(), self.choices, strict=True))
+            learn(policy, state, candidates, acceptance)
 
-        GenerationState.accept, AdaptiveLength.update_candidate_strategy = accepted, learned
+        GenerationState.accept = accept_and_note
+        AdaptiveLength.update_candidate_strategy = learn_and_count
 
-    def count(self, strategy, draft, verdict, bonus: int) -> None:
+    def count(self, policy, draft, acceptance, bonus: int) -> None:
         """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""
-        plan, throughput, found, committed = strategy.round, strategy.throughput, self.found, verdict.counts[0]
-        costs = strategy.costs.curve(0, strategy.max_draft)
-        tokens, parents, chances = draft.tokens[0].tolist(), plan.tree.parents[0].tolist(), plan.chances[0]
-        last = committed - 1 if verdict.path is None else int(verdict.path[0, committed - 1])
-        likely, covered = [1.0] * len(tokens), [0.0] * len(tokens)
+        latencies = policy._latencies(0, drafted=True)
+        committed = acceptance.counts[0]
+        tokens = draft.tokens[0].tolist()
+        parents = policy.round.tree.parents[0].tolist()
+        probabilities = policy.round.probabilities[0]
+        last = committed - 1 if acceptance.path is None else int(acceptance.path[0, committed - 1])
+        path_chances = [1.0] * len(tokens)
+        covered = [0.0] * len(tokens)
         for node in range(1, len(tokens)):
-            chance = throughput.reliability(chances[node])
-            likely[node] = likely[parents[node]] * chance
+            chance = policy.statistics.calibration(probabilities[node])
+            path_chances[node] = path_chances[parents[node]] * chance
             covered[parents[node]] += chance
         children = {(parents[node], tokens[node]) for node in range(1, len(tokens))}
         candidates = [
-            (likely[node] * max(1 - covered[node], 0) * self.right / self.known, node, self.table[token])
+            (path_chances[node] * max(1 - covered[node], 0) * self.hits / self.tries, node, self.table[token])
             for node, token in enumerate(tokens)
             if token in self.table and (node, self.table[token]) not in children
         ]
         size = len(tokens) - 1
-        found.update(rounds=1, tokens=committed, cost=plan.cost)
+        self.totals.update(rounds=1, tokens=committed, cost=policy.round.latency)
         for gain, node, successor in sorted(candidates, reverse=True):
             hit = node == last and successor == bonus
-            self.known, self.right = self.known + (node == last), self.right + hit
-            if size + 1 < len(costs):
-                more = costs[size + 1] - costs[size]
-                if gain > throughput.speed * more:
+            self.tries += node == last
+            self.hits += hit
+            if size + 1 < len(latencies):
+                more = latencies[size + 1] - latencies[size]
+                if gain > policy.statistics.speed * more:
                     size += 1
-                    found.update(nodes=1, hits=hit, more=more)
+                    self.totals.update(nodes=1, hits=hit, more=more)
 
 
-def line(name: str, found: Counter) -> str:
-    before, rounds = found["tokens"] / found["cost"], found["rounds"]
-    after = (found["tokens"] + found["hits"]) / (found["cost"] + found["more"])
-    return (
-        f"| {name} | {rounds} | {found['nodes'] / rounds:.2f} | {found['hits'] / rounds:.3f} | {after / before:.3f} |"
-    )
+def line(name: str, totals: Counter) -> str:
+    rounds = totals["rounds"]
+    before = totals["tokens"] / totals["cost"]
+    after = (totals["tokens"] + totals["hits"]) / (totals["cost"] + totals["more"])
+    nodes = totals["nodes"] / rounds
+    hits = totals["hits"] / rounds
+    return f"| {name} | {rounds} | {nodes:.2f} | {hits:.3f} | {after / before:.3f} |"
 
 
 def main():
@@ -92,13 +102,13 @@ def main():
     for kind, rows in lookup.prompts(arguments.prompts).items():
         if arguments.only not in kind:
             continue
-        successors.found = Counter()
+        successors.totals = Counter()
         for row in rows:
             successors.table = {}
             lookup.decode(pair, pair.draft, lookup.inputs_of(pair, row), options)
-        if successors.found["rounds"]:
-            print(line(kind, successors.found), flush=True)
-        total += successors.found
+        if successors.totals["rounds"]:
+            print(line(kind, successors.totals), flush=True)
+        total += successors.totals
     print(line("all", total))
 
 

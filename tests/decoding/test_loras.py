@@ -11,7 +11,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.adapters import adapters_of
-from dflash_hf.decoding.adaptive import _throughputs
+from dflash_hf.decoding.adaptive import _statistics
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
@@ -106,7 +106,7 @@ def test_each_adapter_has_its_own_statistics(target, folder):
         lengths(target, draft, block_size=None)
     draft.disable_adapters()
     lengths(target, draft, block_size=None)
-    assert {key[-1] for key in _throughputs[draft][target]} == {("chat",), ("code",), ()}
+    assert {key[-1] for key in _statistics[draft][target]} == {("chat",), ("code",), ()}
 
 
 def test_adapter_of_a_peft_model_acts(target, folder, expected):

@@ -28,9 +28,9 @@ from support.rows import ragged_prompts
 from support.scripted_draft import RecognisingDraft, recognising, scripted
 from transformers import DynamicCache
 
-from dflash_hf.decoding import adaptive, slots
+from dflash_hf.decoding import slots
+from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.policies import DraftPolicy
-from dflash_hf.decoding.sizes import Throughput
 
 
 MINUTES = float(os.environ.get("DFLASH_MINUTES", 10))
@@ -148,9 +148,10 @@ def policy_of(case: dict, drafter):
             patches.enter_context(mock.patch.object(drafter.decoding_config, "policy", Anything))
         elif case["draft"] == "any size":
             draws = random.Random(case["seed"])
-            patches.enter_context(mock.patch.object(Throughput, "_rest", lambda *_: None))  # never backs off
-            any_size = mock.patch.object(adaptive, "best_size", lambda gains, *_: draws.randrange(len(gains)))
-            patches.enter_context(any_size)
+            any_length = lambda policy, expected, *_: draws.randrange(len(expected))  # noqa: E731
+            patches.enter_context(mock.patch.object(AdaptiveLength, "choose_length", any_length))
+            patches.enter_context(mock.patch.object(DraftStatistics, "_back_off", lambda *_: None))
+            patches.enter_context(mock.patch.object(DraftStatistics, "speed", 0.0))  # any copy pays
         yield
 
 

@@ -14,7 +14,8 @@ Where to look:
   without the drafter), `settings` (what a user may set), `arguments` (what goes to the target's forwards).
 - The loop: `loop.decode`. Draft, verify, accept, commit.
 - Draft: `drafter` (blocks), `draft_context` (what the drafter has read), `trees` (draft trees).
-- Draft length: `policies` (the interface, fixed lengths), `adaptive` (the default), `policy_choice`, `timing`.
+- Draft length: `policies` (the interface, fixed lengths), `policy_choice`; `adaptive`, the default, with its `latency`
+  model, `calibration` and `prompt_lookup`; `timing`.
 - Verify: `session` (one forward of the target), `slots` (its cache), `masks`, `recurrent` (targets with a state),
   `probe` (what a target supports).
 - Accept and commit: `acceptance`, `selection` (the caller's processors and criteria), `sampling_noise`, `state`.
@@ -37,7 +38,7 @@ What outlives a call:
 - `KeptContext`, the context of a finished call, lives as long as the cache that this call returned. The call that
   continues the cache takes the context over.
 - Per model, as long as it lives: `TargetCapabilities` (what a probe found), `ModelGraphs` (compiled forwards), and
-  what the default policy has learned of costs and acceptance.
+  what the default policy has learned: a `LatencyModel`, and `DraftStatistics` of acceptance.
 
 Threads. Any number of calls may decode at once, with the same target and drafter: none changes weights, a
 configuration or the caller's arguments. Module globals that calls share, and what guards them:

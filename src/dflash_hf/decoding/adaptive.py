@@ -1,180 +1,306 @@
-"""The policy that chooses how many tokens each round verifies."""
+"""
+Adaptive draft length: how many drafted tokens the next round verifies, possibly none.
+
+In each round, in this order:
+
+0. *Measurement.* Until the latency of a round without a draft is known, every fourth round is one.
+1. *Prompt lookup.* If the last tokens occurred before, verify what followed them there, if that is faster than recent
+   rounds with drafts.
+2. *Back-off.* After rounds with drafts that were slower than target-only decoding, verify nothing, for so many rounds
+   that the next try costs at most `MAX_LOSS` of the time.
+3. *Draft.* The drafter's tree, its likeliest nodes first. `E(n)`, the expected accepted tokens of the first `n`, is
+   the sum of their paths' probabilities, calibrated by what was accepted so far; `T(n)`, the latency of a round that
+   verifies them, is measured. Each round commits one token of the target's own besides: verify the `n` with most
+   tokens per time, `(1 + E(n)) / T(n)`, possibly none of them.
+
+What this loses against longer rules, and what each constant is worth: `examples/benchmarks/results/policy.md`, written
+by `examples/benchmarks/policy.py`, which replays recorded rounds with other constants.
+Latencies are in rounds without a draft, and lengths depend on no clock within a call: see `latency.py`.
+"""
 
 import copy
+import math
 import weakref
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adapters import adapters_of
+from dflash_hf.decoding.calibration import AcceptanceCalibration, expected_accepted, node_probabilities, outcomes
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.copies import Copies, together
-from dflash_hf.decoding.costs import NOTHING, Costs, Work, table_of
 from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
-from dflash_hf.decoding.sizes import Seen, Throughput, best_size, gains, judged
+from dflash_hf.decoding.prompt_lookup import PromptLookup, copies_of_batch
 from dflash_hf.decoding.state import GenerationState
 from dflash_hf.decoding.trees import Tree
 
 
 logger = logging.get_logger(__name__)
 
-# For each drafter and target, statistics of the pair, by rows and decoding mode.
-_throughputs: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+# For each drafter and target, what their calls learned: (rows, whether sampled, adapters) -> `DraftStatistics`.
+_statistics: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class Round(NamedTuple):
-    """What a round of [`AdaptiveLength`] verifies, and what should come of it."""
+@dataclass
+class DraftStatistics:
+    """What calls with a pair learn for later calls with as many rows, decoded in the same way (greedy, sampled)."""
 
-    began: float  # seconds
-    work: Work
-    cost: float
-    tree: Tree | None = None  # what was drafted
-    chances: list[list[float]] = []  # of each row's drafted nodes, given their parents
-    expected: float = 0.0  # tokens per row that should be accepted
+    ASSUMED_TOKENS = 1.5  # tokens that a round with a draft commits in each row, before any was measured
+    ASSUMED_ROUNDS = 2  # the number of rounds that this counts as
+    DECAY = 0.95  # of the weight of older rounds, with each new one
+    MAX_LOSS = 0.02  # share of the time that drafting may lose against target-only decoding
+    TYPICAL_DRAFT = 1  # tokens per row of the round whose latency is assumed
+
+    calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
+    lookup_calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
+    tokens: float = 0.0  # committed per row by rounds with drafts; older rounds count less
+    time: float = 0.0  # that these rounds took, in rounds without a draft
+    rounds_off: int = 0  # upcoming rounds without a draft: the back-off
+    warned: bool = False  # whether the warning that drafting does not pay was logged
+
+    @property
+    def speed(self) -> float:
+        """That of rounds with drafts, relative to target-only decoding; at least 1, since drafting is optional."""
+        return max(self.tokens / self.time, 1.0)
+
+    def begin(self, latency: float) -> None:
+        """Assume how fast drafting is, unless it was measured; `latency` is that of a round with `TYPICAL_DRAFT`."""
+        if not self.time:
+            self.tokens = self.ASSUMED_ROUNDS * self.ASSUMED_TOKENS
+            self.time = self.ASSUMED_ROUNDS * latency
+            self._back_off(latency)
+
+    def record(self, tokens: float, latency: float) -> None:
+        """Add a round with a draft."""
+        self.tokens = self.DECAY * self.tokens + tokens
+        self.time = self.DECAY * self.time + latency
+        self._back_off(latency)
+
+    def _back_off(self, latency: float) -> None:
+        """
+        If at least two recent rounds were slower than target-only decoding, do not draft until the loss of one more
+        such round is `MAX_LOSS` of the time. Their average then weighs as one round: the next one decides again.
+        """
+        speed = self.tokens / self.time
+        if speed < 1 and self.time > 1.5 * latency:
+            self.tokens = latency * speed
+            self.time = latency
+            self.rounds_off = math.ceil(latency * (1 - speed) / self.MAX_LOSS)
+
+
+@dataclass
+class Round:
+    """What the current round verifies, and what should come of it."""
+
+    size: DraftSize
+    latency: float  # in rounds without a draft
+    started: float  # seconds
+    tree: Tree | None = None  # of a round with a draft
+    probabilities: list[list[float]] | None = None  # [R][n] of its nodes, by the drafter
+
+
+class NodeLimits(NamedTuple):
+    """Maximum tokens to verify, anchor included, in one row and in a batch; and what a row may have in any batch."""
+
+    per_row: int
+    per_batch: int
+    minimum: int
+
+    def of_batch(self, rows: int) -> int:
+        """Tokens in each of so many rows."""
+        return max(min(self.per_row, self.per_batch // rows), self.minimum)
 
 
 class AdaptiveLength(DraftPolicy):
     """
-    For each round, the drafted tokens of a tree that are worth verifying, possibly none. Up to four rows that repeat
-    what they or their prompts said before copy it, without a draft, where that is faster.
-
-    Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
-    clock. Measurements of this call serve later calls.
+    The default policy. See the top of this file for which length comes next and why.
 
     Args:
-        call (`Call`): The call.
+        call (`GenerateCall`): The call.
+        drafter (`Drafter`): Its drafter.
     """
 
-    # What each is worth: `examples/benchmarks/results/constants.md`.
-    SLACK = 0.1  # tokens that a copy must gain, and that a size may lose while its cost is not known; 0: -3 to +1 %
-    COPYING = 4  # rows of a call that copies; 2: +18 % with four rows; more: nothing with eight
-    EXPECTED_SHARE = 0.75  # of a row's rate: tokens that were expected in place of those accepted; 0: +5 %
-    # Drafted tokens at most: of one row, of all rows, and of a row however many there are.
-    WIDEST = {"cpu": (16, 32, 2), "other": (64, 512, 15)}
+    LOOKUP_ROWS = 4  # with more, one of them seldom repeats itself: a batch is as fast as its slowest row
+    CPU_LIMITS = NodeLimits(per_row=16, per_batch=32, minimum=2)
+    ACCELERATOR_LIMITS = NodeLimits(per_row=64, per_batch=512, minimum=16)
 
     def __init__(self, call: GenerateCall, drafter: Drafter):
         super().__init__(call, drafter)
-        rows, device = len(call.prompt), call.target.device
-        of_one, of_all, least = self.WIDEST.get(device.type, self.WIDEST["other"])
-        self.widest = max(min(of_one, of_all // rows), least)
-        self.costs = Costs(table_of(call.target, call.draft), rows, call.prompt_length, device, call.selector.streamer)
-        self.throughput = copy.deepcopy(self._throughputs.get(self._key, Throughput()))
-        self.throughput.begin(self.costs.curve(0, self.widest)[2])
+        device = call.target.device
+        limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
+        self.max_nodes = limits.of_batch(call.rows) - 1  # besides the anchor
+        # What earlier calls learned, as it is now: others may be learning at the same time.
+        self.latency_model = self._shared_latency_model()
+        self.latencies_at_start = self.latency_model.snapshot()
+        self.curves: dict[tuple, list[float]] = {}  # of the snapshot
+        self.key = (call.rows, call.config.do_sample, adapters_of(call.draft))
+        self.statistics = copy.deepcopy(self._shared_statistics().get(self.key, DraftStatistics()))
+        self.statistics.begin(self._latencies(0, drafted=True)[DraftStatistics.TYPICAL_DRAFT])
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
-        copying = call.prompt.tolist() if rows <= self.COPYING else []
-        self.copies = [Copies(row, vocab_size, self.throughput.of_copies) for row in copying]
-        self.seen, self.round = Seen(), None
-        self.costs.begin()  # the probe of a target, before, is not part of the prompt
+        calibration = self.statistics.lookup_calibration
+        prompts = call.prompt.tolist() if call.rows <= self.LOOKUP_ROWS else []
+        self.lookups = [PromptLookup(prompt, vocab_size, calibration) for prompt in prompts]
+        self.round = Round(NO_DRAFT, 1.0, 0.0)
+        self.rounds: list[tuple[int, int, float]] = []  # tokens verified, tokens committed per row, latency
+        self.timer = RoundTimer(device, call.selector.streamer)
 
     @property
     def max_draft(self) -> int:
-        return max(super().max_draft, self.widest)
+        return max(super().max_draft, self.max_nodes)
 
-    @property
-    def _throughputs(self) -> dict:
-        return _throughputs.setdefault(self.call.draft, weakref.WeakKeyDictionary()).setdefault(self.call.target, {})
+    def _shared_latency_model(self) -> LatencyModel:
+        """Extended when a call ends."""
+        return latency_model_of(self.call.target, self.call.draft)
 
-    @property
-    def _key(self) -> tuple:
-        return len(self.call.prompt), self.call.config.do_sample, adapters_of(self.call.draft)
+    def _shared_statistics(self) -> dict[tuple, DraftStatistics]:
+        """Replaced when a call ends."""
+        by_target = _statistics.setdefault(self.call.draft, weakref.WeakKeyDictionary())
+        return by_target.setdefault(self.call.target, {})
 
-    def get_candidates(self, state: GenerationState):
-        began, resting = self.costs.now(), self.throughput.resting > 0
-        speed = sum(state.unfinished) * self.throughput.speed
-        if not self.seen.rounds:
-            self._extend_copies(state, [1] * len(state.unfinished))
-        # 1. Every fourth round costs a token of the target alone, until that is known.
-        measured = len(self.seen.rounds) % 4 == 1 and not resting and self.costs.is_new(state.longest, NOTHING)
-        # 2. A copy, if it is faster than drafting.
-        if self.copies and not measured and (copied := self._copied(state, speed, began)) is not None:
-            return copied
-        # 3. Nothing, while drafting does not pay.
-        if measured or resting or self.room(state) == 1:
-            self.throughput.resting = max(self.throughput.resting - 1, 0)
-            self.round = Round(began, NOTHING, 1.0)
+    def _latencies(self, written: int, drafted: bool) -> list[float]:
+        """Of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""
+        context_length = self.call.prompt_length + written
+        key = (LatencyModel.bucket(context_length), drafted)
+        if key not in self.curves:
+            curve = self.latencies_at_start.latencies(self.call.rows, context_length, self.max_nodes, drafted)
+            self.curves[key] = curve
+        return self.curves[key]
+
+    # ------------------------------------------------------------------------------------------- what to verify next
+
+    def get_candidates(self, state: GenerationState) -> Block | Tree:
+        started = self.timer.now()
+        if not self.rounds:
+            self._extend_lookups(state, [1] * self.call.rows)  # the prompt's forward wrote the first token
+        measures = self._measures_target(state)
+        if self.lookups and not measures:
+            copied = self._copy(state, started)
+            if copied is not None:
+                return copied
+        if measures or self.statistics.rounds_off or self.room(state) == 1:
+            self.statistics.rounds_off = max(self.statistics.rounds_off - 1, 0)
+            self.round = Round(NO_DRAFT, 1.0, started)
             return self.no_draft(state)
-        # 4. The likeliest tokens of a tree, as many as are worth it; a single path where trees cannot be verified.
-        slots = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
-        nodes, top_k = (self.widest, None) if self.supports_trees(state) else (slots, 1)
-        drafted = self.draft_tree(state, nodes, top_k)
-        gained, chances = gains(drafted, state.unfinished, state.remaining_tokens, self.throughput.reliability)
-        costs, ratio = self.costs.curve(state.longest, self.widest), self.seen.calibration.ratio
+        return self._draft(state, started)
 
-        def bonus(size: int) -> float:
-            """Powers of two are tried first while their cost is not known: what lies between them is interpolated."""
-            rung = size > 0 and size & (size - 1) == 0
-            return self.SLACK * speed * (rung and self.costs.is_new(state.longest, (size, True)))
+    def _measures_target(self, state: GenerationState) -> bool:
+        """Whether this round is one without a draft to measure its latency: every fourth one, until it is known."""
+        if len(self.rounds) % 4 != 1 or self.statistics.rounds_off:
+            return False
+        samples = self.latencies_at_start.count(self.call.rows, self.call.prompt_length + state.longest, NO_DRAFT)
+        return samples + self.timer.count(NO_DRAFT) < LatencyModel.MIN_SAMPLES
 
-        size = best_size([ratio * gain for gain in gained], costs, speed, bonus)
-        kept = drafted.first(size + 1)
-        self.round = Round(began, (size, True), costs[size], kept, chances, gained[size] / sum(state.unfinished))
-        return kept.block or kept
-
-    def _copied(self, state: GenerationState, speed: float, began: float) -> Block | None:
-        """What follows the last tokens where they occurred before, if that is faster than drafting."""
-        most = min(self.room(state) - 1, self.widest)
-        tokens, values = together([one.next(most) for one in self.copies], state.lengths, state.unfinished)
-        costs = self.costs.curve(state.longest, self.widest, drafted=False)
-        gain_of_drafting = speed - sum(state.unfinished)  # over a round without a draft
-        size = best_size(values, costs, speed, lambda size: (self.SLACK + gain_of_drafting) * (size == 0))
-        if not size:
+    def _copy(self, state: GenerationState, started: float) -> Block | None:
+        """The prompt lookup of all rows, if it is faster than drafting."""
+        limit = min(self.room(state) - 1, self.max_nodes)
+        candidates = [lookup.candidates(limit) for lookup in self.lookups]
+        tokens, expected = copies_of_batch(candidates, state.lengths, state.unfinished)
+        latencies = self._latencies(state.longest, drafted=False)
+        active = sum(state.unfinished)
+        length = self.choose_length(expected, latencies, active)
+        speed = (1 + expected[length] / active) / latencies[length]
+        if length == 0 or speed <= self.statistics.speed:
             return None
-        self.round = Round(began, (size, False), costs[size])
-        return self.copied(state, [row[:size] for row in tokens])
+        self.round = Round(DraftSize(length, False), latencies[length], started)
+        return self.copied(state, [row[:length] for row in tokens])
 
-    def _extend_copies(self, state: GenerationState, counts: list[int]) -> None:
-        """Let the copies read the last tokens of each row."""
-        for row, copies in enumerate(self.copies):
-            end = self.call.selector.input_length + state.lengths[row]
-            copies.extend(state.buffer[row, end - counts[row] : end].tolist())
+    def _draft(self, state: GenerationState, started: float) -> Block | Tree:
+        """The likeliest nodes of a tree; a single path where the target cannot verify trees."""
+        if self.supports_trees(state):
+            drafted = self.draft_tree(state, self.max_nodes)
+        else:
+            longest = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
+            drafted = self.draft_tree(state, min(longest, self.max_nodes), top_k=1)
+        probabilities = node_probabilities(drafted)
+        expected = expected_accepted(
+            drafted, probabilities, state.unfinished, state.remaining_tokens, self.statistics.calibration
+        )
+        latencies = self._latencies(state.longest, drafted=True)
+        length = self.choose_length(expected, latencies, sum(state.unfinished))
+        verified = drafted.first(1 + length)
+        self.round = Round(DraftSize(length, True), latencies[length], started, verified, probabilities)
+        # A path in every row is verified as a block, which is faster; its nodes have the same numbers.
+        block = verified.block
+        return verified if block is None else block
+
+    def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
+        """
+        The number of tokens to verify in each row: that with most committed tokens per time.
+
+        Args:
+            expected (`list[float]`): Accepted tokens of the first 0, 1, ... tokens, over all rows.
+            latencies (`list[float]`): Of these rounds, at least as many.
+            active (`int`): Rows that have not ended.
+        """
+        speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
+        return speeds.index(max(speeds))
+
+    # ------------------------------------------------------------------------------------- learning from the outcome
 
     def update_candidate_strategy(self, state: GenerationState, candidates, acceptance: Acceptance) -> None:
-        """Record how long a round took, and what the target accepted of its draft."""
-        done, seen, throughput, counts = self.round, self.seen, self.throughput, acceptance.counts
-        before = [length - count for length, count in zip(state.lengths, counts, strict=True)]
-        self.costs.note(max(before), done.work, done.began)
-        self._extend_copies(state, counts)
-        # A batch is done when its slowest row is.
-        left = self.call.selector.max_new - min(length for length, count in zip(before, counts, strict=True) if count)
-        tokens = min(left - (0 if state.done else state.remaining_tokens), max(counts))
-        seen.rounds.append((done.work[0], tokens, done.cost))
-        if done.tree is None:
+        current = self.round
+        counts = acceptance.counts
+        lengths_before = [length - count for length, count in zip(state.lengths, counts, strict=True)]
+        self.timer.record(self.call.prompt_length + max(lengths_before), current.size, current.started)
+        self._extend_lookups(state, counts)
+        tokens = self._progress(state, lengths_before, counts)
+        self.rounds.append((current.size.tokens, tokens, current.latency))
+        if current.tree is None or current.probabilities is None:
             return
-        for chance, accepted in judged(done.tree, done.chances, acceptance, state.unfinished):
-            throughput.reliability.note(chance, accepted)
-        # Of one row, the expected number is as informative as the accepted one, and varies less.
-        share = self.EXPECTED_SHARE if len(counts) == 1 else 0.0
-        expected = min(1 + seen.calibration.ratio * done.expected, left)
-        throughput.note(share * expected + (1 - share) * tokens, done.cost)
-        seen.calibration.note(done.expected, sum(counts) / sum(count > 0 for count in counts) - 1)
+        for probability, was_accepted in outcomes(current.tree, current.probabilities, acceptance, state.unfinished):
+            self.statistics.calibration.record(probability, was_accepted)
+        self.statistics.record(tokens, current.latency)
+
+    def _progress(self, state: GenerationState, lengths_before: list[int], counts: list[int]) -> int:
+        """Tokens by which the slowest active row came closer to its end: a batch is done when that row is."""
+        shortest_before = min(length for length, count in zip(lengths_before, counts, strict=True) if count)
+        left_before = self.call.selector.max_new_tokens - shortest_before
+        left_after = 0 if state.done else state.remaining_tokens
+        return min(left_before - left_after, max(counts))
+
+    def _extend_lookups(self, state: GenerationState, counts: list[int]) -> None:
+        """Let the prompt lookup of each row read its last tokens."""
+        for row, lookup in enumerate(self.lookups):
+            end = self.call.selector.input_length + state.lengths[row]
+            lookup.extend(state.buffer[row, end - counts[row] : end].tolist())
+
+    # --------------------------------------------------------------------------------------------------- after a call
 
     def finish(self) -> None:
-        """Let later calls use what was learned. A call that mostly decodes without drafts logs the reason once."""
-        self.costs.close()
-        throughput = self.throughput
-        self._throughputs[self._key] = throughput
-        sizes = [size for size, _, _ in self.seen.rounds]
-        mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
-        measured = any(observations for observations, *_ in throughput.reliability.seen)
-        # Copies may make up for drafts that do not pay.
-        lost = measured and throughput.tokens < throughput.cost and mostly_none and self._speedup < 1.1
-        if lost and not throughput.warned:
-            throughput.warned = True
-            logger.warning(
-                f"Decoding mostly without drafts: with {len(self.call.prompt)} row(s), rounds that draft are estimated"
-                f" at {throughput.tokens / throughput.cost:.2f}x the speed of the target alone, given its acceptance "
-                "and the cost of rounds here. Set `draft.decoding_config.block_size` to draft in every round."
-            )
+        """Let later calls use what this one learned; of calls that run at the same time, the last to end counts."""
+        self.latency_model.record(self.call.rows, self.timer.rounds)
+        self._shared_statistics()[self.key] = self.statistics
+        if self.rounds:
+            self._warn_if_slow()
+
+    def summary(self) -> dict:
+        """`draft_sizes` and `estimated_speedup`."""
+        if not self.rounds:
+            return {"draft_sizes": [], "estimated_speedup": None}
+        sizes = [size for size, _, _ in self.rounds]
+        return {"draft_sizes": sizes, "estimated_speedup": self.timer.speedup(self._speedup)}
 
     @property
     def _speedup(self) -> float:
-        """Of this call's rounds relative to rounds without a draft."""
-        return sum(tokens for _, tokens, _ in self.seen.rounds) / sum(cost for _, _, cost in self.seen.rounds)
+        """That of this call's rounds over rounds without a draft."""
+        tokens = sum(tokens for _, tokens, _ in self.rounds)
+        return tokens / sum(latency for _, _, latency in self.rounds)
 
-    def summary(self) -> dict:
-        sizes = [size for size, _, _ in self.seen.rounds]
-        if not sizes:
-            return {"draft_sizes": [], "estimated_speedup": None}
-        return {"draft_sizes": sizes, "estimated_speedup": self.costs.speedup(self._speedup)}
+    def _warn_if_slow(self) -> None:
+        """Log once that most rounds of a call had no draft because drafting does not pay."""
+        statistics = self.statistics
+        sizes = [size for size, _, _ in self.rounds]
+        mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
+        slow = any(statistics.calibration.observed) and statistics.tokens < statistics.time
+        made_up_for = self._speedup >= 1.1  # by prompt lookup
+        if not mostly_none or not slow or made_up_for or statistics.warned:
+            return
+        statistics.warned = True
+        logger.warning(
+            f"Decoding mostly without drafts: with {self.call.rows} row(s), rounds that draft are estimated at "
+            f"{statistics.tokens / statistics.time:.2f}x the speed of the target alone, given its acceptance and the "
+            "cost of rounds here. Set `draft.decoding_config.block_size` to draft in every round."
+        )

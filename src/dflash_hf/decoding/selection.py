@@ -76,11 +76,6 @@ class TokenSelector:
         if is_sampled:
             self.noise = SamplingNoise.for_device(prompt.device, rows, generation_config.temperature)
 
-    @property
-    def max_new(self) -> int:
-        """The name of `max_new_tokens` in the policies of this package."""
-        return self.max_new_tokens
-
     def why_rows_advance_together(self) -> str | None:
         """Why no row of a batch may be ahead of another: something reads all of them after each token. Else `None`."""
         if self.requested_outputs:

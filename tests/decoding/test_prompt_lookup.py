@@ -6,18 +6,18 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.decoding.copies import Copies, together
-from dflash_hf.decoding.reliability import Reliability
+from dflash_hf.decoding.calibration import AcceptanceCalibration
+from dflash_hf.decoding.prompt_lookup import PromptLookup, copies_of_batch
 
 
 LOOP = [3, 8, 1, 9]
 
 
-def read(prompt, generated=()) -> Copies:
-    copies = Copies(list(prompt), 96, Reliability())
+def read(prompt, generated=()) -> PromptLookup:
+    lookup = PromptLookup(list(prompt), 96, AcceptanceCalibration())
     for token in generated:
-        copies.extend([token])
-    return copies
+        lookup.extend([token])
+    return lookup
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def read(prompt, generated=()) -> Copies:
 )
 def test_text_is_copied_where_it_repeats_itself(text, limit, copied):
     for read_before in (len(text), len(text) // 2):
-        tokens, gains = read(text[:read_before], text[read_before:]).next(limit)
-        assert tokens == copied and len(gains) == len(tokens) + 1
-        assert gains == sorted(gains) and gains[0] == 0.0
+        tokens, expected = read(text[:read_before], text[read_before:]).candidates(limit)
+        assert tokens == copied and len(expected) == len(tokens) + 1
+        assert expected == sorted(expected) and expected[0] == 0.0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,21 +46,21 @@ def test_copied_passage_occurred_before(seed):
     """It is followed while the text agrees with it; else the last place of the last two tokens is found."""
     draws = random.Random(seed)
     text, passage = [draws.randrange(4) for _ in range(300)], None
-    copies = read([])
+    lookup = read([])
     for end, token in enumerate(text, start=1):
-        copies.extend([token])
+        lookup.extend([token])
         passage = passage + 1 if passage is not None and text[passage] == token else None
         if passage is None:
             passage = max((i for i in range(2, end) if text[i - 2 : i] == text[end - 2 : end]), default=None)
-        tokens, _ = copies.next(1)
+        tokens, _ = lookup.candidates(1)
         assert tokens == ([] if passage is None else [text[passage]])
 
 
-def test_reliability_is_learned_from_generated_text():
+def test_calibration_learns_from_generated_text():
     fresh, good = read(LOOP * 9), read(LOOP, LOOP * 9)
     bad = read([], [token for number in range(9) for token in (1, 2, 10 + number)] + [1, 2])
-    gains = [copies.next(4)[1] for copies in (bad, fresh, good)]
-    assert gains[0][1] < 0.15 < gains[1][1] < gains[2][1] and gains[2][4] > 3.6
+    expected = [lookup.candidates(4)[1] for lookup in (bad, fresh, good)]
+    assert expected[0][1] < 0.15 < expected[1][1] < expected[2][1] and expected[2][4] > 3.3
 
 
 def test_copies_are_drafted_in_a_call():
@@ -99,14 +99,14 @@ def test_placeholders_of_a_prompt_are_not_copied():
     assert torch.equal(target.generate(**options, assistant_model=draft), plain)
 
 
-def test_copies_are_worth_what_the_shortest_row_grows_by():
+def test_copies_of_batch_count_for_its_slowest_row():
     """A batch is done when its slowest row is. With the sum of all gains, four rows took up to 1.4 times as long."""
-    offers = [([5, 6, 7], [0.0, 0.9, 1.7, 2.0]), ([], [0.0]), ([8], [0.0, 0.5])]
-    tokens, worths = together(offers, [20, 10, 20], [True, False, True])
-    assert tokens == [[5, 6, 7], [0, 0, 0], [8, 0, 0]] and worths == [0.0, 1.0, 1.0, 1.0]
-    assert together(offers, [20, 20, 20], [True] * 3)[1] == [0.0] * 4
-    assert together(offers, [20, 21, 30], [True] * 3)[1] == pytest.approx([0.0, 2.7, 3.0, 3.0])
-    assert together([([], [0.0])] * 2, [3, 4], [True, True]) == ([[], []], [0.0])
+    candidates = [([5, 6, 7], [0.0, 0.9, 1.7, 2.0]), ([], [0.0]), ([8], [0.0, 0.5])]
+    tokens, expected = copies_of_batch(candidates, [20, 10, 20], [True, False, True])
+    assert tokens == [[5, 6, 7], [0, 0, 0], [8, 0, 0]] and expected == [0.0, 1.0, 1.0, 1.0]
+    assert copies_of_batch(candidates, [20, 20, 20], [True] * 3)[1] == [0.0] * 4
+    assert copies_of_batch(candidates, [20, 21, 30], [True] * 3)[1] == pytest.approx([0.0, 2.7, 3.0, 3.0])
+    assert copies_of_batch([([], [0.0])] * 2, [3, 4], [True, True]) == ([[], []], [0.0])
 
 
 def test_two_rows_copy_in_a_call():
