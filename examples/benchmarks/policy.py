@@ -124,7 +124,7 @@ class Replay(GenerationState):
         self.limits = [len(row.tokens) for row in rows]
         most = max(self.limits)
         self.prompt = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])
-        selector = SimpleNamespace(streamer=None, requested_outputs=(), input_length=longest, max_new=most)
+        selector = SimpleNamespace(streamer=None, requested_outputs=(), input_length=longest, max_new_tokens=most)
         super().__init__(self.prompt, selector)
         self.answers = rows
         written = torch.tensor([row.tokens + [0] * (most - len(row.tokens)) for row in rows])
@@ -148,7 +148,7 @@ class Replay(GenerationState):
         """Follow the recorded answers as far as the draft does."""
         paths = []
         for row, (length, unfinished) in enumerate(zip(self.lengths, self.unfinished, strict=True)):
-            children = draft.children(row)
+            children = draft.child_by_token(row)
             path: list[int] = []
             place = 0 if unfinished else None
             while place is not None and length + len(path) < self.limits[row]:

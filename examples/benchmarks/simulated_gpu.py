@@ -228,7 +228,7 @@ class Simulated(AdaptiveLength):
             prompt=torch.zeros(rows, 1, dtype=torch.long),
             rows=rows,
             prompt_length=TEXT,
-            selector=SimpleNamespace(max_new=NEW, streamer=None),
+            selector=SimpleNamespace(max_new_tokens=NEW, streamer=None),
             config=SimpleNamespace(do_sample=False),
         )
         super().__init__(call, SimpleNamespace(block_tokens=BLOCK))
