@@ -219,8 +219,12 @@ def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
         if value is not True:
             words += value if isinstance(value, list) else [value]
         option = " ".join(map(str, words))
-        for assignment in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
-            pattern = rf"(?<![\w.-]){re.escape(assignment)}(?!\w|\.\w)"  # not a part of a longer name or value
+        spellings = {str(value), repr(value)}
+        if type(value) is int:
+            spellings.add(str(float(value)))  # for a setting that is a float
+        for spelling in spellings:
+            assignment = re.escape(f"{action.dest}={spelling}")
+            pattern = rf"(?<![\w.-]){assignment}(?!\w|\.\w)"  # not a part of a longer name or value
             message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
 

@@ -238,7 +238,7 @@ def test_resume_without_a_checkpoint_names_auto(tmp_path):
         trainer = make_trainer(folder, make_target(), counting_rows(2))
         (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
         message = (
-            f"resume_from_checkpoint=True, but output_dir='{folder}' holds no whole .* resume_from_checkpoint=auto"
+            f"resume_from_checkpoint=True, but output_dir='{folder}' holds no complete .* resume_from_checkpoint=auto"
         )
         for resume in (True, "true"):  # of Python, of a recipe
             with pytest.raises(ValueError, match=message):

@@ -233,7 +233,7 @@ WRONG = {
     "eval_strategy=epoch": "--eval-strategy epoch has nothing to evaluate on: name eval_data",
     "eval_split=train eval_strategy=steps metric_for_best_model=tau": "--metric-for-best-model tau is not measured",
     "num_anchors=0": "--num-anchors 0 must be at least 1",
-    "max_minutes=0 max_steps=-1": "--max-minutes 0.0 must be positive",
+    "max_minutes=0 max_steps=-1": "--max-minutes 0 must be positive",
     "report_to=nobody": "--report-to nobody is not installed, or unknown",
     "peft_config={rank: 4}": "--peft-config {'rank': 4} is not a PEFT configuration",
     "push_to_hub=true": "`dflash publish` uploads the finished drafter",

@@ -116,8 +116,8 @@ class ScriptArguments:
         "Layers of the target that initialise a new drafter's, such as 28 29; -2 -1: the last two, if they fit."
     )
     draft_vocab_size: int | None = option(
-        "Vocabulary size of a new drafter: the most frequent tokens of the data; -1: chosen from the number "
-        "of supervised tokens, at most 8,192."
+        "Vocabulary size of a new drafter: the data's most frequent tokens; -1: chosen by how many are supervised. "
+        "The latter is at most 8,192."
     )
     share_head: bool = option(
         "Save a drafter with a draft_vocab_size with the target's head, over all tokens. SGLang serves no other; this "
