@@ -107,7 +107,7 @@ def counted_sizes(target, fields: dict) -> dict[tuple[str, str], str]:
         ("vLLM", "`num_speculative_tokens`"): speculative_config["num_speculative_tokens"],
         ("SGLang, DFlash", "`--speculative-num-draft-tokens`"): option_of(sglang, "--speculative-num-draft-tokens"),
         ("SGLang, DSpark", "`--speculative-dspark-block-size`"): option_of(sglang, "--speculative-dspark-block-size"),
-        ("llama.cpp", "`--spec-draft-n-max`"): option_of(llama_cpp, "--spec-draft-n-max"),
+        ("llama-server of llama.cpp", "`--spec-draft-n-max`"): option_of(llama_cpp, "--spec-draft-n-max"),
     }
     return {place: str(size) for place, size in sizes.items()}
 
