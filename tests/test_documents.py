@@ -538,7 +538,7 @@ def test_sentences_quote_the_bundled_report(bundled_report):
             f"| target-only decoding, packed weights | {methods['target_packed'].speedup:.2f}x |",
             f"| plain call, packed weights | {plain.speedup:.2f}x |",
             f"| tau of whole blocks | {bundled_report.tau:.2f} |",
-            f"by itself makes {plain.gain:.2f}x",
+            f"alone contributes {plain.gain:.2f}x",
         ],
         "examples/guides/decoding.md": [
             f"commits {tree_tau} tokens instead of {bundled_report.tau:.2f}",
