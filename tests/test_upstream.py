@@ -24,8 +24,6 @@ SIGNATURES = {
     "generation_config synced_gpus streamer inputs_tensor assistant_model assistant_tokenizer tokenizer model_kwargs",
     "transformers:GenerationMixin._prepare_generation_config": "generation_config kwargs",
     "transformers:GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
-    "transformers:GenerationMixin._get_logits_processor": "generation_config input_ids_seq_length encoder_input_ids "
-    "prefix_allowed_tokens_fn logits_processor device model_kwargs negative_prompt_ids negative_prompt_attention_mask",
     "transformers:GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config "
     "synced_gpus streamer model_kwargs",
     "transformers:PreTrainedModel._get_files_timestamps": "working_dir",
