@@ -43,6 +43,7 @@ FOREIGN_OPTIONS = {
     "hf": {"--repo-type"},
     "llama-server": {"--spec-draft-n-max", "--spec-type", "--port"},
     "pip": {"--no-deps"},
+    "SGLang": {"--speculative-num-draft-tokens", "--speculative-dspark-block-size"},
     "transformers": {"--continuous-batching"},
     "ruff": {"--check"},
 }
@@ -317,7 +318,8 @@ def faults_of_loose_options(span: Span, document: Document) -> list[str]:
         existing |= options_of(build_parser(command, all_options=True))
     for script in set(re.findall(r"[\w./-]+\.py", document.text)):
         file = find_script(script)
-        if file is not None and not file.name.startswith("test_"):
+        is_script = file is not None and not file.name.startswith("test_")
+        if is_script and not file.resolve().is_relative_to(ROOT / "src"):
             parser = script_parser(file)
             existing |= set() if parser is None else options_of(parser)
     for program, foreign_options in FOREIGN_OPTIONS.items():
@@ -447,6 +449,25 @@ def test_glossary_names_are_in_their_files():
     assert missing == []
 
 
+VARIABLE_IS_READ = re.compile(r"""environ(?:\.get\(|\[|\.setdefault\()\s*["'](\w+)["']""")
+
+
+@pytest.mark.parametrize(
+    ("page", "folder", "prefix"),
+    [("examples/guides/command_line.md", "src", ""), ("CONTRIBUTING.md", "tests", "DFLASH_")],
+    ids=["package", "tests"],
+)
+def test_environment_variables_are_listed(page, folder, prefix):
+    """In one table each: those that the package reads, and those of its own that the tests read."""
+    read = {name for path in (ROOT / folder).rglob("*.py") for name in VARIABLE_IS_READ.findall(path.read_text())}
+    table = (ROOT / page).read_text(encoding="utf-8").partition("| Variable | Effect |")[2].partition("\n\n")[0]
+    listed = set()
+    for line in table.splitlines()[2:]:
+        variables, effect = line.strip("|").split("|")[:2]
+        listed |= set(re.findall(r"`(\w+)`", variables)) | set(re.findall(r"`(XDG_\w+)`", effect))
+    assert listed == {name for name in read if name.startswith(prefix)} - {"PATH", "PYTHONPATH"}
+
+
 def test_yaml_blocks_have_keys_of_recipes():
     blocks = [fence[3] for path in documents() for fence in FENCE.finditer(path.read_text()) if fence[2] == "yaml"]
     assert blocks
@@ -517,7 +538,7 @@ def test_sentences_quote_the_bundled_report(bundled_report):
             f"| target-only decoding, packed weights | {methods['target_packed'].speedup:.2f}x |",
             f"| plain call, packed weights | {plain.speedup:.2f}x |",
             f"| tau of whole blocks | {bundled_report.tau:.2f} |",
-            f"by itself makes {plain.gain:.2f}x",
+            f"alone contributes {plain.gain:.2f}x",
         ],
         "examples/guides/decoding.md": [
             f"commits {tree_tau} tokens instead of {bundled_report.tau:.2f}",

@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import side_by_side
+import torch
 import yaml
-from support.guides import PAGES, ROOT, blocks_of, save_stand_in
+from support.guides import PAGES, ROOT, blocks_of, definitions_of, save_stand_in
 
 from dflash_hf import cli
 from dflash_hf.cli import COMMANDS, build_parser, main
@@ -172,6 +174,22 @@ def test_page_runs_from_top_to_bottom(page, story):
             assert isinstance(yaml.safe_load(block.text), dict)
         else:
             assert block.language in ("", "text"), block.where
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tree_of_the_guide_is_on_the_device(device):
+    """It was made on the CPU, and the target on a GPU verified it beside anchors that were not."""
+    tree_of = definitions_of(ROOT / "examples" / "guides" / "own_policy.md", "Tree", "tree_of")["tree_of"]
+    state = SimpleNamespace(anchors=torch.zeros(1, dtype=torch.long, device=device))
+    tree = tree_of(state, tokens=[5, 7, 9], parents=[0, 0, 1])
+    assert {tensor.device.type for tensor in tree} == {device}
+    assert {name: tuple(tensor.shape) for name, tensor in tree._asdict().items()} == {
+        "tokens": (1, 3),
+        "depths": (1, 3),
+        "ancestors": (1, 3, 3),
+        "parents": (1, 3),
+        "log_probs": (1, 3),
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,6 +6,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import torch
+from support.tiny_chat import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.import_utils import is_serve_available
@@ -41,6 +43,7 @@ SERVING = {
     "request_id",
     "transformers.cli.serving.utils:GenerationState.get_manager": "model_id use_cb",
     "transformers.cli.serving.utils:DirectStreamer": "tokenizer loop queue response_parser",
+    "transformers.cli.serving.utils:_StreamError": "msg",
 }
 # Read, called by keyword, or replaced.
 NAMES = [
@@ -97,3 +100,25 @@ def test_canary_name_of_a_cache():
     name = cache_argument(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8)))
     assert name == CACHE_NAME in ALL_CACHE_NAMES
     assert "cache" not in ALL_CACHE_NAMES or name == "cache"
+
+
+def test_canary_length_of_a_dropped_mask(target, monkeypatch):
+    """A mask of ones may be dropped before the loop begins: its length tells how long the prompt is with its cache."""
+    calls = []
+    original = type(target)._sample
+
+    def sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        calls.append((kwargs.get("attention_mask"), generation_config))
+        return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    monkeypatch.setattr(type(target), "_sample", sample, raising=False)
+    ids = torch.tensor([[5, 9, 17]])
+    target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    ((mask, config),) = calls
+    assert mask is not None or config._mask_length == 3
+
+
+def test_canary_rust_tokenizer_of_a_tokenizer():
+    """A streamer decodes with the Rust tokenizer inside of a fast one."""
+    tokenizer = make_tokenizer()
+    assert tokenizer._tokenizer.decode(tokenizer("abc")["input_ids"]) == "abc"

@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 ROW = torch.tensor([[5, 9, 17, 33]])
 
 
-def opened(draft):
-    """A drafter that chooses its sizes."""
+def with_adaptive_length(draft):
+    """The drafter, with the default policy: in every round it chooses how much to verify."""
     draft.decoding_config.block_size = None
     return draft
 
@@ -100,7 +100,7 @@ class Situation:
         self.draft = make_draft(self.target, block_size=6)
         if error_rate < 1:
             self.draft = scripted(self.draft, self.expected, error_rate=error_rate)
-        set_latencies(self.target, opened(self.draft), drafted, rows)
+        set_latencies(self.target, with_adaptive_length(self.draft), drafted, rows)
 
     def call(self):
         output = self.target.generate(**self.options, assistant_model=self.draft)
@@ -162,7 +162,9 @@ def test_first_call_of_a_process_is_always_the_same(monkeypatch):
         monkeypatch.setattr(latency_module, "clock", lambda device: next(ticks) ** 1.1 * speed)  # noqa: B023
         target = make_target()
         options = {"input_ids": ROW, "max_new_tokens": 60, "do_sample": False}
-        draft = opened(scripted(make_draft(target, block_size=6), target.generate(**options), error_rate=0.2))
+        draft = with_adaptive_length(
+            scripted(make_draft(target, block_size=6), target.generate(**options), error_rate=0.2)
+        )
         chosen.append(target.generate(**options, assistant_model=draft, return_dict_in_generate=True).draft_sizes)
     assert chosen[0] == chosen[1] and len(set(chosen[0])) > 2
 
@@ -170,7 +172,7 @@ def test_first_call_of_a_process_is_always_the_same(monkeypatch):
 def test_drafter_is_not_blamed_where_copies_are_fast(standing_clock, caplog):
     """Setting a block size, as the warning says, would end them."""
     target, prompt = make_target(), torch.tensor([[3, 8, 1, 9] * 4])
-    draft = opened(make_draft(target, block_size=6))
+    draft = with_adaptive_length(make_draft(target, block_size=6))
     set_latencies(target, draft, lambda size: 2.0, copied=lambda size: 1.0)
     options = {"sequence_bias": {(3,): 1.0, (3, 8): 90.0, (8, 1): 90.0, (1, 9): 90.0, (9, 3): 90.0}}
     options |= {"max_new_tokens": 90, "do_sample": False, "return_dict_in_generate": True}
@@ -183,7 +185,7 @@ def test_copies_do_not_displace_faster_drafts(standing_clock):
     """A pair of tokens that was there before gains less than a drafter that is always right."""
     target, options = make_target(), {"max_new_tokens": 300, "do_sample": False}
     text = target.generate(ROW, **options)
-    draft = opened(scripted(make_draft(target, block_size=6), text, error_rate=0.0))
+    draft = with_adaptive_length(scripted(make_draft(target, block_size=6), text, error_rate=0.0))
     set_latencies(target, draft, lambda size: 1.1, copied=lambda size: 1.0)
     output = target.generate(ROW, **options, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(output.sequences, text) and output.estimated_speedup > 5.3  # 4.4 if they do
@@ -191,7 +193,7 @@ def test_copies_do_not_displace_faster_drafts(standing_clock):
 
 @pytest.mark.parametrize("setting", [{"block_size": 4}, {"tree_nodes": 5}, {"num_assistant_tokens": 2}], ids=str)
 def test_sizes_that_were_set_are_kept(setting, target):
-    draft, options = opened(make_draft(target)), {"max_new_tokens": 30, "do_sample": False}
+    draft, options = with_adaptive_length(make_draft(target)), {"max_new_tokens": 30, "do_sample": False}
     if "num_assistant_tokens" not in setting:
         ((name, value),) = setting.items()
         setattr(draft.decoding_config, name, value)
@@ -208,7 +210,7 @@ def test_calls_in_threads_share_what_is_known(standing_clock):
     target, options = make_target(), {"max_new_tokens": 30, "do_sample": False}
     prompts = [torch.tensor([[5, 9, 17, first]]) for first in range(20, 26)]
     texts = [target.generate(prompt, **options)[0] for prompt in prompts]
-    draft = opened(recognising(target, texts))
+    draft = with_adaptive_length(recognising(target, texts))
     set_latencies(target, draft, lambda size: 1.2)
 
     def call(number: int) -> list[int]:

@@ -92,20 +92,20 @@ def test_token_beyond_rounding_is_wrong(bf16, rank):
         ids = torch.tensor([[*prompt, *answer[:10]]])
         changed[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
     divergences, rounding = find_divergences(target, PROMPTS[:6], own, {"x": changed_answers}, 4)
-    assert [parting.position for parting in divergences] == [10] * 6
-    for parting in divergences:
-        text = [*PROMPTS[parting.prompt], *own[parting.prompt][:10]]
-        gap = gap_at(target, text, parting.own, parting.other)
-        assert parting.gap == gap and parting.verdict == (WRONG if gap > 2 * rounding.size else NEAR_TIE)
-    assert any(parting.verdict == WRONG for parting in divergences)
+    assert [difference.position for difference in divergences] == [10] * 6
+    for difference in divergences:
+        text = [*PROMPTS[difference.prompt], *own[difference.prompt][:10]]
+        gap = gap_at(target, text, difference.own, difference.other)
+        assert difference.gap == gap and difference.verdict == (WRONG if gap > 2 * rounding.size else NEAR_TIE)
+    assert any(difference.verdict == WRONG for difference in divergences)
 
 
 def test_text_that_ends_elsewhere_is_wrong(bf16):
     target, _ = bf16
     own = plain(target, PROMPTS[:2], 12)
-    (parting,), _ = find_divergences(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
-    assert (parting.prompt, parting.position, parting.other) == (0, 7, -1)
-    assert parting.gap is None and parting.verdict == WRONG
+    (difference,), _ = find_divergences(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
+    assert (difference.prompt, difference.position, difference.other) == (0, 7, -1)
+    assert difference.gap is None and difference.verdict == WRONG
 
 
 def test_gap_respects_processors_of_the_target(bf16):
@@ -126,8 +126,8 @@ def test_faulty_forward_does_not_widen_rounding(bf16, monkeypatch):
     original = divergence._two_best
 
     def garbled(target, ids, start, step, chosen=None):
-        best, apart = original(target, ids, start, step, chosen)
-        return (best.flip(1), apart + 100) if step == 4 else (best, apart)
+        best, gaps = original(target, ids, start, step, chosen)
+        return (best.flip(1), gaps + 100) if step == 4 else (best, gaps)
 
     monkeypatch.setattr(divergence, "_two_best", garbled)
     rounding = measure_rounding(target, texts, 4)

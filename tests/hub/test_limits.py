@@ -65,7 +65,7 @@ def test_named_version_goes_before_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("engines", "message"),
     [
         (["tensorrt"], "'tensorrt' is unknown"),
         (["vllm==new"], "'new' is not a version"),
@@ -73,9 +73,9 @@ def test_named_version_goes_before_installed(monkeypatch):
         (["vllm==0.26", "vllm==0.33"], "two versions of vllm"),
     ],
 )
-def test_wrong_engine_is_named(asked, message, folder):
+def test_wrong_engine_is_named(engines, message, folder):
     with pytest.raises(ValueError, match=message):
-        check(folder, asked)
+        check(folder, engines)
 
 
 VARIANTS = {

@@ -303,15 +303,15 @@ def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
 
 
 @torch.no_grad()
-def test_head_of_the_guide_counts_positions(monkeypatch):
-    use_heads(monkeypatch, head_of_guide(python_blocks_of_guide()[2], "PositionHead"))
+def test_head_of_the_guide_counts_slots(monkeypatch):
+    use_heads(monkeypatch, head_of_guide(python_blocks_of_guide()[2], "SlotHead"))
     target = make_target()
-    draft = make_draft(target, position_rank=4, block_size=5)
-    draft.position_bias.next.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+    draft = make_draft(target, slot_rank=4, block_size=5)
+    draft.slot_bias.next.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
     block = drafter.decode_block(anchors, hidden, [0, 0])
-    bias = draft.position_bias.position.weight @ draft.position_bias.next.weight.T  # [block_size, V]
+    bias = draft.slot_bias.slot.weight @ draft.slot_bias.next.weight.T  # [block_size, V]
     logits = hidden @ target.lm_head.weight.T  # [R, 4, V]
     assert torch.equal(block[:, 1:], (logits + bias[:4]).argmax(-1))
     assert not torch.equal(block[:, 1:], logits.argmax(-1)), "the head changed nothing: nothing was tested"

@@ -67,8 +67,16 @@ def request(decoder, inputs, streamer=None, stops=None, seed=None, **settings) -
     return Request(decoder, dict(inputs), config, streamer, stops, seed)
 
 
-def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[Request]:
-    """The requests of these numbers, which all wait when the first is decoded; `stops` of each."""
+def answered(decoder, served, numbers, stops=None, streamers=(), **settings) -> list[Request]:
+    """
+    Requests with the prompts of these numbers, answered: all of them wait when the first one is decoded.
+
+    Args:
+        numbers (`Sequence[int]`): Of `PROMPTS`.
+        stops (`list[list[str]]`, *optional*): The stop strings of each prompt.
+        streamers (`Sequence`): Streamers of the first requests; the others have none.
+        settings: Fields of the generation config of all requests.
+    """
     ready = threading.Event()
 
     class BlockingStreamer:
@@ -78,12 +86,14 @@ def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[R
         def end(self):
             pass
 
-    apart = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # neither batched, nor is its cache kept
-    decoder.submit(request(decoder, served.inputs[0], BlockingStreamer(), max_new_tokens=1, **apart))
-    streamers = [*streamers, *[None] * len(which)]
-    requests = [
-        request(decoder, served.inputs[i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)
-    ]
+    # While this request waits for its streamer, the others queue up. It joins no batch, and its cache is not kept.
+    alone = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}
+    decoder.submit(request(decoder, served.inputs[0], BlockingStreamer(), max_new_tokens=1, **alone))
+    streamers = [*streamers, *[None] * len(numbers)]
+    requests = []
+    for number, streamer in zip(numbers, streamers):
+        stops_of_request = None if stops is None else stops[number]
+        requests.append(request(decoder, served.inputs[number], streamer, stops_of_request, **settings))
     for waiting in requests:
         decoder.submit(waiting)
     ready.set()
@@ -128,12 +138,12 @@ def test_texts_equal_the_targets_own(number, decoder, served):
 
 @pytest.mark.parametrize("number", [1, 5])
 def test_stop_strings_end_answers_as_upstream(number, decoder, served):
-    target, tokenizer, _, asked, texts = served
-    written = [tokenizer.decode(ids[len(prompt["input_ids"][0]) :]) for ids, prompt in zip(texts, asked, strict=True)]
+    target, tokenizer, _, inputs, texts = served
+    written = [tokenizer.decode(ids[len(prompt["input_ids"][0]) :]) for ids, prompt in zip(texts, inputs, strict=True)]
     stops = [["~", text[len(text) // 2 :][:2], text[-1]] for text in written]
     expected = [
         target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=stop, tokenizer=tokenizer)
-        for ids, stop in zip(asked, stops, strict=True)
+        for ids, stop in zip(inputs, stops, strict=True)
     ]
     requests = answered(decoder, served, range(number), stops=stops)
     assert texts_of(requests) == [ids[0].tolist() for ids in expected[:number]]
@@ -157,8 +167,8 @@ def test_later_requests_join_a_batch(decoder, served):
     late: list[Request] = []
 
     def arrive():
-        for i, more in ((2, {}), (3, {"repetition_penalty": 1.2}), (4, {})):
-            late.append(decoder.submit(request(decoder, served.inputs[i], **more)))
+        for number, settings in ((2, {}), (3, {"repetition_penalty": 1.2}), (4, {})):
+            late.append(decoder.submit(request(decoder, served.inputs[number], **settings)))
 
     first = answered(decoder, served, [0, 1], streamers=[CallbackStreamer(arrive)])
     assert texts_of(first) == served.texts[:2]
@@ -240,10 +250,10 @@ def test_seeded_request_restores_the_random_state(decoder, served):
 )
 def test_unbatchable_settings_are_decoded_alone(settings, batched, decoder, served):
     config = GenerationConfig(**{"max_new_tokens": 20, **settings})
-    asked = Request(decoder, dict(served.inputs[0]), config)
-    assert (decoder.batch_key_of(asked) is not None) == batched
-    asked.inputs["pixel_values"] = 0
-    assert decoder.batch_key_of(asked) is None
+    waiting = Request(decoder, dict(served.inputs[0]), config)
+    assert (decoder.batch_key_of(waiting) is not None) == batched
+    waiting.inputs["pixel_values"] = 0
+    assert decoder.batch_key_of(waiting) is None
 
 
 def test_begin_suppressed_token_does_not_begin(decoder, served):
@@ -312,7 +322,7 @@ def test_error_fails_only_its_request(number, decoder, served):
 
 
 def test_drafter_without_speedup_backs_off(decoder, served, monkeypatch):
-    """The loop that may draft takes time in any case; each try that gains nothing doubles the requests without it."""
+    """After each answer that drafts did not speed up, 2n + 1 requests do without the drafter, where n did before."""
     used_drafter = []
     gains = iter([0.9, 1.0, 1.5, 1.5])
     generate = served.target.generate
@@ -541,16 +551,16 @@ def fails_once(owner, name, error, patch):
 SHORT = 8  # tokens
 
 
-def begun(served, which) -> list[list[int]]:
+def begun(served, numbers) -> list[list[int]]:
     """The texts with so many tokens."""
-    return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in which]
+    return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in numbers]
 
 
 def check_alive(decoder, served):
     """A request, and two at once, are answered as ever."""
     assert decoder.is_alive
-    for which in ([1], [0, 1]):
-        assert texts_of(answered(decoder, served, which, max_new_tokens=SHORT)) == begun(served, which)
+    for numbers in ([1], [0, 1]):
+        assert texts_of(answered(decoder, served, numbers, max_new_tokens=SHORT)) == begun(served, numbers)
 
 
 def check_broken(request, error):

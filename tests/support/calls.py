@@ -12,37 +12,37 @@ from dflash_hf.decoding.slots import cached_length, recurrent_states
 
 
 class Collected:
-    """A streamer that keeps what it is given, and calls `each` with the number of each token."""
+    """A streamer that keeps the tokens that it gets, and calls `on_token` with the number of each, from 1."""
 
-    def __init__(self, each: Callable[[int], object] = lambda number: None):
+    def __init__(self, on_token: Callable[[int], object] = lambda number: None):
         self.tokens = []
-        self.each = each
+        self.on_token = on_token
 
     def put(self, value):
         self.tokens.append(value.flatten())
         if len(self.tokens) > 1:  # the first is the prompt
-            self.each(len(self.tokens) - 1)
+            self.on_token(len(self.tokens) - 1)
 
     def end(self):
         pass
 
 
 class StopAfter(StoppingCriteria):
-    """A criterion of somebody's own, which keeps count: a text ends after so many tokens."""
+    """A user's criterion with a state: the text ends after `max_calls` tokens; `on_call` gets the number of each."""
 
-    def __init__(self, calls: int, each: Callable[[int], object] = lambda number: None):
+    def __init__(self, max_calls: int, on_call: Callable[[int], object] = lambda number: None):
         self.calls = 0
-        self.left = calls
-        self.each = each
+        self.max_calls = max_calls
+        self.on_call = on_call
 
     def __call__(self, input_ids, scores, **kwargs):
         self.calls += 1
-        self.each(self.calls)
-        return torch.full((len(input_ids),), self.calls == self.left)
+        self.on_call(self.calls)
+        return torch.full((len(input_ids),), self.calls == self.max_calls)
 
 
 class EveryOther(LogitsProcessor):
-    """A processor of somebody's own, which keeps count of its calls and reads the text."""
+    """A user's processor whose scores depend on how often it was called, and on the last token."""
 
     def __init__(self):
         self.calls = 0
@@ -56,11 +56,18 @@ class EveryOther(LogitsProcessor):
 
 
 class Outcome(NamedTuple):
-    """What came of a call."""
+    """
+    What came of a call.
+
+    Attributes:
+        output: What `generate` returned: ids, or an output with fields.
+        arguments (`dict`): Those of this one run, its own streamer and cache among them.
+        generator_state (`torch.Tensor`): The state of torch's generator after the call.
+    """
 
     output: Any
-    own: dict  # its arguments
-    after: torch.Tensor  # the state of torch's generator
+    arguments: dict
+    generator_state: torch.Tensor
 
     @property
     def sequences(self) -> torch.LongTensor:
@@ -79,10 +86,10 @@ class Call:
     Args:
         target (`PreTrainedModel`): Whose text.
         inputs (`dict`): Prompts `[R, S]` and their mask.
-        pads (`list[int]`): Padding of each row.
-        options (`dict`): Other arguments. A function is called with this call and gives what belongs to one run of it:
-            a streamer, a cache.
-        seed (`int`, *optional*): Of torch's generator; `None`: it goes on.
+        pads (`list[int]`): Padding columns of each row.
+        options (`dict`): Other arguments. A function gets this call and makes what belongs to one run of it, such as a
+            streamer or a cache.
+        seed (`int`, *optional*): Seed of torch's generator before each run; `None`: the generator is left as it is.
     """
 
     target: Any
@@ -91,24 +98,31 @@ class Call:
     options: dict = field(default_factory=dict)
     seed: int | None = 0
 
-    def __call__(self, draft=None, **more) -> Outcome:
-        options = {**self.options, **more}
-        own = {name: value(self) if inspect.isfunction(value) else value for name, value in options.items()}
+    def __call__(self, draft=None, **more_options) -> Outcome:
+        """Run the call, with a drafter or without."""
+        arguments = {}
+        for name, value in {**self.options, **more_options}.items():
+            arguments[name] = value(self) if inspect.isfunction(value) else value
         if draft is not None:
-            own["assistant_model"] = draft
+            arguments["assistant_model"] = draft
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        return Outcome(self.target.generate(**{**self.inputs, **own}), own, torch.get_rng_state())
+        output = self.target.generate(**{**self.inputs, **arguments})
+        return Outcome(output, arguments, torch.get_rng_state())
 
     def texts(self, sequences: torch.LongTensor) -> list[torch.LongTensor]:
-        """The texts of a result without the padding of their prompts."""
-        each = max(len(sequences) // len(self.pads), 1)
-        return [row[self.pads[min(i // each, len(self.pads) - 1)] :] for i, row in enumerate(sequences)]
+        """The texts of a result without the padding of their prompts, which may each have several texts."""
+        texts_per_prompt = max(len(sequences) // len(self.pads), 1)
+        texts = []
+        for number, text in enumerate(sequences):
+            prompt = min(number // texts_per_prompt, len(self.pads) - 1)
+            texts.append(text[self.pads[prompt] :])
+        return texts
 
 
 def difference(plain: Outcome, drafted: Outcome, tolerance: float = 1e-3, seeded: bool = True) -> str | None:
     """
-    What a drafter changed, if anything.
+    What a drafter changed, as the end of the sentence "the call with a drafter ..."; `None` if it changed nothing.
 
     Args:
         plain, drafted (`Outcome`): Of the target alone, and with a drafter.
@@ -121,21 +135,24 @@ def difference(plain: Outcome, drafted: Outcome, tolerance: float = 1e-3, seeded
         return f"is a {type(drafted_output).__name__}, not a {type(plain_output).__name__}"
     if not torch.equal(plain.sequences, drafted.sequences):
         return f"writes {drafted.sequences.tolist()}, not {plain.sequences.tolist()}"
-    if seeded and not torch.equal(plain.after, drafted.after):
+    if seeded and not torch.equal(plain.generator_state, drafted.generator_state):
         return "leaves the generator in another state"
-    streams = plain.own.get("streamer"), drafted.own.get("streamer")
-    if isinstance(streams[0], Collected) and not torch.equal(*(torch.cat(stream.tokens) for stream in streams)):
-        return "streams something else"
+    streamer = plain.arguments.get("streamer")
+    if isinstance(streamer, Collected):
+        streamed_tokens = torch.cat(drafted.arguments["streamer"].tokens)
+        if not torch.equal(torch.cat(streamer.tokens), streamed_tokens):
+            return "streams something else"
     if isinstance(plain_output, torch.Tensor):
         return None
-    more = {"acceptance_lengths", "draft_sizes", "estimated_speedup"}
+    fields_of_drafts = {"acceptance_lengths", "draft_sizes", "estimated_speedup"}
     plain_keys = sorted(plain_output.keys())
     drafted_keys = sorted(drafted_output.keys())
-    if not isinstance(drafted_output, type(plain_output)) or set(plain_keys) != set(drafted_keys) - more:
+    if not isinstance(drafted_output, type(plain_output)) or set(plain_keys) != set(drafted_keys) - fields_of_drafts:
         return f"is a {type(drafted_output).__name__} of {drafted_keys}, not of {plain_keys}"
     for name in ("scores", "logits", "hidden_states", "attentions"):
-        listed = getattr(drafted_output, name), getattr(plain_output, name)
-        if listed[1] is not None and not _close(*map(_tensors, listed), tolerance):
+        plain_values = getattr(plain_output, name)
+        drafted_values = getattr(drafted_output, name)
+        if plain_values is not None and not _close(_tensors(drafted_values), _tensors(plain_values), tolerance):
             return f"has other {name}"
     return _of_caches(drafted_output.past_key_values, plain_output.past_key_values, tolerance)
 

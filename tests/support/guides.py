@@ -1,5 +1,6 @@
 """The fenced blocks of README and guides, and the tiny pair that stands in for `smollm2` while they run."""
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -53,6 +54,21 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(page, text[: fence.start()].count("\n") + 1, fence[1], fence[2]) for fence in fences]
+
+
+def definitions_of(page: Path, *names: str) -> dict:
+    """What the Python blocks of a page define or import under these names; nothing else of the page is run."""
+    namespace: dict = {"torch": torch}
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
+        for node in ast.parse(block.text).body:
+            defined = {alias.asname or alias.name for alias in getattr(node, "names", ())} | {
+                getattr(node, "name", "")
+            }
+            if defined & set(names):
+                exec(compile(ast.Module([node], []), block.where, "exec"), namespace)
+    return {name: namespace[name] for name in names}
 
 
 def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
