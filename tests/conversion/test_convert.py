@@ -203,7 +203,7 @@ def test_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("dflash_hf._io.weights.save_file", fail)
+    monkeypatch.setattr("dflash_hf.conversion.safetensors_folder.save_file", fail)
     with pytest.raises(OSError, match="No space"):
         convert(folder, tmp_path / "native", to="native")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "empty", "full"]

@@ -16,9 +16,9 @@ from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import OUTPUT_LAYOUTS
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import is_gguf
-from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_read import unpack_gguf
 from dflash_hf.conversion.gguf_write import write_gguf
+from dflash_hf.conversion.safetensors_folder import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
 from dflash_hf.pairs.draft_vocabulary import with_shared_head

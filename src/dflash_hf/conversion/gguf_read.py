@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from dflash_hf._io.repositories import is_gguf
-from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_names import (
     ARCH,
     CONFIG_KEY,
@@ -17,6 +16,7 @@ from dflash_hf.conversion.gguf_names import (
     import_gguf,
     llama_cpp_names,
 )
+from dflash_hf.conversion.safetensors_folder import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import PathSelector, TokenHead
