@@ -356,7 +356,7 @@ def test_unwritable_numbers_are_refused(tiny, folder, tiny_file, tmp_path):
     draft.fc.weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match="fc.weight has values that overflow float16; .* bf16"):
         write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
-    with pytest.raises(ValueError, match="dflash.gguf cannot be written in float64; convert with --dtype float32"):
+    with pytest.raises(ValueError, match="dflash.gguf cannot be written in float64; use `dtype=.float32.` or"):
         write_gguf(draft.double(), tmp_path / "dflash.gguf", tiny_file)
 
 

@@ -57,15 +57,15 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
         raise ValueError(f"{path.name} cannot be written for llama.cpp: {' '.join(limits)}")
     dtype = dtype or str(draft.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"{path.name} cannot be written in {dtype}; convert with --dtype float32 or a smaller one.")
+        raise ValueError(f"{path.name} cannot be written in {dtype}; use `dtype='float32'` or a smaller one.")
     tensor_type = gguf.GGMLQuantizationType[DTYPES[dtype]]
     with atomic(path) as temporary_path:
         writer = gguf.GGUFWriter(temporary_path, ARCH)
         try:
             # 2. Keys. `_write_metadata` may add a tensor, so that the tensors are written after all keys.
             writer.add_name(path.stem)
-            amount = "ALL" if tensor_type.name == "F32" else "MOSTLY"
-            writer.add_file_type(gguf.LlamaFileType[f"{amount}_{tensor_type.name}"])
+            share = "ALL" if tensor_type.name == "F32" else "MOSTLY"  # of the tensors
+            writer.add_file_type(gguf.LlamaFileType[f"{share}_{tensor_type.name}"])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             stored_config = json.loads(config.to_json_string())
             stored_config.pop("auto_map", None)
@@ -211,7 +211,7 @@ def _write_tensor(writer, name: str, tensor: torch.Tensor, tensor_type) -> None:
     elif numbers.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:  # not a multiple of the blocks of a quantised type
         tensor_type = gguf.GGMLQuantizationType.F16
     if tensor_type.name == "F16" and abs(numbers).max() > torch.finfo(torch.float16).max:
-        raise ValueError(f"{name} has values that overflow float16; convert with --dtype bf16.")
+        raise ValueError(f"{name} has values that overflow float16; use `dtype='bfloat16'`.")
     writer.add_tensor(name, gguf.quantize(numbers, tensor_type), raw_dtype=tensor_type)
 
 
@@ -231,7 +231,7 @@ def _copy_tokenizer(writer, target, config: DFlashDraftConfig) -> None:
     token_types = [gguf.TokenType.NORMAL] * len(texts)
     if TOKEN_TYPES_KEY in fields:
         token_types = fields[TOKEN_TYPES_KEY].contents()
-    _check_trained_with(config, target, texts, [token_type == gguf.TokenType.UNUSED for token_type in token_types])
+    _check_same_vocabulary(config, target, texts, [token_type == gguf.TokenType.UNUSED for token_type in token_types])
     for name, field in fields.items():
         if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
             types = field.types
@@ -268,7 +268,7 @@ def _convert_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: in
     tokens += [(f"[PAD{i}]", 0.0, unused) for i in range(len(tokens), vocab_size)]
     texts, scores, token_types = zip(*tokens, strict=True)
     texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
-    _check_trained_with(config, target, texts, [token_type == unused for token_type in token_types])
+    _check_same_vocabulary(config, target, texts, [token_type == unused for token_type in token_types])
     writer.add_tokenizer_model(vocabulary.tokenizer_model)
     writer.add_tokenizer_pre("default")  # the target does the tokenization: a drafter only sees ids
     writer.add_token_list(texts)
@@ -279,7 +279,7 @@ def _convert_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: in
     special.add_to_gguf(writer, quiet=True)
 
 
-def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
+def _check_same_vocabulary(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
     """
     Compare the vocabulary with that of training, whose digest drafters of this package record.
 
@@ -296,7 +296,8 @@ def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unu
     if trained_with not in (None, digest):
         raise ValueError(
             f"{target} has a tokenizer with digest {digest}, but the drafter was trained with {trained_with}: it "
-            "belongs to another target. If it does not, remove `trained_with` from the drafter's config.json."
+            "belongs to another target. If the tokenizer is nevertheless the right one, remove `trained_with` from "
+            "the drafter's config.json."
         )
 
 
