@@ -21,7 +21,7 @@ from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
-# The commands, in the order of use; what the module of a command has stands in `commands/__init__.py`.
+# The commands, in the order of use; `commands/__init__.py` describes a command's module.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments after the program's name. Default: the process's.
 
     Returns:
-        `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
+        `int`: The exit status, see above.
+
+    Raises:
+        `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a console may not be UTF-8
         sys.stdout.reconfigure(errors="replace")

@@ -13,7 +13,7 @@ import torch
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf._io.errors import UsageError
-from dflash_hf._io.names import OUTPUT_LAYOUTS
+from dflash_hf._io.names import OUTPUT_LAYOUTS, dtype_name
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import is_gguf
 from dflash_hf.conversion.gguf_read import unpack_gguf
@@ -160,7 +160,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     # If these keys were absent, Muse's own ids would be used.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    native["dtype"] = str(draft.dtype).removeprefix("torch.")
+    native["dtype"] = dtype_name(draft.dtype)
     native["torch_dtype"] = native["dtype"]
     tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_folder(folder, native, tensors)
