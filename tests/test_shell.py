@@ -585,6 +585,14 @@ def test_color_is_for_terminals(monkeypatch):
             assert not wants_color(None, io.StringIO())
 
 
+@pytest.mark.parametrize(("words", "is_shown"), [("", False), ("-v", True), ("-vv", True), ("-q", False)])
+def test_verbose_commands_log_the_package_too(words, is_shown, world):
+    """With `-v` only libraries logged more; the layout that a file is read in could not be seen."""
+    command = [sys.executable, "-m", "dflash_hf.cli", "check", str(world / "draft"), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert ("is read in the layout 'z-lab'" in done.stderr) == is_shown, done.stderr
+
+
 def test_lines_stand_above_progress_bars(capsys):
     with tqdm(total=2, file=sys.stderr) as bar:
         bar.update()

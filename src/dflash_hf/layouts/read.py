@@ -51,7 +51,9 @@ def canonical_config(config: dict) -> dict:
     # 2. Other methods and heads are rejected before anything is read.
     _reject_unknown_drafters(config)
     layout = layout_of(config)
-    _logger.info(f"The drafter's config.json is read in the layout {layout.name!r}.")  # `dflash check -v` shows it
+    _logger.info_once(
+        f"The drafter's config.json is read in the layout {layout.name!r}."
+    )  # `dflash check -v` shows it
     # 3. The keys of heads, in the order of `TOKEN_HEADS`; then those of the layout.
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
