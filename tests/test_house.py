@@ -327,7 +327,36 @@ def names_say_what_variables_hold(path: Path) -> list[str]:
     return [f"line {node.lineno}: {node.id!r} does not tell what it holds" for node in stored]
 
 
+def names_no_option_of_a_command(path: Path) -> list[str]:
+    """
+    Messages of the library name arguments as in Python; `cli` writes options in their place. A command to run, such as
+    `dflash eval --raw`, may be named.
+    """
+    tree = tree_of(path)
+    is_described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, is_described)}
+    violations = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.JoinedStr | ast.Constant):
+            continue
+        text = ast.unparse(node) if isinstance(node, ast.JoinedStr) else node.value
+        if not isinstance(text, str) or text in docstrings or "`dflash " in text or "pip install" in text:
+            continue
+        options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+        if options and not _is_in_a_command(node, tree):
+            violations.append(f"line {node.lineno}: write `argument=value` for {options[0]}")
+    return violations
+
+
+def _is_in_a_command(node: ast.AST, tree: ast.Module) -> bool:
+    """Whether a string is a part of a longer one that names a command."""
+    longer = [other for other in ast.walk(tree) if isinstance(other, ast.JoinedStr) and other is not node]
+    return any("`dflash " in ast.unparse(other) and node in ast.walk(other) for other in longer)
+
+
 PACKAGE = sorted(SOURCE.rglob("*.py"))
+# The folders whose messages name no options; some messages of the others still do.
+WITHOUT_OPTIONS = {"targets", "pairs", "layouts", "decoding", "conversion", "data", "evaluation", "synthetic"}
 RULES = {
     imports_only_declared_requirements: LIBRARY,
     imports_only_what_remote_code_may: REMOTE_CODE,
@@ -341,6 +370,7 @@ RULES = {
     does_not_import_other_tests: EVERYTHING,
     has_one_statement_per_line: PACKAGE,
     names_say_what_variables_hold: PACKAGE,
+    names_no_option_of_a_command: [path for path in PACKAGE if path.parent.name in WITHOUT_OPTIONS],
 }
 
 

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_hf import cli
 from dflash_hf._io import argument_types, errors, progress, terminal
 from dflash_hf._io.terminal import note, wants_color
-from dflash_hf.cli import build_parser, main
+from dflash_hf.cli import build_parser, main, parse
 from dflash_hf.decoding.probe import Probe
 from dflash_hf.serving.pieces import PieceStreamer
 
@@ -530,6 +530,29 @@ def test_help_lists_every_command(run):
     assert run("")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "shown"),
+    [
+        ("convert a b", "add `share_head=True`", "add --share-head"),
+        ("convert a b", "choose `to='gguf'`, or \"x.gguf\"", 'choose --to gguf, or "x.gguf"'),
+        ("convert a b", "add `target=...`", "add --target ..."),
+        ("convert a b --to native", "to='native' is `to='native'`", "--to native is --to native"),
+        ("convert a b", "leave out `packed=True`", "leave out `packed=True`"),  # `convert` has no such option
+        ("generate --prompt a", "try `packed=False`", "try --no-packed"),
+        ("generate --prompt a", "pass `trust_remote_code=True`", "pass --trust-remote-code"),
+        ("train --trust-remote-code", "trust_remote_code=True is set", "--trust-remote-code is set"),
+        ("train", "pass `trust_remote_code=True`", "pass --trust-remote-code"),
+        ("features --target a --data b --output c --max-length 64", "beyond max_length=64", "beyond --max-length 64"),
+        ("features --target a --data b --output c --max-length 64", "max_length=640 is", "max_length=640 is"),
+        ("generate --prompt a", "max_length=64 and `tokenizer`", "max_length=64 and `tokenizer`"),
+    ],
+)
+def test_messages_of_the_library_name_options(words, message, shown, monkeypatch, tmp_path):
+    """Messages of `convert` and others named options to callers in Python, who have none."""
+    monkeypatch.chdir(tmp_path)
+    assert cli._with_option_names(message, parse(words.split())) == shown
+
+
 def test_an_option_means_the_same_everywhere():
     loads = {"generate", "eval", "doctor", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval"}
@@ -560,6 +583,14 @@ def test_color_is_for_terminals(monkeypatch):
             assert wants_color(None, Terminal()) == expected
             assert wants_color(True, io.StringIO()) and not wants_color(False, Terminal())
             assert not wants_color(None, io.StringIO())
+
+
+@pytest.mark.parametrize(("words", "is_shown"), [("", False), ("-v", True), ("-vv", True), ("-q", False)])
+def test_verbose_commands_log_the_package_too(words, is_shown, world):
+    """With `-v` only libraries logged more; the layout that a file is read in could not be seen."""
+    command = [sys.executable, "-m", "dflash_hf.cli", "check", str(world / "draft"), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert ("is read in the layout 'z-lab'" in done.stderr) == is_shown, done.stderr
 
 
 def test_lines_stand_above_progress_bars(capsys):

@@ -27,7 +27,8 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor import Case, diagnose
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
-from dflash_hf.pairs.loading import Loading, load_draft, load_target, load_tokenizer
+from dflash_hf.pairs.loading import Loading, load_draft, load_target
+from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.targets.frozen import freeze
 
 

@@ -51,7 +51,8 @@ from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.pairs.loading import Loading, available_device, load_draft, load_target
+from dflash_hf.pairs.devices import available_device
+from dflash_hf.pairs.loading import Loading, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
 
 

@@ -26,7 +26,9 @@ import torch  # noqa: E402
 from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
 from dflash_hf.pairs.configs import check_pair_configs  # noqa: E402
-from dflash_hf.pairs.loading import Loading, load_draft, load_target, load_tokenizer, pack  # noqa: E402
+from dflash_hf.pairs.loading import Loading, load_draft, load_target  # noqa: E402
+from dflash_hf.pairs.packing_choice import pack_if_chosen  # noqa: E402
+from dflash_hf.pairs.tokenizers import load_tokenizer  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
 from dflash_hf.targets.generation import generate_one, max_answer_tokens  # noqa: E402
@@ -184,7 +186,7 @@ def main() -> None:
     check_pair_configs(folder, drafter, loading)
     target = load_target(folder, loading)
     draft = load_draft(drafter, loading)
-    pack(target.device.type == "cpu", target, draft)  # both columns are packed
+    pack_if_chosen(target.device.type == "cpu", target, draft)  # both columns are packed
     draft.decoding_config.tree_nodes = NODES
     target.generate(torch.tensor([[0, 1]]), assistant_model=draft, max_new_tokens=4)  # the first call tries ways out
     name = os.environ.get("DFLASH_TARGET", HUB_NAME).rpartition("/")[2]

@@ -21,7 +21,7 @@ from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
-# The commands, in the order of use; what the module of a command has stands in `commands/__init__.py`.
+# The commands, in the order of use; `commands/__init__.py` describes a command's module.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments after the program's name. Default: the process's.
 
     Returns:
-        `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
+        `int`: The exit status, see above.
+
+    Raises:
+        `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a console may not be UTF-8
         sys.stdout.reconfigure(errors="replace")
@@ -205,28 +208,39 @@ def _module(name: str) -> ModuleType:
 
 def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
     """
-    A message with the names of options in place of those of Python's arguments: `--max-length 64` for `max_length=64`.
+    A message of the library, which names arguments as in Python, with this command's options in their place.
 
-    Errors of the library name argument and value in this form, for callers in Python. Only those that the command line
-    has set are replaced, so that an option is named only to somebody who has written it.
+    1. An argument in backticks, which the message proposes: `--share-head` for "`share_head=True`". It stays as it is
+       if the command has no such option.
+    2. An argument that this command line has set, with its value: `--max-length 64` for "max_length=64".
     """
-    parser = build_parser(arguments.command, all_options=True)
-    for action in dict.fromkeys(parser.options.values()):
-        value = getattr(arguments, action.dest, None)
+    actions = {action.dest: action for action in build_parser(arguments.command, all_options=True).options.values()}
+
+    def option_of(match: re.Match) -> str:
+        action = actions.get(match["name"])
+        return match[0] if action is None else _option(action, match["value"].strip("'\""))
+
+    message = re.sub(r"`(?P<name>[a-z]\w*)=(?P<value>[^`\s]+)`", option_of, message)
+    for name, action in actions.items():
+        value = getattr(arguments, name, None)
         if value is None or value is False:
             continue
-        words = [action.option_strings[0]]
-        if value is not True:
-            words += value if isinstance(value, list) else [value]
-        option = " ".join(map(str, words))
+        option = _option(action, " ".join(map(str, value)) if isinstance(value, list) else str(value))
         spellings = {str(value), repr(value)}
         if type(value) is int:
             spellings.add(str(float(value)))  # for a setting that is a float
         for spelling in spellings:
-            assignment = re.escape(f"{action.dest}={spelling}")
+            assignment = re.escape(f"{name}={spelling}")
             pattern = rf"(?<![\w.-]){assignment}(?!\w|\.\w)"  # not a part of a longer name or value
             message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
+
+
+def _option(action: argparse.Action, value: str) -> str:
+    """An option with a value in Python's spelling, as on the command line; the value `True` is the option alone."""
+    if value == "False" and isinstance(action, argparse.BooleanOptionalAction):
+        return action.option_strings[-1]
+    return action.option_strings[0] if value == "True" else f"{action.option_strings[0]} {value}"
 
 
 def _resolve_names(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers.utils import logging
 
@@ -18,6 +18,11 @@ from dflash_hf._io.errors import is_full
 from dflash_hf._io.files import default_cache_dir, digest_of_file
 from dflash_hf._io.progress import without_standard_error
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from dflash_hf.drafter import DFlashDraftModel
 
 logger = logging.get_logger(__name__)
 NAME = "smollm2"
@@ -83,9 +88,9 @@ def folder_of(name: str | None, drafter: bool = False) -> str | None:
 class LoadedPair(NamedTuple):
     """A target with its drafter, and its tokenizer."""
 
-    target: Any
-    draft: Any
-    tokenizer: Any
+    target: "PreTrainedModel"
+    draft: "DFlashDraftModel"
+    tokenizer: "PreTrainedTokenizerBase"
 
 
 def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> LoadedPair:

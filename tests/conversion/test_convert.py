@@ -180,9 +180,9 @@ def test_unusable_inputs_of_convert_are_named(folder, tmp_path, refused):
             "new.gguf needs the target's tokenizer, which a GGUF file contains; add --target",
         ),
         (["new.gguf"], "new.gguf needs the target's tokenizer, which a GGUF file contains; add --target"),
-        (["new", "--target", "t"], "--target t is for GGUF files only; name OUTPUT.gguf"),
+        (["new", "--target", "t"], "--target t is for GGUF files only; name a file that ends in .gguf"),
         (["new", "--to", "gguf", "--target", "t"], "new must end in .gguf, as --to gguf writes a file"),
-        (["new.gguf", "--to", "native"], "new.gguf would be a folder with --to native; leave --to out for a file"),
+        (["new.gguf", "--to", "native"], "new.gguf would be a folder with --to native; choose --to gguf for a file"),
         (["new", "--dtype", "q8_0"], "--dtype q8_0 is for GGUF files only, not for --to z-lab"),
     ],
 )
@@ -203,7 +203,7 @@ def test_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("dflash_hf._io.weights.save_file", fail)
+    monkeypatch.setattr("dflash_hf.conversion.safetensors_folder.save_file", fail)
     with pytest.raises(OSError, match="No space"):
         convert(folder, tmp_path / "native", to="native")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "empty", "full"]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.conversion.convert import convert
+from dflash_hf.conversion.gguf_names import gguf_files_in, gguf_in
 from dflash_hf.conversion.gguf_read import unpack_gguf
 from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.conversion.llama_cpp_limits import llama_cpp_limits
@@ -354,9 +355,9 @@ def test_smaller_dtypes_round(dtype, sign, tiny, folder, tiny_file, tmp_path):
 def test_unwritable_numbers_are_refused(tiny, folder, tiny_file, tmp_path):
     draft = DFlashDraftModel.from_pretrained(folder)
     draft.fc.weight.data[0, 0] = 1e5
-    with pytest.raises(ValueError, match="fc.weight has values that overflow float16; .* bf16"):
+    with pytest.raises(ValueError, match="fc.weight has values that overflow float16; use .dtype='bfloat16'."):
         write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
-    with pytest.raises(ValueError, match="dflash.gguf cannot be written in float64; convert with --dtype float32"):
+    with pytest.raises(ValueError, match="dflash.gguf cannot be written in float64; use `dtype=.float32.` or"):
         write_gguf(draft.double(), tmp_path / "dflash.gguf", tiny_file)
 
 
@@ -451,3 +452,12 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         if accepted > 5:
             return
     raise AssertionError("no draft was right: this compares nothing")
+
+
+def test_files_of_llama_cpp_are_found_by_name(tmp_path):
+    """One pattern for both names also took `dslap-x.gguf` for a drafter's file."""
+    for name in ("dspark-b.gguf", "dflash-a.gguf", "dslap-x.gguf", "dfpa-x.gguf", "target.gguf"):
+        (tmp_path / name).touch()
+    assert [file.name for file in gguf_files_in(tmp_path)] == ["dflash-a.gguf", "dspark-b.gguf"]
+    assert gguf_in(tmp_path) == tmp_path / "dflash-a.gguf"
+    assert gguf_in(tmp_path / "absent") is None

@@ -144,7 +144,7 @@ def test_training_features_equal_decoding_features(kind):
     collator = DFlashCollator(0, reader)
     batch = pickle.loads(pickle.dumps(collator(examples)))  # as of a worker, which sent the processor with each
     masks = {"attention_mask": batch["attention_mask"], "images": collator.read_images(batch)}
-    features = target_forward(target, [0, 2], batch["input_ids"], **masks, states=False).features
+    features = target_forward(target, [0, 2], batch["input_ids"], **masks, with_last_hidden_state=False).features
     user = [{"type": "image", "image": picture(3, 20)}, {"type": "text", "text": "Hi"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -154,7 +154,7 @@ def test_training_features_equal_decoding_features(kind):
         target(**inputs, use_cache=False)
         torch.testing.assert_close(features[:1, : inputs["input_ids"].shape[1]], tap.take(), atol=1e-4, rtol=1e-4)
     text = torch.tensor([examples[1]["input_ids"]])
-    text_features = target_forward(target, [0, 2], text, states=False).features
+    text_features = target_forward(target, [0, 2], text, with_last_hidden_state=False).features
     torch.testing.assert_close(features[1:, : text.shape[1]], text_features, atol=1e-4, rtol=1e-4)
 
 

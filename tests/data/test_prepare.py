@@ -12,7 +12,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.sources import load_rows
-from dflash_hf.pairs.loading import load_tokenizer
+from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.training.rows import validate_and_count
 
 

@@ -478,15 +478,15 @@ def test_models_are_packed_where_copies_fit(monkeypatch):
 
     import psutil
 
-    from dflash_hf.pairs.loading import pack
+    from dflash_hf.pairs.packing_choice import pack_if_chosen
 
     def free(memory: int, packed=None) -> bool:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
         model = nn.Sequential(nn.Linear(1024, 1024, dtype=torch.float32))
-        done = pack(packed, model, None)
+        done = pack_if_chosen(packed, model, None)
         assert done == isinstance(model[0], PackedLinear)
         return done
 
     assert free(13 * 2**20) and not free(12 * 2**20)
     assert free(0, packed=True) and not free(2**40, packed=False)
-    assert pack(None, nn.Sequential(nn.Embedding(9, 9))) is False
+    assert pack_if_chosen(None, nn.Sequential(nn.Embedding(9, 9))) is False

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.layouts.precedence import first_set, merge_nested_keys
+from dflash_hf.layouts.precedence import first_not_none, merge_nested_keys
 
 
 NESTED = {"mask_token_id": 95, "target_layer_ids": [1, 3]}
@@ -47,10 +47,10 @@ def test_value_is_chosen_by_the_rule(rule):
     assert {field: getattr(config, field) for field in expected} == expected
 
 
-def test_first_set_skips_none_only():
-    assert first_set(None, 0, 1) == 0
-    assert first_set(False, None) is False
-    assert first_set(None) is None
+def test_first_not_none_skips_none_only():
+    assert first_not_none(None, 0, 1) == 0
+    assert first_not_none(False, None) is False
+    assert first_not_none(None) is None
 
 
 def test_merging_leaves_the_file_unchanged():

@@ -18,10 +18,14 @@ from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.decoding import cpu_dtypes
 from dflash_hf.modeling.target_dflash import check_pair
+from dflash_hf.pairs import devices
 from dflash_hf.pairs.configs import incompatibilities, resized_vocabulary
-from dflash_hf.pairs.loading import Loading, load_for_training, load_target, load_tokenizer
+from dflash_hf.pairs.devices import available_device, dtype_to_load
+from dflash_hf.pairs.loading import Loading, load_for_training, load_target
+from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.targets.config_fields import stated_context_length
 from dflash_hf.targets.generation import max_answer_tokens
+from dflash_hf.training.presets import device_type
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -148,11 +152,43 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     ],
 )
 def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_dtypes, "is_emulated", lambda dtype: not units)
+    monkeypatch.setattr(devices, "is_emulated", lambda dtype: not units)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, "dflash_hf"):
-        assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
-    assert caplog.text.count("this processor has no units for bf16 (dtype bfloat16") == (dtype != asked)
+        assert [dtype_to_load(asked, device) for _ in range(2)] == [dtype, dtype]
+    assert caplog.text.count("this processor has no hardware support for bf16 (dtype bfloat16") == (dtype != asked)
+
+
+@pytest.mark.parametrize("accelerator", [None, "cuda", "mps", "xpu"])
+def test_default_device_is_that_of_training(accelerator, monkeypatch):
+    """On Metal and Intel GPUs a drafter was trained on the GPU, and measured on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert available_device() == device_type({}) == (accelerator or "cpu")
+    for present in ("cpu", "auto", *(() if accelerator is None else (accelerator, f"{accelerator}:1"))):
+        assert available_device(present) == present
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "message"),
+    [
+        ("cuda", 0, "device=cuda: this machine has no cuda device; use `cpu`, or leave it out."),
+        ("cuda:1", 1, "device=cuda:1: this machine has only cuda:0; use `cpu`, or leave it out."),
+        ("cuda:2", 2, "device=cuda:2: this machine has cuda:0 to cuda:1; use `cpu`, or leave it out."),
+        ("mps", 2, "device=mps: this machine has no mps device; use `cpu`, or leave it out."),
+        ("cuda:x", 2, "device='cuda:x' is not a device of this torch; use `cpu`, or leave it out."),
+        ("gpu", 0, "device='gpu' is not a device of this torch; use `cpu`, or leave it out."),
+    ],
+)
+def test_missing_device_is_an_error(name, number, message, monkeypatch):
+    """From Python, `cuda:x` was an error of `int`."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+    with pytest.raises(ValueError) as error:
+        available_device(name)
+    assert str(error.value) == message
 
 
 def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):

@@ -444,7 +444,7 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
         options = ("--server", url, "--timeout", "3", "--concurrency", "8")
         code, out, _ = regenerate(capsys, data, "served", output, *options)
         assert code == 1 and "10 of 12 rows are in" in out
-        reason = f"{url} gives no answer within 3 seconds, tried 1 times; raise --timeout"
+        reason = f"{url} gives no answer within 3 seconds, tried 1 times; raise timeout"
         assert f"  2 rows were refused, and the same command tries them again: {reason}" in out
         slow.update(QUESTIONS)
         code, _, error = regenerate(capsys, data, "served", tmp_path / "hung.jsonl", *options)

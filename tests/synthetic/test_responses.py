@@ -337,7 +337,8 @@ def test_cut_answer_names_its_limit():
     """At `max_time` of the target's generation config it was said to fill the context."""
     config = GenerationConfig(eos_token_id=2)
     assert [cut_reason(ids, 3, config) for ids in ([], [5, 2], [5, 6, 2])] == ["", "", ""]
-    assert cut_reason([5, 6, 7], 3, config) == "--max-new-tokens 3"
+    assert cut_reason([5, 6, 7], 3, config) == "max_new_tokens=3"
+    assert cut_reason([5, 6, 7], 3, config, "--max-new-tokens 3") == "--max-new-tokens 3"
     assert cut_reason([5, 6], 3, config) == "the target's context limit"
     config.max_time = 0.1
     assert cut_reason([5, 6], 3, config) == "the target's max_time"

@@ -7,7 +7,7 @@ from support.pairs import make_target
 from support.rows import counting_rows
 from support.runs import history, make_trainer
 
-from dflash_hf._io.weights import check_finite
+from dflash_hf._io.weights import check_finite, is_finite
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.training.feature_manifest import manifest_of
 from dflash_hf.training.feature_store import store_features
@@ -89,3 +89,19 @@ def test_features_that_are_not_finite_are_not_stored(factor, dtype, tmp_path):
     with pytest.raises(ValueError, match=rf"Example \d: features of layer 2 .* as {dtype}; .* --store-dtype bfloat16"):
         store_features(target, counting_rows(3), tmp_path, manifest_of(target, "some/target", [0, 2], encoder, dtype))
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_finite_weights_of_any_dtype_pass(dtype):
+    """torch has no `isfinite` for float8: a training of such weights would have ended in an error of torch."""
+    weights = torch.tensor([1.0, 2.0]).to(dtype)
+    assert is_finite([weights]) and is_finite([])
+    check_finite([("fc.weight", weights)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_that_are_not_finite_are_counted(dtype):
+    weights = torch.tensor([[1.0, float("nan")], [float("nan"), 2.0]]).to(dtype)
+    assert not is_finite([torch.ones(3), weights])
+    with pytest.raises(ValueError, match="^2 of 4 weights are not finite .*, in fc.weight: it cannot draft"):
+        check_finite([("norm.weight", torch.ones(3)), ("fc.weight", weights)])

@@ -63,7 +63,7 @@ def dtype(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """The name of a device; [`~dflash_hf.pairs.loading.available_device`], which needs torch, checks it."""
+    """The name of a device; [`~dflash_hf.pairs.devices.available_device`], which needs torch, checks it."""
     if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda, cuda:1, mps, ... or auto")
     return text

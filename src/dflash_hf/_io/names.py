@@ -15,3 +15,8 @@ Q8 = "q8_0"  # GGUF files only
 FACTS_FILE = "card_facts.json"  # what the model card says of the training: fields of `hub.card.CardFacts`
 REPORT_FILE = "eval_report.json"
 PLOT_FILE = "eval_report.png"
+
+
+def dtype_name(dtype) -> str:
+    """The name of a `torch.dtype` in configurations and options, such as `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")

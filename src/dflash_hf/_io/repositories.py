@@ -63,7 +63,7 @@ def small_file(name: str, argument: str, revision: str | None, file: str = "conf
 
     Args:
         name (`str`): Folder or repository.
-        argument (`str`): How errors call it, such as `"--draft my-drafter"`.
+        argument (`str`): How errors call it, such as `"draft=my-drafter"`.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         file (`str`): The file's name.
 

@@ -120,7 +120,10 @@ def hold_back_logs() -> Iterator[None]:
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:
-    """Set the verbosity of libraries (`-q`, `-v`) in the environment, from which they read it when imported."""
+    """
+    Set the verbosity (`-q`, `-v`): of libraries in the environment, from which they read it when imported, and with
+    `-v` of this package, whose messages below warnings are not shown without it.
+    """
     if not quiet and not verbose:
         return
     level = "debug"
@@ -130,6 +133,9 @@ def set_verbosity(quiet: bool, verbose: int) -> None:
         level = "info"
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ[name] = level
+    if verbose and not quiet:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("dflash_hf").setLevel(level.upper())
     if quiet:
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ[name] = "1"

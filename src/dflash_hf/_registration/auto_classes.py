@@ -30,7 +30,7 @@ def register() -> None:
         except OSError:  # no config.json, or not JSON: upstream reports it, or finds another way
             return original(pretrained_model_name_or_path, **kwargs)
         if is_drafter_config(config_dict):
-            from dflash_hf.drafter import DFlashDraftConfig
+            from dflash_hf.drafter import DFlashDraftConfig  # not from `layouts`: this also registers the classes
 
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **lookup)
         return original(pretrained_model_name_or_path, **kwargs)

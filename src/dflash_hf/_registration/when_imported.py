@@ -17,7 +17,8 @@ def when_imported(name: str, action: Callable[[], object]) -> None:
 
     Args:
         name (`str`): Full name of a module.
-        action (`callable`): Called once, without arguments, after those that waited earlier; it may import the module.
+        action (`callable`): Called once, without arguments, after the actions that were registered earlier; it may
+            import the module.
     """
     if name in sys.modules:
         action()

@@ -87,7 +87,7 @@ def _measure(arguments):
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
-    from dflash_hf.pairs.loading import should_pack
+    from dflash_hf.pairs.packing_choice import should_pack
 
     pair = NamedPair(arguments)
     encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))

@@ -75,7 +75,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.targets.generation import cut_reason
 
     packed = ", packed" if pair.packed else ""
-    cut = cut_reason(answer.ids, arguments.max_new_tokens, target.generation_config)
+    limit = arguments.max_new_tokens
+    cut = cut_reason(answer.ids, limit, target.generation_config, f"--max-new-tokens {limit}")
     text = pair.tokenizer.decode(answer.ids, skip_special_tokens=True)
     facts = {"text": text, "tokens": len(answer.ids), "seconds": answer.seconds, "cut": bool(cut)}
     speed = answer.speed + (f", cut off at {cut}" if cut else "")

@@ -48,7 +48,8 @@ class NamedPair:
 
     def __init__(self, arguments):
         from dflash_hf.pairs.configs import check_pair_configs
-        from dflash_hf.pairs.loading import Loading, available_device
+        from dflash_hf.pairs.devices import available_device
+        from dflash_hf.pairs.loading import Loading
 
         absent = {"draft": None, "threads": None, "chat_template": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
@@ -63,7 +64,7 @@ class NamedPair:
 
     @cached_property
     def tokenizer(self):
-        from dflash_hf.pairs.loading import load_tokenizer
+        from dflash_hf.pairs.tokenizers import load_tokenizer
 
         return load_tokenizer(
             self.arguments.target,
@@ -135,11 +136,11 @@ class NamedPair:
         not part of an answer's time.
         """
         from dflash_hf.decoding.probe import capabilities_of
-        from dflash_hf.pairs.loading import pack
+        from dflash_hf.pairs.packing_choice import pack_if_chosen
 
         draft = self.draft()
         target = self.target()
-        self.packed = pack(self.arguments.packed, target, draft)
+        self.packed = pack_if_chosen(self.arguments.packed, target, draft)
         if draft is not None:
             capabilities_of(target)
         return target, draft

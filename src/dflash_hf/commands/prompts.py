@@ -38,7 +38,7 @@ def run(arguments, echo) -> Outcome:
     from transformers.utils import logging
 
     from dflash_hf.data.template import digests_of_tokenizer
-    from dflash_hf.pairs.loading import pack
+    from dflash_hf.pairs.packing_choice import pack_if_chosen
     from dflash_hf.synthetic.magpie import PromptSettings, checked_row, sample_prompts, user_turn
     from dflash_hf.synthetic.response_file import ResponseFile
     from dflash_hf.synthetic.responses import rows_that_fit
@@ -63,7 +63,7 @@ def run(arguments, echo) -> Outcome:
         target = pair.target()
         ends = sorted(eos_ids(target.generation_config))
         output.add_settings({"weights": digest_of_target(target), "dtype": str(target.dtype), "eos_token_ids": ends})
-        pack(arguments.packed, target)
+        pack_if_chosen(arguments.packed, target)
         length = 64 + settings.max_new_tokens // 2
         rows = arguments.batch_size or rows_that_fit(target, GenerationConfig(), length, arguments.count)
         with logging.tqdm(total=arguments.count, initial=len(before), unit="prompt") as bar:

@@ -211,7 +211,7 @@ def _generation_config(target, arguments):
 
 def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     """The rows as they are answered."""
-    from dflash_hf.pairs.loading import pack
+    from dflash_hf.pairs.packing_choice import pack_if_chosen
     from dflash_hf.synthetic.regenerate import generate_rows
     from dflash_hf.synthetic.responses import rows_that_fit
     from dflash_hf.targets.digests import digest_of_target
@@ -237,6 +237,6 @@ def _in_process(pair: NamedPair, kwargs: dict, tasks: list, output):
     generation = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     made_with = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": mask_token_id}
     output.add_settings({**made_with, "generation_config": generation})
-    pack(arguments.packed, target)
+    pack_if_chosen(arguments.packed, target)
     rows = arguments.batch_size or rows_that_fit(target, config, 128 + arguments.max_new_tokens // 2, len(tasks))
     return generate_rows(target, encoder, tasks, arguments.max_new_tokens, rows, config, arguments.seed)

@@ -26,7 +26,7 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
     """Add the options of [`~dflash_hf.pairs.loading.Loading`]; `trusted` names the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
-    devices = "cpu, cuda, cuda:1, ... or auto (default: a GPU if any)"
+    devices = "cpu, cuda, cuda:1, ... or auto (default: an accelerator if there is one)"
     group.add_argument("--device", type=argument_types.device, help=devices)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help=f"run {trusted}")
@@ -66,7 +66,7 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") 
 
 
 def add_packed(group) -> None:
-    """Add `--packed` and `--no-packed`, for [`~dflash_hf.pairs.loading.pack`]."""
+    """Add `--packed` and `--no-packed`, for [`~dflash_hf.pairs.packing_choice.pack_if_chosen`]."""
     help = "faster CPU inference (default: if memory allows)"
     group.add_argument("--packed", action=BooleanOptionalAction, help=help)
 

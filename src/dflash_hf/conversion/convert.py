@@ -13,12 +13,12 @@ import torch
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf._io.errors import UsageError
-from dflash_hf._io.names import OUTPUT_LAYOUTS
+from dflash_hf._io.names import OUTPUT_LAYOUTS, dtype_name
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import is_gguf
-from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_read import unpack_gguf
 from dflash_hf.conversion.gguf_write import write_gguf
+from dflash_hf.conversion.safetensors_folder import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
 from dflash_hf.pairs.draft_vocabulary import with_shared_head
@@ -45,9 +45,10 @@ def convert(
     Args:
         src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` file.
         dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
-        to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
-            only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
-            llama.cpp, whose limits [`~dflash_hf.conversion.llama_cpp_limits.llama_cpp_limits`] lists.
+        to (`str`): `"z-lab"`: served by vLLM and SGLang, with the package's code beside the weights. `"native"`: for
+            plain transformers; only drafters with full, bidirectional, bias-free attention can be expressed in it.
+            `"gguf"`: one file for llama.cpp, whose limits
+            [`~dflash_hf.conversion.llama_cpp_limits.llama_cpp_limits`] lists.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
             unchanged.
@@ -75,7 +76,7 @@ def convert(
             draft = _load_source(src, Path(scratch, "unpacked"), revision)
         if share_head:
             draft = with_shared_head(draft)
-        if target is not None:
+        if to == "gguf":
             write_gguf(draft, dst, target, dtype)
             return dst
         if dtype is not None:
@@ -97,20 +98,20 @@ def convert(
 def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
     """
     Raises:
-        `UsageError`: the arguments of [`convert`] do not fit together.
+        `UsageError`: the arguments of [`convert`] do not fit each other.
     """
     if to not in OUTPUT_LAYOUTS:
         raise UsageError(f"to={to!r} must be one of {', '.join(OUTPUT_LAYOUTS)}.")
     if to == "gguf" and not dst.endswith(".gguf"):
-        raise UsageError(f"{dst} must end in .gguf, as --to gguf writes a file; name it {dst}.gguf.")
+        raise UsageError(f"{dst} must end in .gguf, as `to='gguf'` writes a file; name it {dst}.gguf.")
     if to != "gguf" and dst.endswith(".gguf"):
-        raise UsageError(f"{dst} would be a folder with --to {to}; leave --to out for a file, or name a folder.")
+        raise UsageError(f"{dst} would be a folder with to={to!r}; choose `to='gguf'` for a file, or name a folder.")
     if to == "gguf" and target is None:
-        raise UsageError(f"{dst} needs the target's tokenizer, which a GGUF file contains; add --target.")
+        raise UsageError(f"{dst} needs the target's tokenizer, which a GGUF file contains; add `target=...`.")
     if to != "gguf" and target is not None:
-        raise UsageError(f"--target {target} is for GGUF files only; name OUTPUT.gguf, or leave it out.")
+        raise UsageError(f"target={target} is for GGUF files only; name a file that ends in .gguf, or leave it out.")
     if dtype == "q8_0" and to != "gguf":
-        raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
+        raise UsageError(f"dtype={dtype} is for GGUF files only, not for `to={to!r}`.")
 
 
 def _load_source(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
@@ -148,16 +149,18 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     """
     obstacle = native_obstacle(draft)
     if obstacle is not None:
-        remedy = "keep it in the default layout (--to z-lab), which this package and the engines read"
+        remedy = "keep it in the default layout (`to='z-lab'`), which this package and the engines read"
         if draft.config.has_own_lm_head and obstacle.startswith("draft_vocab_size"):
-            remedy = f"add --share-head, which drafts all tokens with the target's head, or {remedy}"
-        raise ValueError(f"This drafter cannot be written for transformers alone (--to native): {obstacle}; {remedy}.")
+            remedy = f"add `share_head=True`, which drafts all tokens with the target's head, or {remedy}"
+        raise ValueError(
+            f"This drafter cannot be written for transformers alone (`to='native'`): {obstacle}; {remedy}."
+        )
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     # If these keys were absent, Muse's own ids would be used.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    native["dtype"] = str(draft.dtype).removeprefix("torch.")
+    native["dtype"] = dtype_name(draft.dtype)
     native["torch_dtype"] = native["dtype"]
     tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_folder(folder, native, tensors)

@@ -14,7 +14,7 @@ from dflash_hf.modeling.heads_dflash import PathSelector
 
 
 ARCH = "dflash"
-FILE_PATTERN = "d[fs][lp]a*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
+FILE_PATTERNS = ("dflash-*.gguf", "dspark-*.gguf")  # dspark-: drafters with a Markov head
 CONFIG_KEY = "dflash_hf.config"  # the drafter's config.json
 WEIGHTS_KEY = "dflash_hf.weights"  # a digest of the weights that the file was made of
 TOKENS_KEY = "tokenizer.ggml.tokens"
@@ -24,14 +24,20 @@ _TABLES = json.loads(Path(__file__).with_name("llama_cpp.json").read_text(encodi
 FIELD_OF_KEY: dict[str, str] = {**_TABLES["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)}}
 # llama.cpp's names of the tensors that are unknown to `gguf`, by published name without `layers.N.`.
 _TENSOR_NAMES: dict[str, str] = _TABLES["tensors"]
-# Architectures of targets of which llama.cpp exposes the inputs of layers, and of which also the last layer's output.
+# Target architectures whose layers' inputs llama.cpp exposes, and those whose last layer's output it exposes as well.
 EXPOSED_TARGETS: list[str] = _TABLES["targets"]
 TARGETS_WITH_LAST_LAYER: list[str] = _TABLES["last_layer"]
 
 
+def gguf_files_in(folder: Path) -> list[Path]:
+    """The files in a drafter's folder that llama.cpp finds by their names."""
+    files = [file for pattern in FILE_PATTERNS for file in folder.glob(pattern)]
+    return sorted(files)
+
+
 def gguf_in(folder: Path) -> Path | None:
-    """The file in a drafter's folder that llama.cpp finds by its name, if there is one."""
-    return next(iter(sorted(folder.glob(FILE_PATTERN))), None)
+    """The first of [`gguf_files_in`], or `None` if there is none."""
+    return next(iter(gguf_files_in(folder)), None)
 
 
 def llama_cpp_names(tensor_names: Iterable[str], num_layers: int) -> dict[str, str]:

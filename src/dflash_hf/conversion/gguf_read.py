@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.repositories import is_gguf
-from dflash_hf._io.weights import save_folder
 from dflash_hf.conversion.gguf_names import (
     ARCH,
     CONFIG_KEY,
@@ -17,10 +17,29 @@ from dflash_hf.conversion.gguf_names import (
     import_gguf,
     llama_cpp_names,
 )
+from dflash_hf.conversion.safetensors_folder import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import PathSelector, TokenHead
 from dflash_hf.pairs.configs import read_config
+
+
+# llama.cpp's keys, without "dflash.", of which a configuration is derived; and those that every drafter needs.
+_CONFIG_KEYS = {
+    *FIELD_OF_KEY,
+    TOKENS_KEY,
+    "tokenizer.ggml.mask_token_id",
+    "target_layers",
+    "sample_from_anchor",
+    "attention.causal",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+}
+_REQUIRED_KEYS = [key for key, field in FIELD_OF_KEY.items() if field in ("num_hidden_layers", "head_dim")]
 
 
 def unpack_gguf(file: Path, folder: Path) -> Path:
@@ -56,7 +75,7 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
         table = stored["token_embd.weight"]
         row = gguf.dequantize(table.data, table.tensor_type)[parsed.mask_token_id]
         tensors["mask_embedding"] = torch.tensor(row).to(dtype)
-    return save_folder(folder, {**config, "dtype": str(dtype).removeprefix("torch.")}, tensors)
+    return save_folder(folder, {**config, "dtype": dtype_name(dtype)}, tensors)
 
 
 def gguf_config(file: str | Path) -> dict:
@@ -74,47 +93,68 @@ def gguf_config(file: str | Path) -> dict:
     if CONFIG_KEY in fields:
         return json.loads(fields[CONFIG_KEY].contents())
 
-    def get(key: str, default=None):
-        """The value of one of llama.cpp's keys, without "dflash."."""
-        return fields[key].contents() if key in fields else default
-
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = {field: get(key) for key, field in FIELD_OF_KEY.items() if key in fields}
-    for key, field in FIELD_OF_KEY.items():
-        if field in ("num_hidden_layers", "head_dim") and key not in fields:
+    values = {name: field.contents() for name, field in fields.items() if name in _CONFIG_KEYS}
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    for key in _REQUIRED_KEYS:
+        if key not in values:
             raise ValueError(f"{file} is incomplete: it has no {ARCH}.{key}.")
-    pattern = get("attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
-    rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10_000.0)}
-    if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in tensors:
-        raise ValueError(f"{file} scales its rotary embedding in an unsupported way; convert the original drafter.")
-    if "rope.scaling.factor" in fields:
-        rope |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
-    rotated = get("rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
-        rope["partial_rotary_factor"] = rotated / config["head_dim"]
-    if "markov_w1.weight" in tensors:
-        config |= {
-            "markov_rank": int(tensors["markov_w1.weight"].shape[0]),
-            "markov_head_type": "vanilla",
-            "sample_from_anchor": get("sample_from_anchor", True),
-            "confidence_head_with_markov": True,
-            "enable_confidence_head": "conf_proj.weight" in tensors,
-        }
+    sizes = {field: values[key] for key, field in FIELD_OF_KEY.items() if key in values}
+    head_class = PathSelector if PathSelector.is_set(sizes.get) else TokenHead
     return {
-        "architectures": [(PathSelector if PathSelector.is_set(config.get) else TokenHead).architecture],
+        "architectures": [head_class.architecture],
         "model_type": "qwen3",
-        **config,
-        "target_layer_ids": [i - 1 for i in get("target_layers", [])],
-        "mask_token_id": get("tokenizer.ggml.mask_token_id"),
-        "vocab_size": len(get(TOKENS_KEY, [])) or None,
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
-        "sliding_window": get("attention.sliding_window"),
-        "use_sliding_window": any(pattern),
-        "is_causal": get("attention.causal", False),
-        "rope_parameters": rope,
-        "draft_vocab_size": int(tensors["d2t"].shape[0]) if "d2t" in tensors else None,
-        "has_embed_tokens": "token_embd.weight" in tensors,
+        **sizes,
+        **_markov_fields(values, shapes),
+        **_layer_fields(values, sizes["num_hidden_layers"]),
+        "target_layer_ids": [i - 1 for i in values.get("target_layers", [])],  # features are the inputs of these
+        "mask_token_id": values.get("tokenizer.ggml.mask_token_id"),
+        "vocab_size": len(values.get(TOKENS_KEY, [])) or None,
+        "rope_parameters": _rope_of(file, values, shapes, sizes["head_dim"]),
+        "draft_vocab_size": int(shapes["d2t"][0]) if "d2t" in shapes else None,
+        "has_embed_tokens": "token_embd.weight" in shapes,
     }
+
+
+def _markov_fields(values: dict, shapes: dict) -> dict:
+    """The fields of a Markov head; empty if the file has none."""
+    if "markov_w1.weight" not in shapes:
+        return {}
+    return {
+        "markov_rank": int(shapes["markov_w1.weight"][0]),
+        "markov_head_type": "vanilla",
+        "sample_from_anchor": values.get("sample_from_anchor", True),
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": "conf_proj.weight" in shapes,
+    }
+
+
+def _layer_fields(values: dict, num_layers: int) -> dict:
+    """The fields of the layers' attention."""
+    are_sliding = values.get("attention.sliding_window_pattern", [False] * num_layers)
+    return {
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in are_sliding],
+        "sliding_window": values.get("attention.sliding_window"),
+        "use_sliding_window": any(are_sliding),
+        "is_causal": values.get("attention.causal", False),
+    }
+
+
+def _rope_of(file: str | Path, values: dict, shapes: dict, head_dim: int) -> dict:
+    """
+    `rope_parameters` of a file.
+
+    Raises:
+        `ValueError`: they have a scaling that no key describes.
+    """
+    rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10_000.0)}
+    if values.get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in shapes:
+        raise ValueError(f"{file} scales its rotary embedding in an unsupported way; convert the original drafter.")
+    if "rope.scaling.factor" in values:
+        rope |= {"rope_type": "linear", "factor": values["rope.scaling.factor"]}
+    rotated = values.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    return rope
 
 
 def weights_digest_of(file: str | Path) -> str | None:

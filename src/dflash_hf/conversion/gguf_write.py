@@ -7,6 +7,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf._io.files import atomic, digest_of
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import without_standard_error
 from dflash_hf._io.repositories import is_gguf
 from dflash_hf.conversion.gguf_names import (
@@ -55,17 +56,17 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
     limits = [f"{key}: {reason}" for key, reason in llama_cpp_limits(config, config_of_target)]
     if limits:
         raise ValueError(f"{path.name} cannot be written for llama.cpp: {' '.join(limits)}")
-    dtype = dtype or str(draft.dtype).removeprefix("torch.")
+    dtype = dtype or dtype_name(draft.dtype)
     if dtype not in DTYPES:
-        raise ValueError(f"{path.name} cannot be written in {dtype}; convert with --dtype float32 or a smaller one.")
+        raise ValueError(f"{path.name} cannot be written in {dtype}; use `dtype='float32'` or a smaller one.")
     tensor_type = gguf.GGMLQuantizationType[DTYPES[dtype]]
     with atomic(path) as temporary_path:
         writer = gguf.GGUFWriter(temporary_path, ARCH)
         try:
             # 2. Keys. `_write_metadata` may add a tensor, so that the tensors are written after all keys.
             writer.add_name(path.stem)
-            amount = "ALL" if tensor_type.name == "F32" else "MOSTLY"
-            writer.add_file_type(gguf.LlamaFileType[f"{amount}_{tensor_type.name}"])
+            share = "ALL" if tensor_type.name == "F32" else "MOSTLY"  # of the tensors
+            writer.add_file_type(gguf.LlamaFileType[f"{share}_{tensor_type.name}"])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             stored_config = json.loads(config.to_json_string())
             stored_config.pop("auto_map", None)
@@ -93,7 +94,7 @@ def _write_metadata(writer, config: DFlashDraftConfig, tensors: dict[str, torch.
 
     Args:
         writer (`GGUFWriter`), config (`DFlashDraftConfig`): The file, and the drafter's configuration.
-        tensors (`dict[str, torch.Tensor]`): Those of the file; a rotary table other than the default is added.
+        tensors (`dict[str, torch.Tensor]`): The tensors of the file; a rotary table other than the default is added.
         has_mrope (`bool`): Whether a position of the target has several parts.
     """
     value_types = import_gguf().GGUFValueType
@@ -117,7 +118,7 @@ def _write_metadata(writer, config: DFlashDraftConfig, tensors: dict[str, torch.
     if config.token_head_class is MarkovHead:
         put("sample_from_anchor", config.sample_from_anchor)
         put("has_confidence_head", config.enable_confidence_head)
-    if _is_dflash2(config):  # sizes of a no-op part, see `_tensors`
+    if _is_dflash2(config):  # sizes of `_no_op_parts`
         for key in (*CONVOLUTION_KEYS, *PathSelector.sizes):
             if getattr(config, key) is None:
                 put(key, config.hidden_size if key == "conv_group_size" else 1)
@@ -154,31 +155,43 @@ def _is_dflash2(config: DFlashDraftConfig) -> bool:
 
 def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     """
-    All tensors of the file, by llama.cpp's names. Where llama.cpp has no tensor for a part of the drafter, or needs
-    one that the drafter lacks, others are changed or added so that the drafter computes the same.
+    All tensors of the file, by llama.cpp's names. If llama.cpp has no tensor for a part of the drafter, or needs one
+    that the drafter lacks, others are changed or added so that the drafter computes the same.
     """
     config = draft.config
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items()}
-    mask = state.pop("mask_embedding", None)
+    mask_embedding = state.pop("mask_embedding", None)
     names = llama_cpp_names(state, config.num_hidden_layers)
     tensors = {names[name]: tensor for name, tensor in state.items()}
     if config.has_own_lm_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # from differences to ids
-    # llama.cpp would also use an own embedding as the head: a file has both tables or none.
-    has_own_table = mask is not None or "token_embd.weight" in tensors
-    if has_own_table and not {"token_embd.weight", "output.weight"} <= tensors.keys():
-        embedding, head = _embedding_and_head(target)
-        tensors = {"token_embd.weight": embedding, "output.weight": head, **tensors}
-    if mask is not None:
+    if mask_embedding is not None or "token_embd.weight" in tensors:
+        tensors = _with_both_tables(tensors, target)
+    if mask_embedding is not None:  # llama.cpp has no tensor for it: it replaces a row of the embedding
         tensors["token_embd.weight"] = tensors["token_embd.weight"].clone()
-        tensors["token_embd.weight"][config.mask_token_id] = mask
-    # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
-    if _is_dflash2(config) and config.conv_kernel_size is None:
+        tensors["token_embd.weight"][config.mask_token_id] = mask_embedding
+    return {**tensors, **_no_op_parts(config)}
+
+
+def _with_both_tables(tensors: dict[str, torch.Tensor], target) -> dict[str, torch.Tensor]:
+    """The tensors with an embedding and a head: llama.cpp would also use an own embedding as the head."""
+    if {"token_embd.weight", "output.weight"} <= tensors.keys():
+        return tensors
+    embedding, head = _embedding_and_head(target)
+    return {"token_embd.weight": embedding, "output.weight": head, **tensors}
+
+
+def _no_op_parts(config: DFlashDraftConfig) -> dict[str, torch.Tensor]:
+    """A convolution or a selector that changes nothing: llama.cpp has both only together, in DFlash 2."""
+    tensors: dict[str, torch.Tensor] = {}
+    if not _is_dflash2(config):
+        return tensors
+    if config.conv_kernel_size is None:
         for i in range(config.num_hidden_layers):
             for part in ("attn", "ffn"):
                 tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
                 tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
-    if _is_dflash2(config) and config.token_head_class is not PathSelector:
+    if config.token_head_class is not PathSelector:
         tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
         for part in ("predecessor", "successor"):
             tensors[f"selector_{part}.weight"] = torch.zeros(config.vocab_size, 1)
@@ -211,7 +224,7 @@ def _write_tensor(writer, name: str, tensor: torch.Tensor, tensor_type) -> None:
     elif numbers.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:  # not a multiple of the blocks of a quantised type
         tensor_type = gguf.GGMLQuantizationType.F16
     if tensor_type.name == "F16" and abs(numbers).max() > torch.finfo(torch.float16).max:
-        raise ValueError(f"{name} has values that overflow float16; convert with --dtype bf16.")
+        raise ValueError(f"{name} has values that overflow float16; use `dtype='bfloat16'`.")
     writer.add_tensor(name, gguf.quantize(numbers, tensor_type), raw_dtype=tensor_type)
 
 
@@ -231,7 +244,7 @@ def _copy_tokenizer(writer, target, config: DFlashDraftConfig) -> None:
     token_types = [gguf.TokenType.NORMAL] * len(texts)
     if TOKEN_TYPES_KEY in fields:
         token_types = fields[TOKEN_TYPES_KEY].contents()
-    _check_trained_with(config, target, texts, [token_type == gguf.TokenType.UNUSED for token_type in token_types])
+    _check_same_vocabulary(config, target, texts, [token_type == gguf.TokenType.UNUSED for token_type in token_types])
     for name, field in fields.items():
         if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
             types = field.types
@@ -268,7 +281,7 @@ def _convert_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: in
     tokens += [(f"[PAD{i}]", 0.0, unused) for i in range(len(tokens), vocab_size)]
     texts, scores, token_types = zip(*tokens, strict=True)
     texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
-    _check_trained_with(config, target, texts, [token_type == unused for token_type in token_types])
+    _check_same_vocabulary(config, target, texts, [token_type == unused for token_type in token_types])
     writer.add_tokenizer_model(vocabulary.tokenizer_model)
     writer.add_tokenizer_pre("default")  # the target does the tokenization: a drafter only sees ids
     writer.add_token_list(texts)
@@ -279,7 +292,7 @@ def _convert_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: in
     special.add_to_gguf(writer, quiet=True)
 
 
-def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
+def _check_same_vocabulary(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
     """
     Compare the vocabulary with that of training, whose digest drafters of this package record.
 
@@ -296,7 +309,8 @@ def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unu
     if trained_with not in (None, digest):
         raise ValueError(
             f"{target} has a tokenizer with digest {digest}, but the drafter was trained with {trained_with}: it "
-            "belongs to another target. If it does not, remove `trained_with` from the drafter's config.json."
+            "belongs to another target. If the tokenizer is nevertheless the right one, remove `trained_with` from "
+            "the drafter's config.json."
         )
 
 

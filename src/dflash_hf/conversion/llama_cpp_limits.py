@@ -49,7 +49,7 @@ def llama_cpp_limits(config: DFlashDraftConfig, target: dict | None = None) -> I
     if top_k is not None and hidden < top_k * (top_k + 1):
         yield "selector_top_k", f"{top_k} needs a hidden_size of {top_k * (top_k + 1)} in llama.cpp, not {hidden}."
     if getattr(config, "quantization_config", None) is not None:
-        yield "quantization_config", "the drafter is quantised: convert the unquantised drafter, with --dtype q8_0."
+        yield "quantization_config", "the drafter is quantised: convert the unquantised drafter, with `dtype='q8_0'`."
     if target is not None:
         yield from _limits_of_target(config, target)
 

@@ -8,7 +8,8 @@ from transformers.utils import logging
 
 from dflash_hf._io.errors import one_line
 from dflash_hf.data.messages import UnusableRow
-from dflash_hf.pairs.loading import Loading, is_multimodal
+from dflash_hf.pairs.configs import is_multimodal
+from dflash_hf.pairs.loading import Loading
 
 
 logger = logging.get_logger(__name__)

@@ -21,7 +21,7 @@ from dflash_hf._io.names import LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import REPOSITORY_ID, SECONDS, is_repository_id
 from dflash_hf._io.weights import check_finite
-from dflash_hf.conversion.gguf_names import FILE_PATTERN
+from dflash_hf.conversion.gguf_names import FILE_PATTERNS, gguf_files_in
 from dflash_hf.conversion.gguf_read import gguf_config, weights_digest_of
 from dflash_hf.conversion.gguf_write import write_gguf
 from dflash_hf.drafter import DFlashDraftModel
@@ -48,7 +48,7 @@ from dflash_hf.targets.digests import digest_of_parameters
 
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
-_DRAFTER_FILES = ("model.safetensors.index.json", CODE_ENTRY, MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+_DRAFTER_FILES = ("model.safetensors.index.json", CODE_ENTRY, MASK_EMBEDDING, *FILE_PATTERNS, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights and code. Everything else in the folder is not uploaded:
 # optimizer states, logs, training arguments with their paths, and code that is not the drafter's.
 _PUBLISHED = (
@@ -220,7 +220,7 @@ def _write_and_check_gguf(
         write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
     weights = digest_of_parameters(draft.named_parameters())
     findings = []
-    for file in sorted(folder.glob(FILE_PATTERN)):
+    for file in gguf_files_in(folder):
         made_of = weights_digest_of(file)
         config = gguf_config(file)
         if made_of is None:

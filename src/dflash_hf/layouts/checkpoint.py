@@ -1,6 +1,7 @@
 """
 Checks that a drafter's weights fit its configuration. Names, shapes and dtypes are compared before anything is loaded:
-the error for a wrong file names the tensor, and no memory is allocated. After loading, no weight may be random.
+the error for a wrong file names the tensor, and no memory is allocated. After loading, every parameter must have its
+value from a file.
 """
 
 import os
@@ -18,8 +19,8 @@ from dflash_hf.layouts.tensor_names import is_ignored, published_name, tensor_na
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_TENSOR = "mask_embedding"
-# Methods whose weights upstream can turn into plain ones while loading. Otherwise their layers would need kernels for
-# certain GPUs, or would be unpacked by a forward of the whole model, which drafting never calls.
+# Methods whose weights upstream turns into plain ones while it loads them. Layers that stay quantised need kernels for
+# certain GPUs, or are unpacked by a forward of the whole model, which drafting never calls.
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "nvfp4", "mxfp4")
 
 

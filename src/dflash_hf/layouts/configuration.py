@@ -5,18 +5,9 @@ import copy
 import torch
 
 from dflash_hf.layouts.all_layouts import PUBLISHED
-from dflash_hf.layouts.check import (
-    check_fields,
-    check_layers,
-    check_parts,
-    check_quantization,
-    check_rope,
-    check_rope_is_one_table,
-    check_rotary_table,
-    check_tokens,
-)
+from dflash_hf.layouts.check import check_derived, check_given, check_rope, check_rotary_table
 from dflash_hf.layouts.errors import require
-from dflash_hf.layouts.precedence import check_nested, first_set, read_causality, without_overridden
+from dflash_hf.layouts.precedence import check_nested, first_not_none, read_causality, without_keys_of_arguments
 from dflash_hf.layouts.read import canonical_config
 from dflash_hf.layouts.rotary import with_rotary_width
 from dflash_hf.layouts.target_layers import default_target_layer_ids, fitting_target_layer_ids
@@ -42,12 +33,12 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     Configuration of a [`DFlashDraftModel`]. It has the fields of its base class, the configuration beside a drafter's
     weights, reads every layout (see `layouts.read`), and is checked when it is created.
 
-    Creation has four steps, of which the base class calls the first three:
+    Creation has four steps, of which the base class calls the first three. `check.py` has the checks, in this order:
 
     1. `_read_nested`: fields that `dflash_config` sets, and values that files write for "none".
-    2. `_derive_fields`: checks of the fields as given; fields that follow from others; checks of these.
+    2. `_derive_fields`: `check_given`; fields that follow from others; `check_derived`.
     3. Upstream's own fields, with `rope_parameters` in transformers' form.
-    4. `__post_init__`: checks of `rope_parameters` and of the quantisation.
+    4. `__post_init__`: `check_rope`; the rotated width in both spellings; `check_rotary_table`.
 
     Args:
         source_layout (`str`): The layout of the file that was read, by which tensors are renamed; not saved.
@@ -66,14 +57,12 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         check_rope(self)
         self.rope_parameters = with_rotary_width(self.rope_parameters, self.head_dim)
         check_rotary_table(self)
-        check_quantization(self)
 
     def _read_nested(self, kwargs: dict) -> None:
         check_nested(self.__dict__["dflash_config"])
         super()._read_nested(kwargs)
         nested = self.__dict__["dflash_config"]
         self.is_causal = read_causality(self.is_causal, nested)
-        kwargs["use_swa"] = nested.pop("use_swa", None)
         for key in _NULL_IS_DEFAULT:
             if getattr(self, key) is None:
                 setattr(self, key, getattr(type(self), key))
@@ -85,16 +74,14 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     def _derive_fields(self, kwargs: dict) -> None:
         if isinstance(self.dtype, str | torch.dtype):
             self.dtype = str(self.dtype).removeprefix("torch.")
-        check_fields(self)
-        self._derive_layer_types(kwargs.pop("use_swa"), kwargs.get("max_window_layers") or 0)
+        check_given(self, kwargs.get("rope_scaling"))
+        use_swa = self.__dict__["dflash_config"].pop("use_swa", None)
+        self._derive_layer_types(use_swa, kwargs.get("max_window_layers") or 0)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         super()._derive_fields(kwargs)
-        check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
-        check_layers(self)
+        check_derived(self)
         self.target_layer_ids = list(self.target_layer_ids)
-        check_tokens(self)
-        check_parts(self)
 
     def _derive_layer_types(self, use_swa: bool | None, first_sliding_layer: int) -> None:
         """
@@ -162,7 +149,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         }
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             # Multimodal configurations may have it beside the text configuration.
-            fields[name] = first_set(getattr(text, name, None), getattr(target_config, name, None))
+            fields[name] = first_not_none(getattr(text, name, None), getattr(target_config, name, None))
         if kwargs.get("target_layer_ids") is None:
             kwargs["target_layer_ids"] = fitting_target_layer_ids(num_target_layers, num_hidden_layers)
         config = cls(**{**fields, **kwargs})
@@ -189,7 +176,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     def from_dict(cls, config_dict, **kwargs):
         """As upstream, from a file in any layout; see `layouts.read`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
-        canonical["dflash_config"] = without_overridden(canonical["dflash_config"], kwargs)
+        canonical["dflash_config"] = without_keys_of_arguments(canonical["dflash_config"], kwargs)
         return super().from_dict(canonical, **kwargs)
 
     def to_dict(self) -> dict:

@@ -11,7 +11,8 @@ def _detect(config: dict) -> bool:
 
 
 def _read(config: dict) -> dict:
-    if "rope_dim" in str(config.get("rope_parameters")):  # written by this package: the factor is the drafter's
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_dim" in rope:  # only this package writes it: the factor is the drafter's own
         return config
     return without_partial_rotary(config)
 

@@ -4,17 +4,19 @@ of each head. The heads themselves are in `modeling/head_*_dflash.py`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from dflash_hf.layouts.errors import require
+from dflash_hf.layouts.source_layout import unchanged
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, DominoHead, MarkovHead, PathSelector, TokenHead
 
 
-class HeadSchema(NamedTuple):
+@dataclass(frozen=True)
+class HeadSchema:
     """
     The names and keys of a head in the files of other projects.
 
-    Attributes:
+    Args:
         family (`str`): The name of drafters with this head; other families are rejected.
         speculators_model_type (`str`, *optional*): The `speculators_model_type` in files of speculators.
         tensor_names (`dict[str, str]`): Regular expressions of other names of its tensors, and the published names.
@@ -26,8 +28,8 @@ class HeadSchema(NamedTuple):
 
     family: str
     speculators_model_type: str | None = None
-    tensor_names: dict[str, str] = {}
-    read: Callable[[dict], dict] = lambda config: config
+    tensor_names: dict[str, str] = field(default_factory=dict)
+    read: Callable[[dict], dict] = unchanged
     check: Callable[..., None] = lambda config: None
 
 
@@ -55,43 +57,45 @@ def _check_selector(config) -> None:
 def _read_markov(config: dict) -> dict:
     """Reads DSpark files of several projects; the fields have the names of DeepSpec and Automodel."""
     if not is_dspark(config):
+        _check_anchor_convention(config)
         return config
-    read_here = ("projector_type", "use_confidence_head", "confidence_head_alpha")
-    file = {key: value for key, value in config.items() if key not in read_here}
-    # The defaults of the projects, for keys that are missing or null.
+    # 1. The keys of projects that name the fields differently; and each project's defaults, for missing and null keys.
+    other_names = ("projector_type", "use_confidence_head", "confidence_head_alpha")
+    keys = {key: value for key, value in config.items() if key not in other_names}
     defaults: dict = {"sample_from_anchor": True}
-    if file.get("speculators_model_type"):
+    if config.get("speculators_model_type"):
         defaults = {
             "sample_from_anchor": False,
             "markov_rank": 256,
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
-    elif config.get("use_confidence_head") is not None:  # ModelOpt; its confidence head always reads the codebook
-        file["enable_confidence_head"] = config["use_confidence_head"]
-        file["confidence_head_with_markov"] = config["use_confidence_head"]
+    elif config.get("use_confidence_head") is not None:  # ModelOpt; its confidence head always reads `W1`
+        keys["enable_confidence_head"] = config["use_confidence_head"]
+        keys["confidence_head_with_markov"] = config["use_confidence_head"]
     elif config.get("confidence_head_alpha"):  # SpecForge
         defaults["enable_confidence_head"] = True
-    stated = {key: value for key, value in file.items() if value is not None or key not in defaults}
-    return {**defaults, **stated}
+    # 2. What the file says wins over the defaults.
+    explicit = {key: value for key, value in keys.items() if value is not None or key not in defaults}
+    return {**defaults, **explicit}
 
 
 def is_dspark(config: dict) -> bool:
-    """
-    Whether a file names itself DSpark.
-
-    Raises:
-        `ValueError`: the file has a Markov head, but cannot be read.
-    """
+    """Whether a file names itself DSpark."""
     names = [config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or [])]
-    if any("dspark" in str(name).lower() for name in names):
-        return True
+    return any("dspark" in str(name).lower() for name in names)
+
+
+def _check_anchor_convention(config: dict) -> None:
+    """
+    Raises:
+        `ValueError`: a Markov head in a file that neither names itself DSpark nor says which token slot 0 predicts.
+    """
     if config.get("markov_rank") and "sample_from_anchor" not in config:
         raise ValueError(
             f"markov_rank={config['markov_rank']} without sample_from_anchor: the file does not say whether slot k of "
             "its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); set it."
         )
-    return False
 
 
 def _check_markov(config) -> None:
@@ -101,8 +105,8 @@ def _check_markov(config) -> None:
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
         require(isinstance(getattr(config, key), bool), "true or false", **{key: getattr(config, key)})
     rank = config.markov_rank
-    reads_codebook = config.enable_confidence_head and config.confidence_head_with_markov
-    require(bool(rank) or not reads_codebook, "set for confidence_head_with_markov=True", markov_rank=rank)
+    reads_embedding = config.enable_confidence_head and config.confidence_head_with_markov  # `W1` of the last token
+    require(bool(rank) or not reads_embedding, "set for confidence_head_with_markov=True", markov_rank=rank)
     require(config.vocab_size is not None, "set: a Markov head has a row for each of its tokens", vocab_size=None)
 
 
@@ -127,8 +131,8 @@ def _read_domino(config: dict) -> dict:
 def _check_domino(config) -> None:
     start = config.pure_draft_prefix_len
     size = config.block_size
-    fits = type(start) is int and 0 <= start < size
-    require(fits, f"a number of slots below block_size={size}", pure_draft_prefix_len=start)
+    is_slot = type(start) is int and 0 <= start < size
+    require(is_slot, f"a number of slots below block_size={size}", pure_draft_prefix_len=start)
     require(config.vocab_size is not None, "set: a Domino head has a row for each of its tokens", vocab_size=None)
 
 
@@ -175,5 +179,5 @@ def head_schemas() -> list[HeadSchema]:
 
 def engine_method(config) -> str:
     """The speculative method by which engines serve a drafter: `"dflash"` or `"dspark"`."""
-    plain = config.sample_from_anchor and not config.has_token_head
-    return "dspark" if config.token_head_class is MarkovHead or plain else "dflash"
+    is_anchor_first = config.sample_from_anchor and not config.has_token_head
+    return "dspark" if config.token_head_class is MarkovHead or is_anchor_first else "dflash"

@@ -60,8 +60,8 @@ def load_drafter(
     # 3. The names, shapes and dtypes of the stored tensors, before any of them is read.
     files = {"variant": kwargs.get("variant"), "state_dict": kwargs.get("state_dict")}
     checkpoint = read_checkpoint(name, model_class, config, key_mapping, hub_arguments, **files)
-    kwargs.pop("force_download", None)  # has been done
-    # 4. The weights. No parameter may be left random.
+    kwargs.pop("force_download", None)  # the headers were read from fresh files
+    # 4. The weights, and a check that every parameter was loaded.
     model, info = _load_weights(model_class, name, model_args, config, checkpoint, **kwargs)
     checkpoint.check_loaded(model, info)
     # 5. What other files hold, or other projects store in another order.
@@ -76,7 +76,7 @@ def load_drafter(
 
 
 def _read_config(model_class, name, config, hub_arguments: dict, kwargs: dict) -> tuple[PreTrainedConfig, dict]:
-    """A configuration that only this drafter has, and the arguments that are not fields of it."""
+    """A private copy of the configuration, and the arguments that are not fields of it."""
     if isinstance(config, PreTrainedConfig):
         return copy.deepcopy(config), kwargs
     fields = model_class.config_class.field_names() - {"dtype"}
@@ -104,8 +104,8 @@ def _load_weights(model_class, name, model_args: tuple, config, checkpoint: Chec
 
 def _forget_renamings(model, checkpoint: Checkpoint) -> None:
     """
-    Have the model saved under published names. Upstream would undo each renaming of loading when it saves, and store
-    weights that were loaded as plain ones in the bits of their file.
+    Have the model saved under published names. When it saves, upstream would undo each renaming of loading, and
+    quantise weights again that it turned into plain ones on loading.
     """
     conversions = getattr(model, "_weight_conversions", None) or []
     if checkpoint.is_quantized and getattr(model.config, "quantization_config", None) is None:

@@ -46,11 +46,11 @@ KEY_NAMES: dict[str, tuple[str, ...]] = {
 }
 # Layer ids that count the embedding, entry 0 of `hidden_states`: they are one higher than `target_layer_ids`.
 ONE_BASED_LAYER_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-# Keys that stay in `dflash_config`, and the field that each sets in another form.
+# Keys that stay in `dflash_config`, and the field that each determines.
 _IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 
 
-def first_set(*values):
+def first_not_none(*values):
     """The first value that is not `None`."""
     return next((value for value in values if value is not None), None)
 
@@ -75,11 +75,11 @@ def merge_nested_keys(config: dict) -> dict:
     all_names = {name for names in KEY_NAMES.values() for name in names}
     merged = {key: value for key, value in config.items() if key not in all_names}
     for key, field in fields.items():
-        value = first_set(nested.get(key), config.get(field))
+        value = first_not_none(nested.get(key), config.get(field))
         if value is not None:
             merged[field] = value
     for key, names in KEY_NAMES.items():
-        value = first_set(*(nested.get(name) for name in names), *(config.get(name) for name in names))
+        value = first_not_none(*(nested.get(name) for name in names), *(config.get(name) for name in names))
         if value is not None:
             merged[key] = value
     merged["dflash_config"] = {
@@ -115,7 +115,7 @@ def read_causality(is_causal: bool | None, nested: dict) -> bool | None:
             f"is_causal={is_causal} and dflash_config.causal={causal} contradict each other: is_causal wins, "
             f"as in the engines; if few drafts are accepted, load the drafter with `is_causal={causal}`."
         )
-    is_causal = first_set(is_causal, causal)
+    is_causal = first_not_none(is_causal, causal)
     causal_head = nested.get("causal_head")
     if not causal_head:
         return is_causal
@@ -126,6 +126,6 @@ def read_causality(is_causal: bool | None, nested: dict) -> bool | None:
     return causal_head
 
 
-def without_overridden(nested: dict, arguments: dict) -> dict:
-    """`dflash_config` without the keys that set a field which is among a caller's arguments."""
+def without_keys_of_arguments(nested: dict, arguments: dict) -> dict:
+    """`dflash_config` without the keys that determine a field which the caller gives as an argument."""
     return {key: value for key, value in nested.items() if _IMPLIED_FIELDS.get(key) not in arguments}

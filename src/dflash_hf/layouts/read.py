@@ -5,8 +5,10 @@ Drafters in unknown layouts, with unknown heads or of other methods are rejected
 """
 
 import re
+from collections.abc import Callable
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from dflash_hf.layouts.all_layouts import SOURCE_LAYOUTS, layout_of
 from dflash_hf.layouts.errors import UnknownDrafterError, require
@@ -14,6 +16,9 @@ from dflash_hf.layouts.head_schemas import HEAD_SCHEMAS, head_schemas
 from dflash_hf.layouts.precedence import merge_nested_keys, read_one_based_layer_ids
 from dflash_hf.layouts.rotary import shared_rope
 from dflash_hf.modeling.heads_dflash import TokenHead
+
+
+_logger = logging.get_logger(__name__)
 
 
 def is_drafter_config(config: dict) -> bool:
@@ -44,8 +49,11 @@ def canonical_config(config: dict) -> dict:
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
     config = merge_nested_keys(config)
     # 2. Other methods and heads are rejected before anything is read.
-    _reject_other_drafters(config)
+    _reject_unknown_drafters(config)
     layout = layout_of(config)
+    _logger.info_once(
+        f"The drafter's config.json is read in the layout {layout.name!r}."
+    )  # `dflash check -v` shows it
     # 3. The keys of heads, in the order of `TOKEN_HEADS`; then those of the layout.
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
@@ -68,27 +76,29 @@ def _architectures_of_layouts() -> set[str]:
     return {name for layout in SOURCE_LAYOUTS for name in layout.architectures}
 
 
-def _reject_other_drafters(config: dict) -> None:
+def _reject_unknown_drafters(config: dict) -> None:
     """
     Reject unknown layouts and methods by the names in the file, because some have exactly the tensors of a plain
     drafter. Drafters with other layers have tensors that the model lacks, and are rejected when weights are read.
     """
-    families = "|".join(_families())
+    families = [family.lower() for family in _families()]
     kinds = [schema.speculators_model_type for schema in (HEAD_SCHEMAS[TokenHead], *head_schemas())]
-    # The name may begin with that of any target except Gemma 4, whose drafters have other layers.
-    drafters = rf"(?!Gemma4)\w*(?:{families})(?:DraftModel|Model|Speculator|ForCausalLM)?"
-    # The name of a target's class does not tell the method.
-    names = [*map(re.escape, _architectures_of_layouts()), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]
-    accepted = {
-        "architectures": "|".join([drafters, *names]),
-        "projector_type": f"{families}|causal_v5",
-        "model_arch": families,
-        "speculators_model_type": "|".join(filter(None, kinds)),
+    # A drafter's class: the name may begin with that of any target except Gemma 4, whose drafters have other layers.
+    suffixes = "DraftModel|Model|Speculator|ForCausalLM"
+    drafter_class = re.compile(rf"(?!Gemma4)\w*(?:{'|'.join(families)})(?:{suffixes})?", re.IGNORECASE)
+    # Some projects write the target's class, which does not tell the method.
+    other_classes = {*_architectures_of_layouts(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    other_classes = {name.lower() for name in other_classes}
+    is_accepted: dict[str, Callable[[str], bool]] = {
+        "architectures": lambda name: bool(drafter_class.fullmatch(name)) or name.lower() in other_classes,
+        "projector_type": lambda name: name.lower() in (*families, "causal_v5"),
+        "model_arch": lambda name: name.lower() in families,
+        "speculators_model_type": lambda name: name.lower() in kinds,
     }
-    for key, pattern in accepted.items():
+    for key, accepts in is_accepted.items():
         value = config.get(key) or []
         for name in value if isinstance(value, list) else [value]:
-            if not re.fullmatch(pattern, str(name), re.IGNORECASE):
+            if not accepts(str(name)):
                 raise UnknownDrafterError(
                     f"{key}={name!r} cannot be loaded here: the drafters that are read are {', '.join(_families())}. "
                     "Decode with the code that it was published with, or train a drafter for its target."

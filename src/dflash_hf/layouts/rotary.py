@@ -32,13 +32,19 @@ def without_partial_rotary(config: dict) -> dict:
     A configuration without `partial_rotary_factor`. Some projects copy the key from the target, but train drafters
     with Qwen3's rotary module, which ignores it and rotates whole heads.
     """
-    result = _without_factor(config)
-    if result != config:
+    if _has_factor(config):
         logger.warning_once(
             "partial_rotary_factor is ignored: it was copied from the target's configuration, but drafters of this "
             "layout are trained with whole heads rotated, whatever it says."
         )
-    return result
+    return _without_factor(config)
+
+
+def _has_factor(table: dict) -> bool:
+    """Whether a dictionary or one in it has the key."""
+    if "partial_rotary_factor" in table:
+        return True
+    return any(_has_factor(value) for value in table.values() if isinstance(value, dict))
 
 
 def _without_factor(table: dict) -> dict:

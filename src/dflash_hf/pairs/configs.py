@@ -1,12 +1,13 @@
 """
 Checks of a pair's configurations, before any weights are read.
 
-Messages name arguments as in Python, `target=...`; the command line writes its options in their place.
+What needs torch or transformers is imported inside functions: a command first checks the names that it was given.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dflash_hf._io.errors import one_line
 from dflash_hf._io.files import read_json
 from dflash_hf._io.repositories import small_file
 from dflash_hf.targets.config_fields import num_layers_of, vocab_size_of
@@ -15,8 +16,9 @@ from dflash_hf.targets.config_fields import num_layers_of, vocab_size_of
 if TYPE_CHECKING:
     from dflash_hf.pairs.loading import Loading
 
-# Fields that add to Qwen3-style layers unless they have their default; see `non_default_fields`.
-_ADDITIONS = (
+TRUST_REMEDY = "pass `trust_remote_code=True`"
+# Fields that extend Qwen3-style layers unless they have their default; see `non_default_fields`.
+_EXTENSION_FIELDS = (
     "draft_vocab_size",
     "sample_from_anchor",
     "conv_kernel_size",
@@ -34,7 +36,7 @@ def read_config(name: str, argument: str, revision: str | None = None) -> dict:
 
     Args:
         name (`str`): A folder, or a repository on the Hub.
-        argument (`str`): The argument with its value, for messages.
+        argument (`str`): The argument with its value, such as `"target=my-model"`, for messages.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
 
     Raises:
@@ -77,6 +79,24 @@ def check_pair_configs(target: str, draft: str | None, loading: "Loading", targe
     return config
 
 
+def is_multimodal(config: dict) -> bool:
+    """
+    Whether a model with this configuration is loaded with the part that reads images or sound: if it was saved with
+    it, or if transformers has no other class for it.
+    """
+    from transformers.models.auto import modeling_auto
+
+    model_type = config.get("model_type")
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    text_only = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, multimodal)
+    return multimodal is not None and multimodal in (text_only, *(config.get("architectures") or ()))
+
+
+def damaged_config(argument: str, error: Exception) -> str:
+    """A readable message for a `StrictDataclassError`."""
+    return f"{argument}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
+
+
 def check_is_drafter(config: dict, argument: str) -> None:
     """
     Raises:
@@ -103,8 +123,8 @@ def check_mask_token_id(token_id: int | None, target_config: dict) -> None:
 
 def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
     """
-    Where a drafter shows that it belongs to another target: field, and reason. The same comparison as that of loaded
-    models, [`~dflash_hf.modeling.target_dflash.pair_mismatches`].
+    The fields by which a drafter belongs to another target, each with the reason. Loaded models are compared by the
+    same function, [`~dflash_hf.modeling.target_dflash.pair_mismatches`].
 
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
@@ -125,8 +145,8 @@ def incompatibilities(config, target: dict) -> Iterator[tuple[str, str]]:
 
 def resized_vocabulary(config, target: dict) -> str | None:
     """
-    How the vocabulary of a target differs from that which its drafter was trained with: its embedding was resized.
-    `None` if it does not, or if it differs so much that [`incompatibilities`] names it.
+    How the vocabulary of a target whose embedding was resized differs from the one that its drafter was trained with.
+    `None` if they are equal, or if they differ so much that [`incompatibilities`] names the difference.
     """
     vocab_size = target.get("vocab_size")
     if vocab_size in (None, config.vocab_size) or config.vocab_size is None:
@@ -138,14 +158,14 @@ def resized_vocabulary(config, target: dict) -> str | None:
 
 def non_default_fields(config) -> Iterator[tuple[str, object, object]]:
     """
-    What a drafter has beyond bidirectional Qwen3-style layers with the target's embedding and head: field, value, and
-    the value without it.
+    The fields by which a drafter differs from bidirectional Qwen3-style layers with the target's embedding and head:
+    field, value, and the value of such layers.
 
     Args:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
     defaults = dict(config.token_head_class.fields)
-    defaults |= {name: getattr(type(config), name) for name in _ADDITIONS}
+    defaults |= {name: getattr(type(config), name) for name in _EXTENSION_FIELDS}
     defaults |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     for key, default in defaults.items():
         value = getattr(config, key)

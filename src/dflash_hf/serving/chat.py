@@ -115,7 +115,8 @@ class Chat:
         if request.status is RequestStatus.FINISHED_ABORTED:
             ending = "; stopped"
         elif request.status is RequestStatus.FINISHED_LENGTH:
-            cut = cut_reason(request.tokens, self.options["max_new_tokens"], target.generation_config)
+            limit = self.options["max_new_tokens"]
+            cut = cut_reason(request.tokens, limit, target.generation_config, f"--max-new-tokens {limit}")
             ending = f"; cut off at {cut}" if cut else ""
         method = "with the drafter" if streamer.rounds else "target alone"
         self.note(f"{method}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{ending}")

@@ -37,7 +37,7 @@ class ChatClient:
     """
 
     def __init__(self, url: str, options: dict, template_kwargs: dict, timeout: float = 600.0):
-        with requires_extra("--server needs `openai`", "serving"):
+        with requires_extra("Querying a server needs `openai`", "serving"):
             import openai
 
         parts = urlsplit(url)
@@ -94,7 +94,7 @@ class ChatClient:
             raise ServerError(f"{self.address} answers {status}: {detail}; {hint}.") from error
         except self.openai.APITimeoutError as error:
             late = f"{self.address} gives no answer within {self.client.timeout:g} seconds, tried {RETRIES + 1} times"
-            raise NoAnswer(f"{late}; raise --timeout, or lower --concurrency or --max-new-tokens") from error
+            raise NoAnswer(f"{late}; raise timeout, or lower concurrency or max_new_tokens") from error
         except self.openai.APIConnectionError as error:
             reason = one_line(error.__cause__ or error, 100)
             raise ServerError(

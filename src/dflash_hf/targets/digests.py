@@ -12,13 +12,13 @@ from collections.abc import Iterable
 import torch
 
 
-_NUM_VALUES = 64  # that are read of each parameter, evenly spaced
+_NUM_VALUES = 64  # values of a parameter that are read, evenly spaced
 
 
 def digest_of_target(target) -> dict[str, str]:
     """
-    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
-    parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
+    Digests of a target: under `ends` of its embedding and LM head, the two ends of the model, and under `layers` of
+    everything between them. A part on the meta device has no digest.
     """
     embedding_and_head = {id(target.get_input_embeddings().weight)}
     embedding_and_head |= {id(parameter) for parameter in target.get_output_embeddings().parameters()}

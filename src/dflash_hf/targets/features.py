@@ -25,7 +25,7 @@ def input_device(target) -> torch.device:
 def cache_argument(target) -> str:
     """The name under which `generate` keeps a target's cache and passes it to the forward."""
     accepted = inspect.signature(target.forward).parameters
-    if CACHE_NAME in accepted or CACHE_NAME == "cache":  # upstream translates `cache` for forwards that say otherwise
+    if CACHE_NAME in accepted or CACHE_NAME == "cache":  # upstream renames `cache` for forwards with another name
         return CACHE_NAME
     return "cache_params" if "cache_params" in accepted else CACHE_NAME
 
@@ -62,9 +62,9 @@ class _SharedHook:
 _lock = threading.Lock()  # guards `_shared_hooks`
 _shared_hooks: "weakref.WeakKeyDictionary[nn.Module, dict[Callable, _SharedHook]]" = weakref.WeakKeyDictionary()
 
-# The tap that collects the current forward, in this thread ...
+# The tap that collects the current forward of this thread.
 _current_tap: ContextVar["FeatureTap | None"] = ContextVar("dflash_tap", default=None)
-# ... and in a forward that torch.compile traces, the last of these: it knows no context variables.
+# In a forward that torch.compile traces, which knows no context variables, the last of these collects.
 _traced_taps: list["FeatureTap"] = []
 
 
@@ -100,7 +100,9 @@ def _capture_positions(target, args, kwargs=None) -> None:
 
 
 def attach(hook_points: Iterable[HookPoint]) -> None:
-    """Register hooks, each once on its module however many calls need it; [`detach`] is called as often."""
+    """
+    Register hooks, each once on its module however many calls need it. Each call of this needs one of [`detach`].
+    """
     with _lock:
         for module, hook in hook_points:
             shared = _shared_hooks.setdefault(module, {}).setdefault(hook, _SharedHook())
@@ -197,14 +199,15 @@ class FeatureTap:
         if hook_point in self.hook_points:
             self.captured[hook_point] = output
             if self.consume is not None and len(self.captured) == len({*self.hook_points}):
-                self.consume(*self._layers())
+                self.consume(*self._take_layers())
 
     def take(self) -> torch.Tensor:
         """Return the features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`, and drop them."""
-        layers = self._layers()
+        layers = self._take_layers()
         return torch.cat([layer.to(layers[0].device) for layer in layers], dim=-1)
 
-    def _layers(self) -> list[torch.Tensor]:
+    def _take_layers(self) -> list[torch.Tensor]:
+        """The outputs of the last forward, in the order of `layer_ids`; they are not kept."""
         captured = self.captured
         self.captured = {}
         return [captured[hook_point] for hook_point in self.hook_points]

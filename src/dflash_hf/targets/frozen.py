@@ -20,8 +20,8 @@ class TargetOutput:
 
     Args:
         features (`torch.Tensor`): `[N, S, L * H]`, outputs of the layers that the drafter reads.
-        last_hidden_state (`torch.Tensor`, *optional*): `[N, S, H]`, after the final norm: the input of the head. If
-            requested.
+        last_hidden_state (`torch.Tensor`, *optional*): `[N, S, H]`, after the final norm: the input of the head.
+            `None` if it was not requested.
     """
 
     features: torch.Tensor
@@ -62,7 +62,7 @@ def target_forward(
     input_ids: torch.LongTensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.LongTensor | None = None,
-    states: bool = True,
+    with_last_hidden_state: bool = True,
     images: dict[str, torch.Tensor] | None = None,
 ) -> TargetOutput:
     """
@@ -72,22 +72,22 @@ def target_forward(
         target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
         input_ids, attention_mask, position_ids: `[N, S]`.
-        states (`bool`): Whether the last hidden state is needed. Without it, the layers above the highest of
-            `layer_ids` do not run.
-        images (`dict`, *optional*): What the forward takes besides ids, if there are images among them; see
+        with_last_hidden_state (`bool`): Whether the last hidden state is needed. Without it, the layers above the
+            highest of `layer_ids` do not run.
+        images (`dict`, *optional*): The further inputs of a prompt with images, see
             [`~dflash_hf.data.images.ImageReader.inputs`].
     """
-    model = target if states else _without_layers_above(target, max(layer_ids))
+    model = target if with_last_hidden_state else _without_layers_above(target, max(layer_ids))
     # Compiled graphs skip hooks.
     eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()
     with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
         last_hidden_state = decoder_forward(model, input_ids, attention_mask, position_ids, images)
-        return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
+        return TargetOutput(tap.take(), last_hidden_state if with_last_hidden_state else None)
 
 
-def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **masks) -> torch.Tensor:
-    """Only the features `[N, S, L * H]` of [`target_forward`]; takes the same masks."""
-    return target_forward(target, layer_ids, input_ids, **masks, states=False).features
+def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **inputs) -> torch.Tensor:
+    """Only the features `[N, S, L * H]` of [`target_forward`], with the same further `inputs`."""
+    return target_forward(target, layer_ids, input_ids, **inputs, with_last_hidden_state=False).features
 
 
 def _is_compiled(target: PreTrainedModel) -> bool:

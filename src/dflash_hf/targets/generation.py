@@ -74,10 +74,18 @@ def max_answer_tokens(target: PreTrainedModel, prompt_length: int, max_new_token
     return min(max_new_tokens or limit, limit - prompt_length)
 
 
-def cut_reason(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
-    """What cut an answer off, in words for a user: a maximum number of tokens or of seconds; empty if nothing did."""
+def cut_reason(ids: list[int], limit: int, generation_config: GenerationConfig, limit_name: str | None = None) -> str:
+    """
+    What cut an answer off: a maximum number of tokens or of seconds; empty if nothing did.
+
+    Args:
+        ids (`list[int]`): The tokens of the answer.
+        limit (`int`): The requested maximum of its tokens.
+        generation_config (`GenerationConfig`): The target's.
+        limit_name (`str`, *optional*): How the user wrote the limit. Default: `"max_new_tokens=64"`, as in Python.
+    """
     if not ids or ids[-1] in eos_ids(generation_config):
         return ""
     if len(ids) == limit:
-        return f"--max-new-tokens {limit}"
+        return limit_name or f"max_new_tokens={limit}"
     return "the target's max_time" if generation_config.max_time else "the target's context limit"

@@ -47,7 +47,7 @@ def check_logits(target: PreTrainedModel) -> None:
     logits = target_logits(target, states).to(expected)
     if not torch.allclose(logits, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
-            "Stored states, and loss_type='kl', 'dspark', 'auf_kl' and 'dpace_kl' need the target's distribution, but "
-            f"the logits of {type(target).__name__} are not its head's output, scaled and capped by its "
-            "configuration; leave out --states, or use loss_type='ce', 'dpace' or 'auf'."
+            f"{type(target).__name__} computes its logits in another way than by its head, with the scale and cap of "
+            "its configuration, so that its distribution cannot be computed from stored states. Leave out "
+            "`states=True`, or train with a loss that does not need it: loss_type=ce, dpace or auf."
         )

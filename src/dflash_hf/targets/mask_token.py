@@ -13,7 +13,7 @@ def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
 
 
 def mask_token_remedy(tokenizer, name: str = "mask_token_id") -> str:
-    """What to do where [`spare_token_id`] finds none."""
+    """What to do if [`spare_token_id`] finds none, for an error: `name` is the argument to set."""
     added = ", ".join(f"{i} ({tokenizer.decode([i])})" for i in sorted(tokenizer.added_tokens_decoder)[-3:])
     remedy = f"set {name} to an id that its text never uses, such as a reserved token"
     return f"{remedy}. Its last added tokens: {added}" if added else remedy

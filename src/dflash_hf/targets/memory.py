@@ -8,12 +8,12 @@ import torch
 
 
 class _ControlGroup(NamedTuple):
-    """The files in which Linux reports the memory of a container, and the key in `stat` of caches that it can drop."""
+    """Linux's files on the memory of a container, and the key in `stat` of the caches that it can reclaim."""
 
     limit: Path
     used: Path
     stat: Path
-    droppable: str
+    reclaimable: str
 
 
 _V1 = Path("/sys/fs/cgroup/memory")
@@ -43,16 +43,16 @@ def _free_main_memory() -> int:
     for group in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
             limit = int(group.limit.read_text())
-            used = int(group.used.read_text()) - _droppable_bytes(group)
+            used = int(group.used.read_text()) - _reclaimable_bytes(group)
             free = min(free, max(0, limit - used))
     return free
 
 
-def _droppable_bytes(group: _ControlGroup) -> int:
-    """Bytes of files that the container has read and Linux drops first, such as mapped weights; 0 if not known."""
+def _reclaimable_bytes(group: _ControlGroup) -> int:
+    """Bytes of files that the container has read and Linux reclaims first, such as mapped weights; 0 if not known."""
     with contextlib.suppress(OSError):
         for line in group.stat.read_text().splitlines():
             key, _, value = line.partition(" ")
-            if key == group.droppable:
+            if key == group.reclaimable:
                 return int(value)
     return 0

@@ -198,7 +198,7 @@ def _compute_shard(
             manifest.layer_ids,
             batch["input_ids"].to(target.device),
             attention_mask=batch["attention_mask"].to(target.device),
-            states=manifest.states,
+            with_last_hidden_state=manifest.states,
             images=collator.read_images(batch),
         )
         outputs = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]

@@ -25,7 +25,8 @@ from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
-from dflash_hf.pairs.loading import Loading, load_draft_config, load_target, load_tokenizer
+from dflash_hf.pairs.loading import Loading, load_draft_config, load_target
+from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.training.adapters import adapter_config, add_adapter
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.callbacks import (
@@ -202,7 +203,7 @@ def _load_sources(run: Run) -> Sources:
         script.chat_template,
         script.target_revision,
         script.trust_remote_code,
-        empty=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
+        allow_no_vocabulary=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
     )
     reader = load_image_reader(script.target, run.target_config, tokenizer, run.loading)  # and its template
     for features in script.feature_folders:

@@ -366,7 +366,7 @@ def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, A
         batch["input_ids"],
         attention_mask=batch["attention_mask"],
         images=images,
-        states=args.has_teacher,
+        with_last_hidden_state=args.has_teacher,
     )
 
 
