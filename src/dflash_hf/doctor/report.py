@@ -73,7 +73,10 @@ class Diagnosis:
         return f"{row:93}{mark}".rstrip()
 
     def facts(self) -> dict:
-        """The data for `--json`."""
+        """
+        The data for `--json`. Its keys and those of causes are stable; `unlike` is `changed_since_training`, and
+        `better` says whether the gain of an experiment is more than chance.
+        """
         tried = []
         for result in self.results:
             experiment = result.experiment
