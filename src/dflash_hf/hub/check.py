@@ -226,7 +226,7 @@ def _target_config(target) -> dict:
             elif Path(target).is_file():
                 target = read_json(target)
             else:
-                target = read_config(str(target), f"--target {target}")
+                target = read_config(str(target), f"target={target}")
         except OSError as error:
             raise ValueError(f"{target} cannot be read: {error}") from error
     return target.get("text_config", target)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
@@ -43,7 +44,7 @@ class DrafterFolder:
     target: dict = field(default_factory=dict)
     shapes: dict = field(default_factory=dict)
     non_default: dict = field(default_factory=dict)
-    token_head: type | None = None
+    token_head: type[TokenHead] | None = None
     load_error: str | None = None
 
     @property
