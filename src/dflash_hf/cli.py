@@ -21,7 +21,7 @@ from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
-# The commands, in the order of use; what the module of a command has stands in `commands/__init__.py`.
+# The commands, in the order of use. `commands/__init__.py` describes the module of a command.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments after the program's name. Default: the process's.
 
     Returns:
-        `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
+        `int`: The exit status, see above.
+
+    Raises:
+        `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a console may not be UTF-8
         sys.stdout.reconfigure(errors="replace")
@@ -152,7 +155,7 @@ def build_parser(name: str, all_options: bool = False) -> "Parser":
     parser.add_argument("-v", "--verbose", action="count", default=0, help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.set_defaults(command=name)
+    parser.set_defaults(command=name, target_name=None)  # see `commands/__init__.py`
     return parser
 
 
@@ -233,7 +236,8 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, os.path.expanduser(value))
     if arguments.command != "train":  # whose errors also name misspelt settings
         check_files("data", getattr(arguments, "data", None))
-    arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
+    if getattr(arguments, "target", None) == "smollm2":
+        arguments.target_name = "smollm2"
     for name in ("target", "draft", "base", "gguf"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):
