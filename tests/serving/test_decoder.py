@@ -68,8 +68,8 @@ def request(decoder, inputs, streamer=None, stops=None, seed=None, **settings) -
     return Request(decoder, dict(inputs), config, streamer, stops, seed)
 
 
-def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[Request]:
-    """The requests of these numbers, which all wait when the first is decoded; `stops` of each."""
+def answered(decoder, served, numbers, stops=None, streamers=(), **settings) -> list[Request]:
+    """The requests for these numbers of `PROMPTS`, which all wait when the first is decoded; `stops` of each."""
     ready = threading.Event()
 
     class BlockingStreamer:
@@ -79,12 +79,13 @@ def answered(decoder, served, which, stops=None, streamers=(), **more) -> list[R
         def end(self):
             pass
 
-    apart = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # neither batched, nor is its cache kept
-    decoder.submit(request(decoder, served.inputs[0], BlockingStreamer(), max_new_tokens=1, **apart))
-    streamers = [*streamers, *[None] * len(which)]
-    requests = [
-        request(decoder, served.inputs[i], streamers[n], stops and stops[i], **more) for n, i in enumerate(which)
-    ]
+    unbatched = {"repetition_penalty": 1.1, "cache_implementation": "dynamic"}  # and its cache is not kept
+    decoder.submit(request(decoder, served.inputs[0], BlockingStreamer(), max_new_tokens=1, **unbatched))
+    streamers = [*streamers, *[None] * len(numbers)]
+    requests = []
+    for number, streamer in zip(numbers, streamers, strict=False):
+        stop_strings = None if stops is None else stops[number]
+        requests.append(request(decoder, served.inputs[number], streamer, stop_strings, **settings))
     for waiting in requests:
         decoder.submit(waiting)
     ready.set()
@@ -139,6 +140,20 @@ def test_stop_strings_end_answers_as_upstream(number, decoder, served):
     requests = answered(decoder, served, range(number), stops=stops)
     assert texts_of(requests) == [ids[0].tolist() for ids in expected[:number]]
     assert all(done.status is RequestStatus.FINISHED_STOPPED and len(done.tokens) < MAX_TOKENS for done in requests)
+
+
+def test_target_has_its_stop_strings_back(served):
+    """A model that had been served had lost them for good."""
+    target, tokenizer, draft, *_ = served
+    target.generation_config.stop_strings = ["~"]
+    try:
+        decoder = Decoder(target, tokenizer, draft)
+        assert target.generation_config.stop_strings is None
+        assert request(decoder, served.inputs[0]).stop_strings == ["~"]
+        decoder.stop()
+        assert target.generation_config.stop_strings == ["~"]
+    finally:
+        target.generation_config.stop_strings = None
 
 
 def test_drafted_request_joins_a_later_request(decoder, served):
@@ -552,9 +567,6 @@ class Broken:
     def next_round(self, num_drafted):
         self._called("next_round")
 
-    def end_round(self, num_accepted):
-        self._called("end_round")
-
     def end(self):
         self._called("end")
 
@@ -591,16 +603,16 @@ def fails_once(owner, name, error, patch):
 SHORT = 8  # tokens
 
 
-def begun(served, which) -> list[list[int]]:
-    """The texts with so many tokens."""
-    return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in which]
+def begun(served, numbers) -> list[list[int]]:
+    """The target's own texts for these numbers of `PROMPTS`, cut after `SHORT` tokens of the answer."""
+    return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in numbers]
 
 
 def check_alive(decoder, served):
     """A request, and two at once, are answered as ever."""
     assert decoder.is_alive
-    for which in ([1], [0, 1]):
-        assert texts_of(answered(decoder, served, which, max_new_tokens=SHORT)) == begun(served, which)
+    for numbers in ([1], [0, 1]):
+        assert texts_of(answered(decoder, served, numbers, max_new_tokens=SHORT)) == begun(served, numbers)
 
 
 def check_broken(request, error):
@@ -613,7 +625,7 @@ def check_broken(request, error):
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_broken_streamer_fails_its_request(error, decoder, served):
     """Errors that are no `Exception` ended the thread from a batch."""
-    for name, after in (("put", 0), ("put", 3), ("next_round", 0), ("next_round", 1), ("end_round", 0), ("end", 0)):
+    for name, after in (("put", 0), ("put", 3), ("next_round", 0), ("next_round", 1), ("end", 0)):
         (broken,) = answered(decoder, served, [0], streamers=[Broken(name, error, after)], max_new_tokens=SHORT)
         check_broken(broken, error)
     for name, after in (("put", 0), ("put", 3), ("end", 0)):

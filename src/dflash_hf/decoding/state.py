@@ -103,7 +103,8 @@ class GenerationState:
     def _num_accepted(self, candidates, paths: list[list[int]]) -> int:
         """
         How many of the tokens that a round has committed were drafted, in all rows. The last token of a row is the
-        target's own, unless the row has ended at a drafted one.
+        target's own, unless the row has ended at a drafted one. For a streamer tokens are chosen one by one, so the
+        `paths` are known.
         """
         num_accepted = 0
         for row, path in enumerate(paths):

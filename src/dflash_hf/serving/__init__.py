@@ -9,6 +9,7 @@ one of the prompts) has its own manager, handler, request, streamer and complete
       |  BodyChecker                bodies.py     checks the body, and takes out what upstream would misread ...
       |    -> Options               options.py    ... which is kept here
       |  ChatHandler, ...           upstream.py   upstream's handler: from body to `input_ids` and GenerationConfig
+      |    read_messages            messages.py   rejects parts of messages that the model cannot read
       |  ChoiceManager              upstream.py   completes these with the options, and submits the request
       v
     Request                         request.py    status, tokens, counts; the streamer of `generate`
@@ -23,12 +24,12 @@ one of the prompts) has its own manager, handler, request, streamer and complete
       v
     the handler's response
       |  AnswerCompleter            answers.py    log-probabilities, usage, the echoed prompt
-      |  merged_response            choices.py    one response of all choices
+      |  merged_response            answers.py    one response, of all choices with `choices.py`
       v
     HTTP response
 
-The other files: `messages.py` checks messages; `prefix_caches.py` has the caches of earlier answers; `logprobs.py`,
-`grammars.py`, `stop_strings.py` and `token_bytes.py` are what a request may add to decoding.
+The other files: `prefix_caches.py` has the caches of earlier answers; `logprobs.py`, `grammars.py`, `stop_strings.py`
+and `token_bytes.py` are what a request may add to decoding.
 
 `chat.py` and `pieces.py` are the chat, which submits its requests to a decoder of its own.
 """

@@ -83,8 +83,8 @@ class DrafterPause:
     """
 
     def __init__(self):
-        self._length = 0  # requests in the latest pause; 0 after an answer that the drafter sped up
-        self._remaining = 0  # requests of this pause that are still to come
+        self._pause_length = 0  # requests in the latest pause; 0 after an answer that the drafter sped up
+        self._remaining_requests = 0  # requests of this pause that are still to come
 
     def take_turn(self) -> bool:
         """
@@ -93,15 +93,15 @@ class DrafterPause:
         Returns:
             `bool`: Whether this request may use the drafter: no request of a pause may.
         """
-        if not self._remaining:
+        if not self._remaining_requests:
             return True
-        self._remaining -= 1
+        self._remaining_requests -= 1
         return False
 
     def record(self, speedup: float) -> None:
         """Record the estimated speedup of an answer that could use the drafter."""
-        self._length = 0 if speedup > 1 else min(2 * self._length + 1, _MAX_PAUSE)
-        self._remaining = self._length
+        self._pause_length = 0 if speedup > 1 else min(2 * self._pause_length + 1, _MAX_PAUSE)
+        self._remaining_requests = self._pause_length
 
 
 class _SingleDecodingStop(StoppingCriteria):
@@ -126,8 +126,8 @@ class Decoder:
     `submit`, `stop` and `is_alive` are for any thread; everything else runs in the decoder's own.
 
     Args:
-        target (`PreTrainedModel`): The target. Its stop strings move here: `generate` would search its vocabulary for
-            them in each call.
+        target (`PreTrainedModel`): The target. Until `stop`, its stop strings are here and not in its
+            `generation_config`, since `generate` would search the vocabulary for them in each call.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         draft (`DFlashDraftModel`, *optional*): Its drafter.
     """
@@ -171,9 +171,14 @@ class Decoder:
         return self.thread.is_alive()
 
     def stop(self) -> None:
-        """End the threads: torch must not run in one while the interpreter exits."""
+        """
+        End the threads, since torch must not run in one while the interpreter exits, and give the target its stop
+        strings back.
+        """
         self.inbox.put(None)
         self.thread.join(timeout=2)
+        if self.stop_strings is not None:
+            self.target.generation_config.stop_strings = self.stop_strings
         for manager in list(self.batch_managers.values()):
             manager.stop(block=True, timeout=2)
 

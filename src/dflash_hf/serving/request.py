@@ -46,8 +46,9 @@ class Request:
     Args:
         decoder (`Decoder`): The decoder that will answer.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
-        generation_config (`GenerationConfig`): Changed in place: `max_new_tokens` is limited by the room in the
-            context, and greedy decoding has no sampling parameters.
+        generation_config (`GenerationConfig`): Belongs to the request, and is changed in place: `max_new_tokens` is
+            limited by the room in the context, greedy decoding has no sampling parameters, and stop strings are in
+            `stop_strings`.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
         stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: those of
             `generation_config`, then the target's.
@@ -68,6 +69,7 @@ class Request:
         accepted (`int`): How many of the drafted tokens are in the answer.
         cached_tokens (`int`): Tokens of the prompt that were in the cache of an earlier answer.
         tokens_before_batch (`int`): Tokens of prompt and answer when it joined a batch; 0 if it has not.
+        batch_key (`tuple`, *optional*): See `Decoder.batch_key_of`; set by `Decoder.submit`. `None`: not batched.
 
     Raises:
         `ValueError`: the prompt is empty, or leaves no room for an answer.
@@ -124,7 +126,7 @@ class Request:
         self.accepted = 0
         self.cached_tokens = 0
         self.tokens_before_batch = 0
-        self.batch_key: tuple | None = None  # see `Decoder.batch_key_of`
+        self.batch_key: tuple | None = None
         self._abort_requested = threading.Event()
         self._has_stop_string = False
         self._prompt_is_next = False  # `generate` puts the prompt first

@@ -45,7 +45,7 @@ class Server:
     A model and its drafter behind OpenAI's API.
 
     Args:
-        target (`PreTrainedModel`): The only model that is served.
+        target (`PreTrainedModel`): The only model that is served. Its stop strings are moved, see [`Decoder`].
         processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer or processor, which reads
             conversations.
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: decoding with the target only.
@@ -140,18 +140,20 @@ class Server:
 
     async def _answer(self, endpoint: Endpoint, body: dict, request: HTTPRequest) -> Response:
         """
-        As upstream's handler, but with an error message for invalid requests, which upstream drops silently or
-        misinterprets, and with the options that it ignores.
+        Answer a request as upstream's handler, but with the options that it ignores, and with an error message for
+        invalid requests, which it drops silently or misinterprets.
         """
         body = {key: value for key, value in body.items() if value is not None}  # `null` is as left out
         self._check_model_name(body.get("model") or self.name)
         name = request.headers.get("x-request-id") or str(uuid.uuid4())
         managers: list[ChoiceManager] = []
         try:
+            # 1. Check the body, and keep what upstream would misread.
             options = self.checker.check_and_rewrite(endpoint, body)
             await asyncio.to_thread(self.checker.check_length, endpoint, body, options)
-            managers += await self._managers(endpoint, options)
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
+            # 2. Let upstream's handler answer each choice.
+            managers += await self._managers(endpoint, options)
             handled = [self._handle(endpoint, manager, body, name) for manager in managers]
             responses = await _responses_unless_disconnected(handled, request)
         except Exception as error:
@@ -160,6 +162,7 @@ class Server:
         if responses is None:
             _abort(managers)
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        # 3. Complete the answers, and merge them into one.
         completers = [self._completer(endpoint, manager) for manager in managers]
         response = merged_response(completers, responses, per_prompt=options.n or 1)
         response.headers["x-request-id"] = name
