@@ -223,7 +223,8 @@ def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
             words += value if isinstance(value, list) else [value]
         option = " ".join(map(str, words))
         for assignment in {f"{action.dest}={value}", f"{action.dest}={value!r}"}:
-            pattern = rf"(?<![\w.-]){re.escape(assignment)}(?!\w|\.\w)"  # not a part of a longer name or value
+            # Not a part of a longer name, value or path.
+            pattern = rf"(?<![\w./\\-]){re.escape(assignment)}(?![\w/\\]|\.\w)"
             message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
 

@@ -35,7 +35,7 @@ GB_PER_SLOT_STORED = 1.5e-3  # for each slot of a block, if its activations are 
 GB_PER_SLOT_RECOMPUTED = 0.55e-3  # with --activation-checkpointing
 GB_PER_TOKEN = 0.48e-3  # for each token of a text
 RESUME_HINT = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
-# Spellings of version 0.2, and those of today: the old ones work, and a note names the new one. `key=value` stands for
+# Spellings of version 0.2, and today's: the old ones work, and a note names the new one. `key=value` stands for
 # every setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
 
@@ -251,7 +251,7 @@ def run(arguments, echo) -> Outcome:
 
 def _checked(script, training: dict) -> tuple:
     """
-    The arguments of a run, with a recipe's `smollm2` resolved: `cli` has resolved that of the command line.
+    The arguments of a run, with a recipe's `smollm2` resolved; `cli` has resolved a `smollm2` of the command line.
 
     Raises:
         `ValueError`: there is no output folder, or evaluation data is never read.

@@ -25,8 +25,8 @@ FITS_BASE_ONLY = Cause("base", "the drafter fits the base, and no longer the mod
 
 def plan_experiments(case: PairCase) -> Iterator[Experiment]:
     """
-    All experiments on a pair, the smallest changes first: of those that gain about the same, the first is the cause. A
-    quantised drafter's settings stay as they are, since its weights fit no other model.
+    All experiments on a pair, the smallest changes first: of changes that gain about the same, the first is the cause.
+    A quantised drafter's settings stay as they are, since its weights fit no other model.
     """
     if quantisation_of(case.draft) is None:
         yield from _other_settings(case)
@@ -53,7 +53,7 @@ def _other_settings(case: PairCase) -> Iterator[Experiment]:
 
 
 def _other_masks(case: PairCase) -> NamedFields:
-    """The usual mask tokens and the tokenizer's special tokens, except those that the texts hold."""
+    """The usual mask tokens and the tokenizer's special tokens, except tokens that the texts hold."""
     tokenizer = case.encoder.tokenizer
     vocab_size = case.target.get_input_embeddings().weight.shape[0]
     excluded = {*eos_ids(case.target.generation_config), case.draft.config.mask_token_id}

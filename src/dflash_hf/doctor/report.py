@@ -16,9 +16,9 @@ class Diagnosis:
         unchanged (`Counts`): Teacher-forced counts of the unchanged pair.
         results (`list[Result]`): The results of the experiments.
         cause (`Cause`, *optional*): The likeliest cause.
-        prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and that of a uniform
-            guess.
-        changed_since_training (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's
+        prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and the loss of a
+            uniform guess.
+        changed_since_training (`list[str]`): `tokenizer` and `template`, if they are not the same as in the drafter's
             training.
     """
 
@@ -74,7 +74,7 @@ class Diagnosis:
 
     def facts(self) -> dict:
         """
-        The data for `--json`. Its keys and those of causes are stable; `unlike` is `changed_since_training`, and
+        The data for `--json`. Its keys and the keys of causes are stable; `unlike` is `changed_since_training`, and
         `better` says whether the gain of an experiment is more than chance.
         """
         tried = []

@@ -109,9 +109,9 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
 
 def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[Finding]:
     """
-    The findings in a folder for all engines, and those of `LIMITS` for the engines with a version in `versions`. It
-    ends at the first error that prevents further checks: in step 1, if `config.json` cannot be read; in step 2, if the
-    headers of the weights cannot be read.
+    The findings in a folder: in steps 1 to 3 for all engines, in step 4 for the engines with a version in `versions`.
+    It ends at the first error that prevents further checks: in step 1, if `config.json` cannot be read; in step 2, if
+    the headers of the weights cannot be read.
     """
     # 1. What it is, by the reader of this package.
     try:
@@ -216,7 +216,7 @@ def _load_without_weights(folder: Path) -> str | None:
 
 
 def _target_config(target) -> dict:
-    """A target's configuration as a dictionary; for a multimodal target, that of its text model."""
+    """A target's configuration as a dictionary; for a multimodal target, its text model's."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
     if not isinstance(target, dict):

@@ -41,7 +41,7 @@ class Comparison:
         field (`str`): The field.
         relation (`str`): `"in"` or `"not in"` the values, `"above"` the first of them, `"absent"`, or `"set"` or
             `"not set"`: neither absent nor zero, empty or false.
-        values (`tuple`): The values; `None` is that of an absent field.
+        values (`tuple`): The values; an absent field has the value `None`.
         location (`str`): Where it is read: `"anywhere"` (in `dflash_config`, else at the top level), `"top level"` or
             `"dflash_config"`.
 
@@ -145,8 +145,8 @@ def always(drafter: DrafterFolder) -> bool:
 
 def architecture_is_unknown(drafter: DrafterFolder) -> dict | None:
     """
-    `architectures` is not one that engines or this package build. Details: the `architectures`, those that engines
-    `known`, and the `remedy`.
+    `architectures` is not one that engines or this package build. Details: the `architectures`, the architectures that
+    are `known` to engines, and the `remedy`.
     """
     architectures = drafter.config.get("architectures")
     if is_known_architecture(architectures):
@@ -214,7 +214,7 @@ def reads_last_layer(drafter: DrafterFolder) -> bool:
 
 
 def is_shorter_than_target(drafter: DrafterFolder) -> dict | None:
-    """Its `max_position_embeddings` is below that of the target, if that is known. Details: `target_length`."""
+    """Its `max_position_embeddings` is below the target's, if this is known. Details: `target_length`."""
     length = drafter.get("max_position_embeddings")
     target_length = drafter.target.get("max_position_embeddings") or 0
     if length is None or length >= target_length:

@@ -348,7 +348,7 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
 
 
 def _is_drafter(config: str) -> bool:
-    """Whether the text of a `config.json` is that of a drafter."""
+    """Whether the text of a `config.json` describes a drafter."""
     try:
         return is_drafter_config(json.loads(config))
     except (ValueError, AttributeError, TypeError):  # damaged

@@ -10,7 +10,7 @@ All requests share this thread, so every error must be attributed to a request, 
 - An error of a batch: its requests go on one by one.
 - An error of the caches of earlier answers, which only save time: it is logged, the caches are dropped, and the prompt
   is read from its beginning.
-- If the thread ends nevertheless, `is_alive` is false, and all requests fail: those that wait, and later ones.
+- If the thread ends nevertheless, `is_alive` is false, and all waiting and later requests fail.
 
 The way of a request in this thread, from queue to queue:
 
@@ -221,7 +221,7 @@ class Decoder:
             self._fail_waiting()
 
     def _serve(self, request: Request) -> None:
-        """Answer a request, and with it those that can be batched with it."""
+        """Answer a request, together with the requests that can be batched with it."""
         try:
             if request.is_finished:  # it has failed
                 return

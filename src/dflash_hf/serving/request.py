@@ -28,7 +28,7 @@ class RequestStatus(enum.Enum):
     What is finished stays so. The [`~dflash_hf.serving.decoder.Decoder`] calls these methods in its own thread, except
     that `submit` calls `fail` once this thread has ended. `abort` changes nothing itself: it may be called from any
     thread, and the decoder finishes the request at the next token. `generate` calls `put`, `next_round`, `end_round`
-    and `end`, as those of any streamer.
+    and `end`, as of any streamer.
     """
 
     WAITING = "waiting"
@@ -50,8 +50,8 @@ class Request:
             limited by the room in the context, greedy decoding has no sampling parameters, and stop strings are in
             `stop_strings`.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
-        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: those of
-            `generation_config`, then the target's.
+        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: the stop
+            strings of `generation_config`, then of the target.
         seed (`int`, *optional*): Seed of this request's samples.
         processors (`Sequence[LogitsProcessor]`): Logits processors. Those with a method `on_token` are called with
             each token of the answer.
