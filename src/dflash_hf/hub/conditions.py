@@ -151,8 +151,8 @@ def architecture_is_unknown(drafter: DrafterFolder) -> dict | None:
     architectures = drafter.config.get("architectures")
     if is_known_architecture(architectures):
         return None
-    known = ", ".join(LAYOUT_OF_ARCHITECTURE)
-    return {"architectures": architectures, "known": known, "remedy": _remedy_for_layout(drafter)}
+    names = ", ".join(LAYOUT_OF_ARCHITECTURE)
+    return {"architectures": architectures, "known": names, "remedy": _remedy_for_layout(drafter)}
 
 
 def is_in_other_layout(drafter: DrafterFolder) -> dict:

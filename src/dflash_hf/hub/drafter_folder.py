@@ -19,8 +19,8 @@ UNKNOWN_LAYOUT = "unknown"  # the layout of any other architecture
 
 def is_known_architecture(architectures) -> bool:
     """Whether a value of `architectures` is a list of one name: of a class that engines build, or of a head here."""
-    known = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
-    return architectures in [[name] for name in known]
+    names = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
+    return architectures in [[name] for name in names]
 
 
 @dataclass(frozen=True)
