@@ -1,5 +1,6 @@
 """The command line: each command once, every error as one line, help, and what a signal leaves behind."""
 
+import argparse
 import errno
 import hashlib
 import io
@@ -606,3 +607,18 @@ def test_remedies_name_what_can_be_installed():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         assert not re.search(r"pip install [\"'`]?dflash-hf", path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("data=x is empty.", "--data x is empty."),
+        ("data='x': it is empty.", "--data x: it is empty."),
+        ("/home/data=x is no file.", "/home/data=x is no file."),
+        ("data=x/rows.txt is no file.", "data=x/rows.txt is no file."),
+        ("eval_data=x and data=xy", "eval_data=x and data=xy"),
+    ],
+)
+def test_error_names_options_but_leaves_paths(message, expected):
+    """A part of a path was taken for an argument."""
+    assert cli._with_option_names(message, argparse.Namespace(command="eval", data="x")) == expected

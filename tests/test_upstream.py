@@ -44,10 +44,12 @@ SERVING = {
     "transformers.cli.serving.utils:GenerationState.get_manager": "model_id use_cb",
     "transformers.cli.serving.utils:DirectStreamer": "tokenizer loop queue response_parser",
     "transformers.cli.serving.utils:_StreamError": "msg",
+    "transformers.cli.serving.model_manager:ModelManager.get_model_modality": "model processor",
 }
 # Read, called by keyword, or replaced.
 NAMES = [
     "transformers:AutoConfig.from_pretrained",
+    "transformers:GenerationMixin._get_logits_processor",
     "transformers.generation.utils:MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL",
     "transformers.cache_utils:DynamicLayer",
     "transformers.cache_utils:DynamicSlidingWindowLayer",

@@ -24,7 +24,7 @@ from support.chat_pair import OFF, chat_tokenizer, requests, train_chat_draft, t
 from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.doctor import Case, diagnose
+from dflash_hf.doctor import PairCase, diagnose
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
@@ -32,17 +32,17 @@ from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.targets.frozen import freeze
 
 
-def tiny_case() -> Case:
+def tiny_case() -> PairCase:
     tokenizer = chat_tokenizer()
     target = train_chat_target(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         draft = train_chat_draft(target, tokenizer, folder)
     rows = [{"prompt": request} for request in requests(40, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
-    return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
+    return PairCase(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
-def real_case(arguments) -> Case:
+def real_case(arguments) -> PairCase:
     loading = Loading(arguments.dtype)
     target = freeze(load_target(arguments.target, loading, "cpu"))
     draft = load_draft(arguments.draft, loading, "cpu")
@@ -50,7 +50,7 @@ def real_case(arguments) -> Case:
     encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
     rows = rows_of_every_kind(arguments.prompts)
     lengths = (arguments.max_new_tokens, arguments.blocks)
-    return Case(target, draft, rows, encoder, None, *lengths)
+    return PairCase(target, draft, rows, encoder, None, *lengths)
 
 
 def main() -> None:

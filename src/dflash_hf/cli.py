@@ -21,7 +21,7 @@ from dflash_hf._io import argument_types, errors, files, terminal
 from dflash_hf.data.sources import check_files
 
 
-# The commands, in the order of use; `commands/__init__.py` describes a command's module.
+# The commands, in the order of use. `commands/__init__.py` describes the module of a command.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -155,7 +155,7 @@ def build_parser(name: str, all_options: bool = False) -> "Parser":
     parser.add_argument("-v", "--verbose", action="count", default=0, help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.set_defaults(command=name)
+    parser.set_defaults(command=name, target_name=None)  # see `commands/__init__.py`
     return parser
 
 
@@ -231,7 +231,8 @@ def _with_option_names(message: str, arguments: argparse.Namespace) -> str:
             spellings.add(str(float(value)))  # for a setting that is a float
         for spelling in spellings:
             assignment = re.escape(f"{name}={spelling}")
-            pattern = rf"(?<![\w.-]){assignment}(?!\w|\.\w)"  # not a part of a longer name or value
+            # Not a part of a longer name, value or path.
+            pattern = rf"(?<![\w./\\-]){assignment}(?![\w/\\]|\.\w)"
             message = re.sub(pattern, option.replace("\\", r"\\"), message)
     return message
 
@@ -251,7 +252,8 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, os.path.expanduser(value))
     if arguments.command != "train":  # whose errors also name misspelt settings
         check_files("data", getattr(arguments, "data", None))
-    arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
+    if getattr(arguments, "target", None) == "smollm2":
+        arguments.target_name = "smollm2"
     for name in ("target", "draft", "base", "gguf"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):

@@ -6,20 +6,20 @@ import pytest
 import torch
 from support.chat_pair import OFF, requests
 from support.faults import FAULTS, causal, other_target
-from support.pairs import make_target
+from support.pairs import make_draft, make_target
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor import (
-    Case,
     Cause,
     Counts,
     Diagnosis,
+    DraftedText,
     Experiment,
+    PairCase,
     Result,
-    Text,
     TextCounts,
-    Training,
+    TrainingHistory,
     diagnose,
     likeliest,
     measure,
@@ -34,7 +34,7 @@ def case(chat_pair):
     target, draft, tokenizer = chat_pair
     rows = [{"prompt": prompt} for prompt in requests(64, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
-    return Case(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
+    return PairCase(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
 def test_good_pair_has_no_finding(case):
@@ -66,7 +66,7 @@ def test_counted_tokens_equal_accepted_tokens(case):
         lengths = output.acceptance_lengths[0][:-1]  # the end of the text cuts the last block short
         acceptance_lengths.append(lengths)
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0) + len(prompt)
-        texts.append(Text(output.sequences, starts[None]))
+        texts.append(DraftedText(output.sequences, starts[None]))
     (counts,) = measure(case.target, case.draft, texts, [Experiment()])
     accepted = [sum(lengths) - len(lengths) for lengths in acceptance_lengths]  # without the bonus tokens
     assert [text.accepted for text in counts.texts] == accepted
@@ -100,25 +100,29 @@ def test_likelihood_finds_a_small_fault(case):
 def test_memorised_rows_are_named(case):
     """56 passes over 60 rows gave tau 3.95 there and 1.26 elsewhere, and the doctor advised more training."""
     case.rows = case.rows[:8]
-    case.training = Training(rows=60, passes=56.5, tau=9.0)
+    case.training = TrainingHistory(rows=60, passes=56.5, tau=9.0)
     diagnosis = diagnose(case)
     assert diagnosis.cause.key == "by_heart"
     assert "60 rows were memorised, in 56 passes: tau 9.00" in diagnosis.cause.text
-    for other in (Training(60, 2.0, 9.0), Training(60, 56.5, diagnosis.unchanged.tau), Training(9000, 56.5, 9.0)):
+    for other in (
+        TrainingHistory(60, 2.0, 9.0),
+        TrainingHistory(60, 56.5, diagnosis.unchanged.tau),
+        TrainingHistory(9000, 56.5, 9.0),
+    ):
         case.training = other
         assert diagnose(case).cause is None, other
 
 
 def test_training_facts_are_read_from_the_folder(tmp_path):
-    assert Training.from_folder(tmp_path) is None and Training.from_folder("someone/draft") is None
+    assert TrainingHistory.from_folder(tmp_path) is None and TrainingHistory.from_folder("someone/draft") is None
     facts = {"training": {"train_examples": 60, "optimizer_steps": 847, "per_device_train_batch_size": 4}}
     (tmp_path / "card_facts.json").write_text(json.dumps(facts))
-    assert Training.from_folder(tmp_path) == Training(60, 847 * 4 / 60)
+    assert TrainingHistory.from_folder(tmp_path) == TrainingHistory(60, 847 * 4 / 60)
     for step, tau in ((400, 2.0), (847, 3.95)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         history = [{"step": step, "simulated_tau": tau}, {"step": step, "eval_simulated_tau": 1.0}]
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    assert Training.from_folder(tmp_path).tau == 3.95
+    assert TrainingHistory.from_folder(tmp_path).tau == 3.95
 
 
 def test_changes_without_effect_are_one_line():
@@ -154,6 +158,24 @@ def test_smallest_of_equal_changes_is_the_cause():
 def test_prompt_of_unknown_ids_has_no_text():
     """Each of the others keeps its place."""
     prompts = [[5, 9, 11], [10**6], [7, 3]]
-    texts = Case(make_target(), None, [], None, max_new_tokens=8).answer_prompts(prompts)
+    texts = PairCase(make_target(), None, [], None, max_new_tokens=8).answer_prompts(prompts)
     assert texts[1] is None
     assert [texts[i].input_ids[0, : len(prompts[i])].tolist() for i in (0, 2)] == [prompts[0], prompts[2]]
+
+
+def test_base_gives_every_embedding(monkeypatch):
+    """A token head read the embeddings of the tuned target beside a drafter that read those of its base."""
+    target = make_target()
+    base = make_target()
+    draft = make_draft(target, block_size=4, gru_hidden_dim=9, emb_dim=7, pure_draft_prefix_len=1)
+    read_from = []
+    embed = type(draft).embed
+
+    def noted(draft, model, ids):
+        read_from.append(model)
+        return embed(draft, model, ids)
+
+    monkeypatch.setattr(type(draft), "embed", noted)
+    texts = [DraftedText(torch.arange(20)[None], torch.tensor([[3, 9]]))]
+    measure(target, draft, texts, [Experiment(target=base)])
+    assert len(read_from) > 1 and all(model is base for model in read_from)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from support import layouts
 from support.pairs import make_draft
 
 from dflash_hf import DFlashTrainingArguments
@@ -176,3 +177,10 @@ def test_card_lists_arguments_of_training(tmp_path):
     facts = training_facts(DFlashTrainingArguments(output_dir=str(tmp_path), max_minutes=5.0, **options))
     assert facts["max_minutes"] == 5.0 and facts["head_only"] is True
     assert not {"num_train_epochs", "lr_scheduler_type", "loss_chunk_size"} & set(facts)
+
+
+def test_card_needs_a_published_layout(tmp_path):
+    """`RECOMMENDED_SINCE` has no versions for other layouts: it was a `KeyError`."""
+    layouts.write(tmp_path, "speculators, sliding")
+    with pytest.raises(ValueError, match="dflash convert"):
+        render_card(tmp_path, CardFacts(base_model="example/target"), "example/drafter")

@@ -137,17 +137,20 @@ def test_card_names_versions_that_serve(layout):
     for engine, version in RECOMMENDED_SINCE[layout].items():
         for limit in LIMITS:
             if "is unknown before" in limit.reason and layout in limit.layouts:
-                assert not limit.concerned_engines({engine: version}), (layout, engine, version, limit.reason)
+                assert not limit.affected_engines({engine: version}), (layout, engine, version, limit.reason)
 
 
 def test_card_passes_over_versions_with_errors():
     config = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "use_sliding_window": True}
+    config["architectures"] = ["DFlashDraftModel"]
     config |= {"sliding_window": 8, "model_type": "qwen3", "vocab_size": 96, "max_position_embeddings": 512}
     config |= {"block_size": 4, "mask_token_id": 95, "target_layer_ids": [0], "rope_theta": 1e4}
     assert first_version("vllm", DrafterFolder(config), since="0.26") == "0.26"
     config["is_causal"] = False
     assert first_version("vllm", DrafterFolder(config), since="0.26") == "0.28.0"
     assert first_version("sglang", DrafterFolder(config), since="0.5.14") == "0.5.18"
+    config["hidden_act"] = "gelu"  # in no version
+    assert first_version("vllm", DrafterFolder(config), since="0.26") is None
 
 
 # ----------------------------------------------------------------------------------------------- the table's examples
@@ -169,6 +172,8 @@ WITHOUT_EXAMPLE = {
     "mask_embedding.pt",
     "dflash_hf_version",
     "max_position_embeddings",
+    "weights",
+    "{head_field}",
 }
 WITH_EXAMPLE = [limit for limit in LIMITS if limit.example is not None]
 
@@ -235,7 +240,7 @@ def test_example_is_reported_in_its_range(limit, right_drafters, tmp_path):
 
 
 @pytest.mark.parametrize("layout", RIGHT_DRAFTERS)
-def test_right_drafter_meets_no_limit(layout, right_drafters):
+def test_no_limit_applies_to_a_right_drafter(layout, right_drafters):
     """Otherwise an example would prove nothing."""
     expected = {
         "DFlash 2": {"architectures"},
@@ -304,6 +309,15 @@ def test_limit_has_details_in_its_message():
     assert finding.message == "'x' is wrong. Write 2."
     assert limit.finding(DrafterFolder({"a": "x"}), {"vllm": "1.0"}) is None
     assert limit.finding(DrafterFolder({"a": "x", "transformer_layer_config": {}}), {"vllm": "0.9"}) is None
+
+
+def test_unknown_layout_has_no_other_finding(folder):
+    """Which fields engines would read of it is not known."""
+    path = folder / "config.json"
+    changes = {"architectures": ["DFlashForCausalLM"], "hidden_act": "gelu"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert [finding.key for finding in check(folder)] == ["architectures"]
+    assert DrafterFolder(json.loads(path.read_text())).layout == "unknown"
 
 
 def test_check_warns_once_of_newer_engine(folder, capsys, monkeypatch):

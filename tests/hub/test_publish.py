@@ -241,7 +241,7 @@ def test_publish_keeps_commit_in_between(folder, hub):
 def test_dry_run_needs_no_network(folder, hub, monkeypatch, capsys):
     offline(hub, monkeypatch)
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
-    assert result.url is None and result.changes is None and result.not_compared_because
+    assert result.url is None and result.changes is None and result.comparison_error
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size
     assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
     assert "not compared with what is there, and the card is not checked: " in capsys.readouterr().out

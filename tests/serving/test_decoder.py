@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
+from dflash_hf.decoding.state import GenerationState
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request, RequestStatus
@@ -150,6 +151,20 @@ def test_stop_strings_end_answers_as_upstream(number, decoder, served):
     assert all(done.status is RequestStatus.FINISHED_STOPPED and len(done.tokens) < MAX_TOKENS for done in requests)
 
 
+def test_target_has_its_stop_strings_back(served):
+    """A model that had been served had lost them for good."""
+    target, tokenizer, draft, *_ = served
+    target.generation_config.stop_strings = ["~"]
+    try:
+        decoder = Decoder(target, tokenizer, draft)
+        assert target.generation_config.stop_strings is None
+        assert request(decoder, served.inputs[0]).stop_strings == ["~"]
+        decoder.stop()
+        assert target.generation_config.stop_strings == ["~"]
+    finally:
+        target.generation_config.stop_strings = None
+
+
 def test_drafted_request_joins_a_later_request(decoder, served):
     """Nobody waits for the whole of another's answer."""
     late: list[Request] = []
@@ -199,6 +214,7 @@ def test_status_says_how_a_request_ended(number, decoder, served):
     (done,) = answered(decoder, served, [0], stops=[["~", served.tokenizer.decode(first[0].tokens[:1])]])
     assert done.status is RequestStatus.FINISHED_STOPPED
     done.fail(TypeError("late"))  # what is finished stays so
+    done.pause()
     assert done.status is RequestStatus.FINISHED_STOPPED
 
 
@@ -321,8 +337,53 @@ def test_error_fails_only_its_request(number, decoder, served):
     assert texts_of(answered(decoder, served, [1])) == [served.texts[1]] and not decoder.batch_failures
 
 
+def test_cut_round_counts_its_drafts(decoder, served, monkeypatch):
+    """The last token of a round is the target's own, but not if the answer has ended at a drafted one."""
+    monkeypatch.setattr(served.draft.decoding_config, "block_size", served.draft.config.max_block_tokens)
+    rounds: list[tuple[int, list[int]]] = []  # tokens before, drafted tokens
+    commit = GenerationState._commit
+
+    def noted(state, candidates, logits, paths):
+        rounds.append((state.lengths[0], candidates.tokens[0, 1:].tolist()))
+        return commit(state, candidates, logits, paths)
+
+    monkeypatch.setattr(GenerationState, "_commit", noted)
+    answer = served.tokenizer.decode(served.texts[0][served.inputs[0]["input_ids"].shape[1] :])
+    ends_at_drafts = []
+    for length in range(2, 12):
+        rounds.clear()
+        (done,) = answered(decoder, served, [0], stops=[[answer[:length]]])
+        accepted = 0
+        verifications = [(start, drafts) for start, drafts in rounds if start and drafts]
+        ends = [start for start, _ in verifications[1:]] + [length]
+        for (start, drafts), end in zip(verifications, ends, strict=True):
+            equal = [token == draft for token, draft in zip(done.tokens[start:end], drafts, strict=False)]
+            accepted += [*equal, False].index(False)
+        ends_at_drafts.append(len(equal) == length - start and all(equal))
+        assert len(done.tokens) == length and done.committed == length - 1
+        assert done.accepted == accepted <= done.drafted
+        assert f"tau {(length - 1) / done.rounds:.2f}" in done.summary()
+    assert set(ends_at_drafts) == {False, True}
+
+
+def test_continued_request_counts_once_in_a_pause(decoder, served):
+    """A request that continued after a batch took another turn of the pause, as did one without a drafter."""
+    decoder.drafter_pause.record(speedup=0.9)
+    first = request(decoder, served.inputs[0])
+    assert not decoder._decide_drafting(first)
+    first.start()
+    first.pause()
+    assert not decoder._decide_drafting(first)
+    assert decoder._decide_drafting(request(decoder, served.inputs[0]))
+    decoder.drafter_pause.record(speedup=0.9)
+    without = request(decoder, served.inputs[0])
+    without.use_drafter = False
+    assert not decoder._decide_drafting(without)
+    assert [decoder.drafter_pause.take_turn() for _ in range(4)] == [False, False, False, True]
+
+
 def test_drafter_without_speedup_backs_off(decoder, served, monkeypatch):
-    """After each answer that drafts did not speed up, 2n + 1 requests do without the drafter, where n did before."""
+    """The loop that may draft takes time in any case; after 1, 3, 7, ... requests without it, it is tried again."""
     used_drafter = []
     gains = iter([0.9, 1.0, 1.5, 1.5])
     generate = served.target.generate
@@ -512,7 +573,7 @@ class Broken:
     def put(self, value):
         self._called("put")
 
-    def next_round(self, drafted):
+    def next_round(self, num_drafted):
         self._called("next_round")
 
     def end(self):
@@ -552,7 +613,7 @@ SHORT = 8  # tokens
 
 
 def begun(served, numbers) -> list[list[int]]:
-    """The texts with so many tokens."""
+    """The target's own texts for these numbers of `PROMPTS`, cut after `SHORT` tokens of the answer."""
     return [served.texts[i][: served.inputs[i]["input_ids"].shape[1] + SHORT] for i in numbers]
 
 
@@ -604,6 +665,7 @@ def test_broken_processor_fails_its_request(name, error, decoder, served):
         "wants_tokens",
         "append",
         "next_round",
+        "end_round",
         "finish",
         "at_end",
         "prompt",
@@ -617,7 +679,7 @@ def test_broken_request_fails_no_other(step, error, decoder, served):
     class Breaks(Request):
         pass
 
-    for number in (1,) if step in ("next_round", "inputs") else (1, 2):  # a batch needs neither
+    for number in (1,) if step in ("next_round", "end_round", "inputs") else (1, 2):  # a batch needs neither
         requests = [request(decoder, served.inputs[i], max_new_tokens=SHORT) for i in range(number)]
         key = decoder.batch_key_of(requests[0])
         requests[0].__class__ = Breaks

@@ -1,6 +1,5 @@
 """`dflash serve`: OpenAI's own client, tens of requests at once, and every text the target's own."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -11,10 +10,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-import torch
 from support.serving import MAX_TOKENS, answer_of, chat_ids, save_readable_target
 from support.tiny_chat import CHATML, END
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 from transformers.utils.import_utils import is_serve_available
 
 from dflash_hf.cli import main
@@ -351,44 +349,87 @@ def test_logit_bias_prefers_and_forbids_tokens(server, own, folder):
     assert tokens == 4 and own["Say 1"][0] not in text
 
 
-def test_internal_error_is_a_500(folder):
-    """What is wrong with the request is; and in a stream either is JSON."""
-    from fastapi import HTTPException
+def served_without_drafter(folder):
+    """A server in this process, and its application."""
+    from dflash_hf.serving.server import Server
 
-    from dflash_hf.serving.decoder import Decoder
-    from dflash_hf.serving.options import Options
-    from dflash_hf.serving.upstream import ChoiceManager
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    server = Server(target, AutoTokenizer.from_pretrained(folder), None, "a", lambda line: None)
+    return server, server.app()
 
-    class Model:
-        config = LlamaConfig(max_position_embeddings=64)
-        generation_config = GenerationConfig()
-        device = torch.device("cpu")
 
-        def generate(self, **_):
-            raise errors.pop()
+def raising(error):
+    def fail(*args, **options):
+        raise error
 
-        def _get_logits_processor(self, settings):
-            return []
+    return fail
 
-    async def asked(stream: bool):
-        manager = ChoiceManager(decoder, lines.append, Options())
-        inputs = {"input_ids": torch.ones(1, 3, dtype=torch.long)}
-        settings = GenerationConfig(max_new_tokens=4)
-        if not stream:
-            return await manager.generate_non_streaming(None, None, inputs, settings, "")
-        events, _ = manager.generate_streaming(None, None, inputs, settings, "")
-        return await events.get()
 
-    lines: list[str] = []
-    errors = [TypeError("of ours"), *2 * [ValueError('a "quoted" word\nin two lines')]]
-    decoder = Decoder(Model(), AutoTokenizer.from_pretrained(folder))
-    error = asyncio.run(asked(True))
-    assert json.loads(f'{{"error": "{error.msg}"}}') == {"error": 'a "quoted" word in two lines'}
-    with pytest.raises(ValueError, match="quoted"):
-        asyncio.run(asked(False))
-    with pytest.raises(HTTPException) as raised:  # and no 400: the request is right
-        asyncio.run(asked(False))
-    assert raised.value.status_code == 500 and raised.value.detail == "TypeError: of ours"
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TypeError("of ours"), (500, "TypeError: of ours", "server_error")),
+        (ValueError("a wrong setting"), (400, "a wrong setting", "invalid_request_error")),
+    ],
+    ids=["error", "setting"],
+)
+def test_error_of_decoding_has_its_status(error, expected, folder, monkeypatch):
+    """`generate` checks the settings of a request first; its other errors are no fault of the client."""
+    server, app = served_without_drafter(folder)
+    monkeypatch.setattr(server.target, "generate", raising(error), raising=False)
+    status, text = answer_of(app, "/v1/chat/completions", {"messages": SAID, "max_tokens": 1})
+    body = json.loads(text)["error"]
+    assert (status, body["message"], body["type"]) == expected
+    server.decoder.stop()
+
+
+@pytest.mark.parametrize("error", [KeyError("of ours"), ValueError("of ours")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", ["request", "response"])
+def test_error_after_an_answer_is_the_servers(error, step, folder, monkeypatch):
+    """The response of a decoded answer was a 400 if it could not be written; what is not read of a body still is."""
+    from dflash_hf.serving.upstream import ChatHandler
+
+    server, app = served_without_drafter(folder)
+    method = "_build_completion" if step == "response" else "_build_generation_config"
+    monkeypatch.setattr(ChatHandler, method, raising(error))
+    status, text = answer_of(app, "/v1/chat/completions", {"messages": SAID, "max_tokens": 1})
+    assert status == (500 if step == "response" else 400) and "of ours" in text
+    server.decoder.stop()
+
+
+def test_value_error_amid_an_answer_is_the_servers(folder, monkeypatch):
+    """Settings are checked before the first token."""
+    from dflash_hf.serving.request import Request
+
+    server, app = served_without_drafter(folder)
+    append = Request.append
+
+    def fails_later(request, tokens):
+        if request.tokens:
+            raise ValueError("of ours")
+        append(request, tokens)
+
+    monkeypatch.setattr(Request, "append", fails_later)
+    status, text = answer_of(app, "/v1/chat/completions", {"messages": SAID, "max_tokens": 4})
+    assert status == 500 and "of ours" in text
+    server.decoder.stop()
+
+
+def test_one_wrong_prompt_of_several_is_a_400(folder):
+    """The others are submitted when it is encoded."""
+    server, app = served_without_drafter(folder)
+    status, text = answer_of(app, "/v1/completions", {"prompt": ["Say 1", "1" * 300], "max_tokens": 1})
+    assert status == 400 and "300" in text, text
+    server.decoder.stop()
+
+
+def test_error_in_a_stream_is_json(folder, monkeypatch):
+    server, app = served_without_drafter(folder)
+    monkeypatch.setattr(server.target, "generate", raising(ValueError('a "quoted" word\nin two lines')), raising=False)
+    status, text = answer_of(app, "/v1/chat/completions", {"messages": SAID, "max_tokens": 1, "stream": True})
+    events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+    assert status == 200 and json.loads(events[-2])["error"]["message"] == 'a "quoted" word in two lines'
+    server.decoder.stop()
 
 
 @pytest.mark.slow

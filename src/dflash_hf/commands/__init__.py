@@ -16,4 +16,10 @@ and may have
 - `remedy(unknown, words, parser) -> str`: what to write instead of unknown options.
 
 `cli.py` calls them in this order: `add_arguments`, `add_more_arguments`, `translate`, `run`.
+
+Besides its options, the arguments of every command have
+
+- `command`: its name.
+- `target_name`: `smollm2`, if `target` is the folder of the packaged target, which means nothing to a reader; else
+  `None`. `cli.py` sets it for `--target smollm2`, and `pair.take_default` if no pair is named.
 """

@@ -31,7 +31,7 @@ def run(arguments, echo) -> Outcome:
     """`echo` the experiments, and the likeliest cause with its remedy; the exit status is 1 if there is a cause."""
     from dataclasses import replace
 
-    from dflash_hf.doctor import Case, Training, diagnose
+    from dflash_hf.doctor import PairCase, TrainingHistory, diagnose
     from dflash_hf.evaluation.sets import eval_rows, rows_of_every_kind
     from dflash_hf.pairs.configs import check_pair_configs
     from dflash_hf.pairs.loading import Loading, load_target
@@ -50,8 +50,8 @@ def run(arguments, echo) -> Outcome:
     if arguments.base is not None:
         loading = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, loading, pair.device))
-    case = Case(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
-    case.training = Training.from_folder(arguments.draft)
+    case = PairCase(target, draft, rows, encoder, base, arguments.max_new_tokens, arguments.blocks)
+    case.training = TrainingHistory.from_folder(arguments.draft)
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)

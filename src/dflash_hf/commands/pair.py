@@ -51,7 +51,7 @@ class NamedPair:
         from dflash_hf.pairs.devices import available_device
         from dflash_hf.pairs.loading import Loading
 
-        absent = {"draft": None, "threads": None, "chat_template": None}
+        absent = {"draft": None, "threads": None, "chat_template": None, "target_name": None}
         self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
         self.packed = False
         self.loading = Loading.from_arguments(arguments)
@@ -127,7 +127,7 @@ class NamedPair:
         """The target, in evaluation mode. A note says that it is being loaded, which may take minutes."""
         from dflash_hf.pairs.loading import load_target
 
-        note(f"loading {getattr(self.arguments, 'target_name', None) or self.arguments.target}")
+        note(f"loading {self.arguments.target_name or self.arguments.target}")
         return load_target(self.arguments.target, self.loading, self.device)
 
     def ready(self) -> tuple:

@@ -148,7 +148,7 @@ def _check_same_prompts(output, tasks: dict, arguments) -> None:
 
 
 def _write_rows(rows, output, total: int, num_finished: int, shortened: Counter, refused: Counter) -> None:
-    """Write the rows as they are answered, and count, by the reason, those that end early and those without answer."""
+    """Write the rows as they are answered, and count, by reason, the rows with a cut answer and those without one."""
     from transformers.utils import logging
 
     with logging.tqdm(total=total, initial=num_finished, unit="row") as bar:

@@ -33,16 +33,16 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
     return group
 
 
-def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what: str = "", **more) -> None:
-    """Add an option with a few choices, which its help lists; its metavar is the last word of its name."""
-    help = f"{what}{', '.join(choices)} (default: %(default)s)"
+def add_choice(parser, option: str, choices: tuple[str, ...], default: str, prefix: str = "", **more) -> None:
+    """Add an option with a few choices, which its help lists after a `prefix`; its metavar is its name's last word."""
+    help = f"{prefix}{', '.join(choices)} (default: %(default)s)"
     name = option.rpartition("-")[2].upper()
     parser.add_argument(option, choices=choices, metavar=name, default=default, help=help, **more)
 
 
-def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
-    """Add `--dtype`, or another option whose value is a dtype."""
-    add_choice(parser, option, choices, default, what, type=argument_types.dtype)
+def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", prefix: str = "") -> None:
+    """Add `--dtype`, or another option whose value is a dtype; its help begins with a `prefix`."""
+    add_choice(parser, option, choices, default, prefix, type=argument_types.dtype)
 
 
 def add_revision(group, draft: bool = False, repository: str = "the target's repository") -> None:
@@ -138,7 +138,7 @@ def options_given(arguments, names: Iterable[str]) -> list[str]:
     options = []
     for name in names:
         value = getattr(arguments, name)
-        is_default_dtype = name == "dtype" and value == "auto"  # the only default that is true
+        is_default_dtype = name == "dtype" and value == "auto"  # the only default that is not falsy
         if value and not is_default_dtype:
             options.append(f"--{name.replace('_', '-')}")
     return options

@@ -35,7 +35,7 @@ GB_PER_SLOT_STORED = 1.5e-3  # for each slot of a block, if its activations are 
 GB_PER_SLOT_RECOMPUTED = 0.55e-3  # with --activation-checkpointing
 GB_PER_TOKEN = 0.48e-3  # for each token of a text
 RESUME_HINT = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
-# Spellings of version 0.2, and those of today: the old ones work, and a note names the new one. `key=value` stands for
+# Spellings of version 0.2, and today's: the old ones work, and a note names the new one. `key=value` stands for
 # every setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
 
@@ -60,7 +60,7 @@ LISTED = (
     "num_anchors",
     "loss_type",
 )
-_RECIPE_ONLY = frozenset({"debug"})  # settings of transformers whose option has another meaning in all commands
+_RECIPE_ONLY = frozenset({"debug"})  # a setting of transformers whose option means something else in all commands
 
 
 def add_arguments(parser) -> None:
@@ -139,8 +139,13 @@ def _metavar(name: str, kinds: list) -> str:
 
 def translate(words: list[str], parser) -> list[str]:
     """
-    The words of a command line as argparse can read them: old spellings as new ones, and entries of mappings,
-    `--peft-config.r 16`, as values of one option.
+    The words of a command line as argparse can read them. Each word is one of these, tried in this order:
+
+    1. the value of the option before it: it stays as it is, whatever it looks like;
+    2. an old spelling, `learning_rate=3e-4` or `--output`: it becomes the new one, which a note names;
+    3. an entry of a mapping, `--peft-config.r 16` or `--peft-config.r=16`: it becomes the value of `--entry`, written
+       `peft_config.r=16`, because argparse has no options with variable names;
+    4. anything else: it stays as it is.
     """
     options = parser.options
     translated: list[str] = []
@@ -151,7 +156,8 @@ def translate(words: list[str], parser) -> list[str]:
         word = remaining.pop(0)
         if not is_value:
             word, new_spelling = _in_new_spelling(word)
-            new_spellings += [new_spelling] if new_spelling else []
+            if new_spelling is not None:
+                new_spellings.append(new_spelling)
             if re.match(r"--[a-z][\w-]*\.[\w.]+(=|$)", word):  # an entry of a mapping
                 name, equals, text = word.partition("=")
                 if not equals and remaining:
@@ -166,8 +172,13 @@ def translate(words: list[str], parser) -> list[str]:
     return translated
 
 
-def _in_new_spelling(word: str) -> tuple[str, str]:
-    """A word in the spelling of today; and that spelling for a note, without secrets, empty if it is the same."""
+def _in_new_spelling(word: str) -> tuple[str, str | None]:
+    """
+    A word in the spelling of today.
+
+    Returns:
+        The word; and how a note names its new spelling, without secrets, `None` if the spelling has not changed.
+    """
     name, equals, text = word.partition("=")
     if equals and re.fullmatch(r"[a-z]\w*(\.\w+)*", name):  # key=value
         setting, dot, entry = name.partition(".")
@@ -176,7 +187,7 @@ def _in_new_spelling(word: str) -> tuple[str, str]:
     if name in OLD_SPELLINGS:
         option = OLD_SPELLINGS[name]
         return f"{option}{equals}{text}", option
-    return word, ""
+    return word, None
 
 
 def remedy(unknown: list[str], words: list[str], parser) -> str:
@@ -240,7 +251,7 @@ def run(arguments, echo) -> Outcome:
 
 def _checked(script, training: dict) -> tuple:
     """
-    The arguments of a run, with a recipe's `smollm2` resolved: `cli` has resolved that of the command line.
+    The arguments of a run, with a recipe's `smollm2` resolved; `cli` has resolved a `smollm2` of the command line.
 
     Raises:
         `ValueError`: there is no output folder, or evaluation data is never read.

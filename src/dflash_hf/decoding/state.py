@@ -78,7 +78,8 @@ class GenerationState:
         Write the longest path of candidates on which the target agrees, and the target's next token.
 
         A streamer may have a method `next_round(num_drafted)`, to mark drafted tokens. It is called before the tokens
-        of each round with the number of candidates, anchor excluded.
+        of each round with the number of candidates, anchor excluded. It may also have a method
+        `end_round(num_accepted)`, which is called after them with the number of these tokens that were drafted.
 
         Args:
             candidates (`Block` or `Tree`): `[R, n]` tokens.
@@ -89,6 +90,8 @@ class GenerationState:
         paths: list[list[int]] = [[] for _ in self.lengths]
         try:
             acceptance = self._commit(candidates, logits, paths)
+            if hasattr(self.selector.streamer, "end_round"):
+                self.selector.streamer.end_round(self._num_accepted(candidates, paths))
         except BaseException:
             self.interrupted = Acceptance.from_paths(paths, self.buffer.device)
             raise
@@ -96,6 +99,19 @@ class GenerationState:
             if count > 0:
                 lengths.append(count)
         return acceptance
+
+    def _num_accepted(self, candidates, paths: list[list[int]]) -> int:
+        """
+        How many of the tokens that a round has committed were drafted, in all rows. The last token of a row is the
+        target's own, unless the row has ended at a drafted one. For a streamer tokens are chosen one by one, so the
+        `paths` are known.
+        """
+        num_accepted = 0
+        for row, path in enumerate(paths):
+            if path:
+                num_accepted += len(path) - 1
+                num_accepted += (path[-1], int(self.anchors[row])) in candidates.child_by_token(row)
+        return num_accepted
 
     def _commit(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Choose and write tokens; `paths` receives the accepted nodes of each row if they are chosen one by one."""

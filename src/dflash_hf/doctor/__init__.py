@@ -14,7 +14,7 @@ to acceptance: the likelihood tells a change from chance in a tenth of the texts
     report.py       the diagnosis, printed and as data for `--json`
 """
 
-from dflash_hf.doctor.case import Case, Text, Training
+from dflash_hf.doctor.case import DraftedText, PairCase, TrainingHistory
 from dflash_hf.doctor.causes import diagnose
 from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import plan_experiments
@@ -23,15 +23,15 @@ from dflash_hf.doctor.report import Diagnosis
 
 
 __all__ = [
-    "Case",
+    "PairCase",
     "Cause",
     "Counts",
     "Diagnosis",
     "Experiment",
     "Result",
-    "Text",
+    "DraftedText",
     "TextCounts",
-    "Training",
+    "TrainingHistory",
     "changed_draft",
     "diagnose",
     "likeliest",

@@ -19,14 +19,16 @@ from dflash_hf.training.anchors import sample_anchors
 
 
 @dataclass(eq=False)
-class Text:
+class DraftedText:
     """A prompt with its answer, `input_ids` `[1, S]`, and the `anchors` `[1, A]` of the blocks to draft."""
 
     input_ids: torch.LongTensor
     anchors: torch.LongTensor
 
     @classmethod
-    def with_anchors(cls, prompt: Sequence[int], answer: Sequence[int], anchors: int, seed: int) -> "Text | None":
+    def with_anchors(
+        cls, prompt: Sequence[int], answer: Sequence[int], anchors: int, seed: int
+    ) -> "DraftedText | None":
         """Draw anchors in the answer; `None` if it is too short."""
         ids = torch.tensor([[*prompt, *answer]])
         answer_mask = (torch.arange(ids.shape[1]) >= len(prompt)).long()[None]
@@ -36,11 +38,11 @@ class Text:
         return cls(ids, positions[valid][None])
 
 
-Texts = list[Text | None]  # one for each prompt; `None` where there is none
+DraftedTexts = list[DraftedText | None]  # one for each prompt; `None` where there is none
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingHistory:
     """
     How a drafter was trained.
 
@@ -55,7 +57,7 @@ class Training:
     tau: float | None = None
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Training | None":
+    def from_folder(cls, folder: str | Path) -> "TrainingHistory | None":
         """
         Read what `dflash train` wrote beside the weights, into `card_facts.json`, and into the log of the last
         checkpoint; `None` if it is not there, or `folder` is a repository's name.
@@ -91,7 +93,7 @@ def _last_logged_tau(folder: Path) -> float | None:
 
 
 @dataclass
-class Case:
+class PairCase:
     """
     A pair and the prompts to measure it on.
 
@@ -104,7 +106,7 @@ class Case:
         max_new_tokens (`int`): Maximum length of an answer.
         blocks (`int`): Blocks per text.
         batch_size (`int`): Answers generated together.
-        training ([`Training`], *optional*): How the drafter was trained, if its folder says so.
+        training ([`TrainingHistory`], *optional*): How the drafter was trained, if its folder says so.
     """
 
     target: object
@@ -115,7 +117,7 @@ class Case:
     max_new_tokens: int = 128
     blocks: int = 16
     batch_size: int = 8
-    training: "Training | None" = None
+    training: "TrainingHistory | None" = None
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -123,7 +125,7 @@ class Case:
         return self.encode_prompts()
 
     @cached_property
-    def texts(self) -> Texts:
+    def texts(self) -> DraftedTexts:
         """Each prompt with the target's answer; generated once."""
         return self.answer_prompts(self.prompts)
 
@@ -132,7 +134,7 @@ class Case:
         encoder = replace(self.encoder, **encoder_fields)
         return prompts_of(self.rows, encoder, "the prompts", raw, self.target, self.max_new_tokens)
 
-    def answer_prompts(self, prompts: Sequence[Sequence[int]], target=None) -> Texts:
+    def answer_prompts(self, prompts: Sequence[Sequence[int]], target=None) -> DraftedTexts:
         """
         Each prompt with the greedy answer of `target` (default: the pair's); `None` if the target lacks its ids, or if
         the answer is too short for a block.
@@ -145,9 +147,9 @@ class Case:
         answers = generate_responses(
             target, [prompts[i] for i in answerable], self.max_new_tokens, None, self.batch_size, greedy
         )
-        texts: Texts = [None] * len(prompts)
+        texts: DraftedTexts = [None] * len(prompts)
         for i, answer in zip(answerable, answers, strict=True):
-            texts[i] = Text.with_anchors(prompts[i], answer, self.blocks, seed=i)
+            texts[i] = DraftedText.with_anchors(prompts[i], answer, self.blocks, seed=i)
         return texts
 
 

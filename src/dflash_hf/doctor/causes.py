@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.doctor.case import Case, Training, loss_on
+from dflash_hf.doctor.case import PairCase, TrainingHistory, loss_on
 from dflash_hf.doctor.comparison import Result, likeliest
 from dflash_hf.doctor.experiments import FITS_BASE_ONLY, TRAIN_AGAIN, plan_experiments, quantisation_of
 from dflash_hf.doctor.measuring import Cause, Experiment, measure
@@ -25,12 +25,12 @@ _OTHER_TOKENIZER = Cause(
 )
 
 
-def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Diagnosis:
+def diagnose(case: PairCase, progress: Callable[[Iterable], Iterable] = iter) -> Diagnosis:
     """
     Run all experiments on a pair.
 
     Args:
-        case ([`Case`]): The pair and the prompts.
+        case ([`PairCase`]): The pair and the prompts.
         progress (`Callable`): Wraps the iteration over prompts.
 
     Returns:
@@ -73,14 +73,14 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     return Diagnosis(unchanged, results, cause, prompt_loss, uniform_loss, changed_since_training)
 
 
-def _has_memorised_rows(training: Training | None, tau: float) -> bool:
+def _has_memorised_rows(training: TrainingHistory | None, tau: float) -> bool:
     """Whether few rows were read many times, and tau is far lower on the prompts than on these rows."""
     if training is None or training.passes < MIN_PASSES_TO_MEMORISE or training.rows > MAX_MEMORISED_ROWS:
         return False
     return training.tau is None or is_overfitted(training.tau, tau)
 
 
-def _memorised_rows(training: Training, tau: float) -> Cause:
+def _memorised_rows(training: TrainingHistory, tau: float) -> Cause:
     """The cause where a drafter has memorised its training rows."""
     taus = "" if training.tau is None else f": tau {training.tau:.2f} there, {tau:.2f} here"
     return Cause(
@@ -90,7 +90,7 @@ def _memorised_rows(training: Training, tau: float) -> Cause:
     )
 
 
-def _hardly_accepted(case: Case) -> Cause:
+def _hardly_accepted(case: PairCase) -> Cause:
     """The cause where hardly any draft is accepted, with any change."""
     method = quantisation_of(case.draft)
     if method is None:

@@ -4,10 +4,11 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
-from dflash_hf.doctor.case import Case
+from dflash_hf.doctor.case import PairCase
 from dflash_hf.doctor.measuring import Cause, Experiment
 from dflash_hf.modeling.target_dflash import num_decoder_layers
 from dflash_hf.targets.clones import with_own_config
@@ -22,10 +23,10 @@ TRAIN_AGAIN = "train a drafter on this target's own answers: `dflash prompts`, `
 FITS_BASE_ONLY = Cause("base", "the drafter fits the base, and no longer the model made from it", TRAIN_AGAIN)
 
 
-def plan_experiments(case: Case) -> Iterator[Experiment]:
+def plan_experiments(case: PairCase) -> Iterator[Experiment]:
     """
-    All experiments on a pair, the smallest changes first: of those that gain about the same, the first is the cause. A
-    quantised drafter's settings stay as they are, since its weights fit no other model.
+    All experiments on a pair, the smallest changes first: of changes that gain about the same, the first is the cause.
+    A quantised drafter's settings stay as they are, since its weights fit no other model.
     """
     if quantisation_of(case.draft) is None:
         yield from _other_settings(case)
@@ -41,18 +42,18 @@ def plan_experiments(case: Case) -> Iterator[Experiment]:
 NamedFields = Iterator[tuple[str, dict]]
 
 
-def _other_settings(case: Case) -> Iterator[Experiment]:
-    for key, right_value, other_values in SETTINGS:
-        for name, fields in other_values(case):
+def _other_settings(case: PairCase) -> Iterator[Experiment]:
+    for setting in SETTINGS:
+        for name, fields in setting.other_values(case):
             first = next(iter(fields))
-            text = f"{first}={getattr(case.draft.config, first)!r} is not {right_value}"
+            text = f"{first}={getattr(case.draft.config, first)!r} is not {setting.right_value}"
             values = ", ".join(f"{json.dumps(field)}: {json.dumps(value)}" for field, value in fields.items())
             remedy = f"write {values} into the drafter's config.json"
-            yield Experiment(name, Cause(key, text, remedy), config=fields)
+            yield Experiment(name, Cause(setting.key, text, remedy), config=fields)
 
 
-def _other_masks(case: Case) -> NamedFields:
-    """The usual mask tokens and the tokenizer's special tokens, except those that the texts hold."""
+def _other_masks(case: PairCase) -> NamedFields:
+    """The usual mask tokens and the tokenizer's special tokens, except tokens that the texts hold."""
     tokenizer = case.encoder.tokenizer
     vocab_size = case.target.get_input_embeddings().weight.shape[0]
     excluded = {*eos_ids(case.target.generation_config), case.draft.config.mask_token_id}
@@ -69,13 +70,13 @@ def _other_masks(case: Case) -> NamedFields:
             yield f"mask id {token_id} ({name})", {"mask_token_id": token_id}
 
 
-def _other_layers(step: int, case: Case) -> NamedFields:
+def _other_layers(step: int, case: PairCase) -> NamedFields:
     moved = [i + step for i in case.draft.config.target_layer_ids]
     if 0 <= min(moved) and max(moved) < num_decoder_layers(case.target.config):
         yield f"layer ids one {'up' if step > 0 else 'down'}, {moved}", {"target_layer_ids": moved}
 
 
-def _other_causality(case: Case) -> NamedFields:
+def _other_causality(case: PairCase) -> NamedFields:
     config = case.draft.config
     layers_are_causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
     if not all(layers_are_causal):
@@ -84,20 +85,20 @@ def _other_causality(case: Case) -> NamedFields:
         yield "bidirectional blocks", {"is_causal": False}
 
 
-def _other_block_sizes(case: Case) -> NamedFields:
+def _other_block_sizes(case: PairCase) -> NamedFields:
     for size in (case.draft.config.block_size // 2, case.draft.config.block_size * 2):
         if size > 1:
             yield f"blocks of {size}", {"block_size": size}
 
 
-def _other_embedding_scales(case: Case) -> NamedFields:
+def _other_embedding_scales(case: PairCase) -> NamedFields:
     config = case.draft.config
     for name, scale in (("raw", 1.0), ("times the square root of the width", round(config.hidden_size**0.5, 4))):
         if abs(scale - config.input_embedding_scale) > 1e-3:
             yield f"embedding {name}", {"input_embedding_scale": scale}
 
 
-def _rope_of_target(case: Case) -> NamedFields:
+def _rope_of_target(case: PairCase) -> NamedFields:
     config = case.draft.config
     config_for_target = type(config).for_target(case.target.config, 0, target_layer_ids=config.target_layer_ids)
     target_rope = config_for_target.rope_parameters
@@ -107,7 +108,7 @@ def _rope_of_target(case: Case) -> NamedFields:
         yield "rotary embedding of the target", {"rope_parameters": target_rope}
 
 
-def _other_windows(case: Case) -> NamedFields:
+def _other_windows(case: PairCase) -> NamedFields:
     config = case.draft.config
     layers = config.num_hidden_layers
     causality = {"is_causal": config.layer_is_causal(0)}
@@ -120,23 +121,39 @@ def _other_windows(case: Case) -> NamedFields:
 
 
 _LAYERS = "the list of layers of training: ids count from 0, and id i is the output of layer i"
-SETTINGS: tuple[tuple[str, str, Callable[[Case], NamedFields]], ...] = (
-    # the key of the cause, what the value must be, the other values
-    ("mask", "the mask token of training", _other_masks),
-    ("layers_down", _LAYERS, partial(_other_layers, -1)),
-    ("layers_up", _LAYERS, partial(_other_layers, 1)),
-    ("causal", "the attention mask of training", _other_causality),
-    ("block_size", "the size of the blocks in training", _other_block_sizes),
-    ("embedding", "the scale of training", _other_embedding_scales),
-    ("rope", "that of training", _rope_of_target),
-    ("window", "that of training, or the target's", _other_windows),
+
+
+class Setting(NamedTuple):
+    """
+    A setting of the drafter's configuration that may be wrong.
+
+    Args:
+        key (`str`): The key of the cause, in `--json`.
+        right_value (`str`): What the value must be; ends the sentence "FIELD=VALUE is not ...".
+        other_values (`Callable`): Yields the other values to try for a pair.
+    """
+
+    key: str
+    right_value: str
+    other_values: Callable[[PairCase], NamedFields]
+
+
+SETTINGS = (
+    Setting("mask", "the mask token of training", _other_masks),
+    Setting("layers_down", _LAYERS, partial(_other_layers, -1)),
+    Setting("layers_up", _LAYERS, partial(_other_layers, 1)),
+    Setting("causal", "the attention mask of training", _other_causality),
+    Setting("block_size", "the size of the blocks in training", _other_block_sizes),
+    Setting("embedding", "the scale of training", _other_embedding_scales),
+    Setting("rope", "the rotary embedding of training", _rope_of_target),
+    Setting("window", "the window of training, or of the target", _other_windows),
 )
 
 
 # 2. The weights read in another way.
 
 
-def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
+def _other_readings_of_weights(case: PairCase) -> Iterator[Experiment]:
     text = "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; with DFlash's, at anchor + k"
     remedy = f"{TRAIN_AGAIN}; or serve it with an engine that supports sample_from_anchor"
     cause = Cause("anchor_first", text, remedy)
@@ -156,7 +173,7 @@ def _other_readings_of_weights(case: Case) -> Iterator[Experiment]:
 # 3. Another target, or other texts.
 
 
-def _target_without_window(case: Case) -> Iterator[Experiment]:
+def _target_without_window(case: PairCase) -> Iterator[Experiment]:
     window = _window_of(case.target)
     if window is None:
         return
@@ -172,7 +189,7 @@ def _target_without_window(case: Case) -> Iterator[Experiment]:
     yield Experiment("target without its window", cause, target=without_window, texts=texts)
 
 
-def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
+def _other_prompt_modes(case: PairCase) -> Iterator[Experiment]:
     """With and without thinking, and without the chat template; prompts that were tried already are left out."""
     current_kwargs = dict(case.encoder.chat_template_kwargs)
     template = str(case.encoder.tokenizer.chat_template or "")
@@ -202,7 +219,7 @@ def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
             yield experiment
 
 
-def _base_of_target(case: Case) -> Iterator[Experiment]:
+def _base_of_target(case: PairCase) -> Iterator[Experiment]:
     if case.base is None:
         return
     text = "the target's layers have changed since the drafter was trained, by quantisation or further training"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dflash_hf.decoding.drafter import Drafter
-from dflash_hf.doctor.case import Text, Texts
+from dflash_hf.doctor.case import DraftedText, DraftedTexts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.pairs.draft_vocabulary import draft_ids
@@ -56,7 +56,7 @@ class Experiment:
     target: object = None
     output_head: nn.Module | None = None
     switches_anchor_first: bool = False
-    texts: Callable[[], Texts] | None = None
+    texts: Callable[[], DraftedTexts] | None = None
 
 
 class TextCounts(NamedTuple):
@@ -98,10 +98,10 @@ class Counts:
 
 def changed_draft(draft: DFlashDraftModel, fields: dict) -> DFlashDraftModel:
     """
-    A frozen drafter with another configuration, and the same weights.
+    A drafter with another configuration, and the same weights, frozen and in evaluation mode.
 
     Args:
-        draft (`DFlashDraftModel`): The drafter; returned itself if there are no `fields`.
+        draft (`DFlashDraftModel`): The drafter. Without `fields` it is returned itself, as it is.
         fields (`dict`): Values of fields of its configuration.
     """
     if not fields:
@@ -132,7 +132,7 @@ class _DrafterWithHead(Drafter):
 
 @torch.no_grad()
 def draft_blocks(
-    target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Experiment
+    target, draft: DFlashDraftModel, text: DraftedText, features: torch.Tensor, experiment: Experiment
 ) -> tuple[int, list[float]]:
     """
     Draft a block at each anchor of a text, and compare it with the text.
@@ -140,20 +140,22 @@ def draft_blocks(
     Args:
         target (`PreTrainedModel`): The pair's target.
         draft (`DFlashDraftModel`): The result of [`changed_draft`].
-        text (`Text`): The text, with its anchors.
+        text (`DraftedText`): The text, with its anchors.
         features (`torch.Tensor`): `[1, S, L*H]`, from the layers that the drafter reads.
-        change (`Experiment`): The experiment.
+        experiment (`Experiment`): The experiment. With another target, this is the target whose embedding the
+            drafter and its token head read; the LM head is the pair's, unless the experiment has another.
 
     Returns:
         The accepted tokens and the log-likelihood of the text in each slot, both summed over the blocks. Tokens past
         the end of the text, and tokens that cannot be drafted, do not count.
     """
     config = draft.config
+    embedding_target = experiment.target or target
     ids = text.input_ids.to(features.device)  # [1, S]
     anchors = text.anchors.to(features.device)  # [1, A]
     every_token = torch.ones_like(ids)
     every_anchor = torch.ones_like(anchors, dtype=torch.bool)
-    anchor_first = config.sample_from_anchor != change.switches_anchor_first
+    anchor_first = config.sample_from_anchor != experiment.switches_anchor_first
 
     # 1. The drafter's forward over all blocks.
     blocks = build_blocks(
@@ -164,14 +166,14 @@ def draft_blocks(
         return additive_mask(block_mask(anchors, every_token, config.block_size, window, causal), draft.dtype)
 
     hidden = draft(
-        noise_embeds=draft.embed(change.target or target, blocks.input_ids).to(draft.dtype),
+        noise_embeds=draft.embed(embedding_target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
         attention_mask=config.by_layer_type(mask_of_layer_type),
         position_ids=blocks.position_ids,
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
 
     # 2. Its tokens, with another head where the experiment has one.
-    drafter = _DrafterWithHead(draft, target, change.output_head or target.get_output_embeddings())
+    drafter = _DrafterWithHead(draft, embedding_target, experiment.output_head or target.get_output_embeddings())
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
     tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
@@ -195,43 +197,43 @@ def draft_blocks(
 def measure(
     target,
     draft: DFlashDraftModel,
-    texts: Texts,
-    changes: Sequence[Experiment],
+    texts: DraftedTexts,
+    experiments: Sequence[Experiment],
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Counts]:
     """
-    Count with each change. A target reads each text once, with all layers that any of the drafters needs.
+    Count with the change of each experiment. A target reads each text once, with all layers that any drafter needs.
 
     Args:
         target, draft: The unchanged pair.
-        texts (`list[Text | None]`): A text for each prompt; `None` where the target gave none.
-        changes (`list[Experiment]`): What to change; `Experiment()` changes nothing.
+        texts (`list[DraftedText | None]`): A text for each prompt; `None` where the target gave none.
+        experiments (`list[Experiment]`): What to change; `Experiment()` changes nothing.
         progress (`Callable`): Wraps the iteration over prompts.
 
     Returns:
-        `list[Counts]`: The counts with each change.
+        `list[Counts]`: The counts of each experiment.
     """
-    changed_drafts = [changed_draft(draft, change.config) for change in changes]
+    changed_drafts = [changed_draft(draft, experiment.config) for experiment in experiments]
     read_layers: set[int] = set()
     for changed in changed_drafts:
         read_layers |= set(changed.config.target_layer_ids)
     layer_ids = sorted(read_layers)
-    counts = [Counts() for _ in changes]
-    texts_of_changes = [texts if change.texts is None else change.texts() for change in changes]
-    rows = list(zip(*texts_of_changes, strict=True))
-    for row in progress(rows):  # the text of one prompt, with each change
+    counts = [Counts() for _ in experiments]
+    texts_of_experiments = [texts if experiment.texts is None else experiment.texts() for experiment in experiments]
+    rows = list(zip(*texts_of_experiments, strict=True))
+    for row in progress(rows):  # the text of one prompt, in each experiment
 
         @cache  # for the texts of one prompt: features are large
-        def read_features(model, text: Text) -> torch.Tensor:
+        def read_features(model, text: DraftedText) -> torch.Tensor:
             features = target_features(model, layer_ids, text.input_ids.to(model.device))
             return features.unflatten(-1, (len(layer_ids), -1))  # [1, S, U, H]
 
-        for change, changed, text, count in zip(changes, changed_drafts, row, counts, strict=True):
+        for experiment, changed, text, count in zip(experiments, changed_drafts, row, counts, strict=True):
             if text is None:
                 count.texts.append(TextCounts(0, [], 0))
                 continue
             columns = [layer_ids.index(i) for i in changed.config.target_layer_ids]
-            features = read_features(change.target or target, text)[:, :, columns].flatten(2)  # [1, S, L*H]
-            accepted, nats = draft_blocks(target, changed, text, features, change)
+            features = read_features(experiment.target or target, text)[:, :, columns].flatten(2)  # [1, S, L*H]
+            accepted, nats = draft_blocks(target, changed, text, features, experiment)
             count.texts.append(TextCounts(accepted, nats, text.anchors.shape[1]))
     return counts

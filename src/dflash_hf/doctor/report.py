@@ -16,9 +16,9 @@ class Diagnosis:
         unchanged (`Counts`): Teacher-forced counts of the unchanged pair.
         results (`list[Result]`): The results of the experiments.
         cause (`Cause`, *optional*): The likeliest cause.
-        prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and that of a uniform
-            guess.
-        changed_since_training (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's
+        prompt_loss, uniform_loss (`float`): The target's loss on the prompts, in nats per token, and the loss of a
+            uniform guess.
+        changed_since_training (`list[str]`): `tokenizer` and `template`, if they are not the same as in the drafter's
             training.
     """
 
@@ -73,7 +73,10 @@ class Diagnosis:
         return f"{row:93}{mark}".rstrip()
 
     def facts(self) -> dict:
-        """The data for `--json`."""
+        """
+        The data for `--json`. Its keys and the keys of causes are stable; `unlike` is `changed_since_training`, and
+        `better` says whether the gain of an experiment is more than chance.
+        """
         tried = []
         for result in self.results:
             experiment = result.experiment

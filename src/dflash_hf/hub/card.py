@@ -26,7 +26,7 @@ from dflash_hf.hub.code_version import uses_package_code
 from dflash_hf.hub.drafter_folder import DrafterFolder
 from dflash_hf.hub.findings import Finding, can_read_by_engine
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.limits import RECOMMENDED_SINCE, first_version
+from dflash_hf.hub.limits import PUBLISHED_LAYOUTS, RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 
@@ -133,7 +133,8 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
     Raises:
         `ImportError`: jinja2 is not installed.
-        `ValueError`: the folder is not a drafter's, or the facts contradict each other.
+        `ValueError`: the folder is not a drafter's or not in a layout that is published, or the facts contradict each
+            other.
     """
     with requires_extra("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
@@ -141,13 +142,15 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
     drafter = DrafterFolder(read_json(folder / "config.json"), folder)
+    if drafter.layout not in PUBLISHED_LAYOUTS:
+        raise ValueError(f"{folder} is in a layout that is not published; write it in z-lab's with `dflash convert`.")
     trained_with = (config.dflash_config or {}).get("trained_with") or {}
     variables = {
         **vars(facts),
         "title": repo.split("/")[-1],
         "repo": repo,
         "config": config,
-        "chats": trained_with.get("template") != digest_of(""),
+        "has_chat_template": trained_with.get("template") != digest_of(""),
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
         "loading": "native" if drafter.layout == "Muse" else _loading(folder, findings),
         "engines": _launch_lines(drafter, findings, config, facts, repo),
@@ -218,7 +221,10 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
 
 
 def _launch_lines(drafter: DrafterFolder, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
-    """`name`, oldest serving `version` and `command` of each engine without preflight errors."""
+    """
+    `name`, oldest serving `version` and `command` of each engine without preflight errors, if a version whose source
+    was read serves the drafter.
+    """
     layout = drafter.layout
     if layout == "DFlash" and "sliding_attention" in config.layer_types:
         layout = "DFlash, with sliding layers"
@@ -231,6 +237,8 @@ def _launch_lines(drafter: DrafterFolder, findings: list[Finding], config, facts
         option = " --speculative-draft-model-path"  # on a line of its own
         line = shlex.join(command).replace(option, f" \\\n {option}")
         version = first_version(engine, drafter, since=RECOMMENDED_SINCE[layout][engine])
+        if version is None:
+            continue
         lines.append({"name": name, "version": version, "command": settings + line})
     if gguf_in(drafter.folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)

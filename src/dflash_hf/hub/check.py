@@ -21,16 +21,15 @@ from dflash_hf.conversion.convert import NATIVE_NAMES
 from dflash_hf.conversion.gguf_read import gguf_config, target_config
 from dflash_hf.conversion.llama_cpp_limits import llama_cpp_limits
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.hub.drafter_folder import LAYOUT_OF_ARCHITECTURE, DrafterFolder
+from dflash_hf.hub.drafter_folder import DrafterFolder
 from dflash_hf.hub.engines import engine_versions, split_engine
 from dflash_hf.hub.findings import Finding
-from dflash_hf.hub.limits import LIMITS, SERVED_HEADS
+from dflash_hf.hub.limits import LIMITS, PUBLISHED_LAYOUTS
 from dflash_hf.layouts.checkpoint_files import checkpoint_files, read_header
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.layouts.errors import UnknownDrafterError
 from dflash_hf.layouts.read import canonical_config, is_drafter_config
 from dflash_hf.layouts.tensor_names import published_name, tensor_names
-from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config, resized_vocabulary
 
@@ -98,20 +97,21 @@ def _merged(findings: Iterator[Finding], engines: Sequence[str]) -> list[Finding
     """The findings about `engines`, errors first; equal findings about several engines are merged into one."""
     merged: dict[tuple, Finding] = {}
     for finding in findings:
-        concerned = tuple(engine for engine in finding.engines if engine in engines)
-        if not concerned:
+        affected = tuple(engine for engine in finding.engines if engine in engines)
+        if not affected:
             continue
         content = (finding.severity, finding.key, finding.message)
         if content in merged:
-            concerned = merged[content].engines + concerned
-        merged[content] = replace(finding, engines=concerned)
-    return sorted(merged.values(), key=lambda finding: finding.severity)
+            affected = merged[content].engines + affected
+        merged[content] = replace(finding, engines=affected)
+    return sorted(merged.values(), key=lambda finding: finding.severity)  # "error" comes before "warning"
 
 
 def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[Finding]:
     """
-    The findings in a folder for all engines, and those of `LIMITS` for the engines with a version in `versions`. It
-    ends at the first error that prevents further checks.
+    The findings in a folder: in steps 1 to 3 for all engines, in step 4 for the engines with a version in `versions`.
+    It ends at the first error that prevents further checks: in step 1, if `config.json` cannot be read; in step 2, if
+    the headers of the weights cannot be read.
     """
     # 1. What it is, by the reader of this package.
     try:
@@ -135,6 +135,7 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
     except (ValueError, OSError) as error:
         yield Finding("error", _ALL_READERS, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
         return
+    # 3. Whether this package and llama.cpp can read it, and whether it fits the target.
     load_error = _load_without_weights(folder)
     if load_error is not None:
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(load_error))
@@ -145,32 +146,11 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         message = f"{resized}; whether this engine can decode with such a pair is not known."
         yield Finding("warning", SERVERS, "vocab_size", message, leaves_open=True)
     yield from _limits_of_llama_cpp(parsed, target)
-    # 3. What engines read of it.
-    if load_error is None:
-        remedy = "`dflash convert` writes a folder in z-lab's layout, for which engines can be checked."
-    else:
-        remedy = f"this package cannot read it either: {load_error}"
-    architectures = config.get("architectures")
-    readable_architectures = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
-    is_speculators = "transformer_layer_config" in config
-    if is_speculators:
-        message = f"is speculators' layout, which only vLLM reads; {remedy}"
-        yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
-    elif architectures not in [[name] for name in readable_architectures]:
-        message = f"{architectures} is not one of {', '.join(LAYOUT_OF_ARCHITECTURE)}; {remedy}"
-        yield Finding("error", ENGINES, "architectures", one_line(message))
-        return
-    elif parsed.has_token_head and parsed.token_head_class.name not in SERVED_HEADS:
-        head = parsed.token_head_class
-        key = next(iter(head.fields))
-        message = f"{getattr(parsed, key)}: no engine has a {head.name}; decode with transformers' generate()."
-        yield Finding("error", SERVERS, key, message)
+    # 4. What engines read of it.
     non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
-    drafter = DrafterFolder(config, folder, target, shapes, non_default)
-    if load_error is not None:  # engines notice none of it; but vLLM loads an own embedding or head
-        concerned = ("transformers",) if drafter.own_embeddings else (*SERVERS, "transformers")
-        yield Finding("error", concerned, "weights", one_line(load_error))
-    if not is_speculators:
+    token_head = parsed.token_head_class if parsed.has_token_head else None
+    drafter = DrafterFolder(config, folder, target, shapes, non_default, token_head, load_error)
+    if drafter.layout in PUBLISHED_LAYOUTS:
         yield from _unknown_tensors(drafter, tensor_names(parsed))
     for limit in LIMITS:
         finding = limit.finding(drafter, versions)
@@ -236,7 +216,7 @@ def _load_without_weights(folder: Path) -> str | None:
 
 
 def _target_config(target) -> dict:
-    """A target's configuration as a dictionary; for a multimodal target, that of its text model."""
+    """A target's configuration as a dictionary; for a multimodal target, its text model's."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
     if not isinstance(target, dict):

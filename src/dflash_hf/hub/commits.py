@@ -66,7 +66,7 @@ def explain_hub_errors(repo: str, remedy: str) -> Iterator[None]:
 
 def compare_with_repository(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
     """
-    Compare files with those of a repository.
+    Compare files with the files of a repository.
 
     Args:
         info (`ModelInfo`): The repository, with `files_metadata`.

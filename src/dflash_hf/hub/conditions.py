@@ -1,5 +1,5 @@
 """
-Conditions of the limits in `limits`: when a drafter meets one.
+Conditions of the limits in `limits`: to which drafters a limit applies.
 
 A condition is called with a [`~dflash_hf.hub.drafter_folder.DrafterFolder`] and returns a falsy value where it does
 not hold. A dictionary that it returns holds details for the limit's message, by the names in its braces. Conditions
@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from dflash_hf._io.errors import one_line
 from dflash_hf.hub.code_version import defects_of, is_current, uses_package_code, version_of
-from dflash_hf.hub.drafter_folder import DrafterFolder
+from dflash_hf.hub.drafter_folder import LAYOUT_OF_ARCHITECTURE, DrafterFolder, is_known_architecture
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import PathSelector
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
@@ -41,7 +41,7 @@ class Comparison:
         field (`str`): The field.
         relation (`str`): `"in"` or `"not in"` the values, `"above"` the first of them, `"absent"`, or `"set"` or
             `"not set"`: neither absent nor zero, empty or false.
-        values (`tuple`): The values; `None` is that of an absent field.
+        values (`tuple`): The values; an absent field has the value `None`.
         location (`str`): Where it is read: `"anywhere"` (in `dflash_config`, else at the top level), `"top level"` or
             `"dflash_config"`.
 
@@ -118,12 +118,67 @@ class IsNotDefault:
         return {"value": value, "default": default}
 
 
+@dataclass(frozen=True)
+class HeadIsNotOneOf:
+    """
+    It has a token head that is not among these `heads`, by their names. Details: the name of its `head`, the first
+    field of the head as `head_field`, and the field's `value`.
+    """
+
+    heads: tuple[str, ...]
+
+    def __call__(self, drafter: DrafterFolder) -> dict | None:
+        head = drafter.token_head
+        if head is None or head.name in self.heads:
+            return None
+        head_field = next(iter(head.fields))
+        return {"head": head.name, "head_field": head_field, "value": drafter.get(head_field)}
+
+
 def always(drafter: DrafterFolder) -> bool:
     """Every drafter of the limit's layouts."""
     return True
 
 
 # ------------------------------------------------------------------------------------------- what it is, what it reads
+
+
+def architecture_is_unknown(drafter: DrafterFolder) -> dict | None:
+    """
+    `architectures` is not one that engines or this package build. Details: the `architectures`, the architectures that
+    are `known` to engines, and the `remedy`.
+    """
+    architectures = drafter.config.get("architectures")
+    if is_known_architecture(architectures):
+        return None
+    names = ", ".join(LAYOUT_OF_ARCHITECTURE)
+    return {"architectures": architectures, "known": names, "remedy": _remedy_for_layout(drafter)}
+
+
+def is_in_other_layout(drafter: DrafterFolder) -> dict:
+    """Every drafter of the limit's layouts, which others than the engine read. Details: the `remedy`."""
+    return {"remedy": _remedy_for_layout(drafter)}
+
+
+def weights_do_not_load(drafter: DrafterFolder) -> dict | None:
+    """This package cannot load it. Details: the `load_error`."""
+    if drafter.load_error is None:
+        return None
+    return {"load_error": drafter.load_error.rstrip(".")}
+
+
+def weights_without_own_embeddings_do_not_load(drafter: DrafterFolder) -> dict | None:
+    """This package cannot load it, and it has no embedding or LM head of its own. Details: the `load_error`."""
+    if drafter.own_embeddings:
+        return None
+    return weights_do_not_load(drafter)
+
+
+def _remedy_for_layout(drafter: DrafterFolder) -> str:
+    """What to do about a layout that engines do not read."""
+    if drafter.load_error is None:
+        return "`dflash convert` writes a folder in z-lab's layout, for which engines can be checked"
+    return f"this package cannot read it either: {drafter.load_error}".rstrip(".")
 
 
 def model_type_is_unknown(drafter: DrafterFolder) -> bool:
@@ -159,7 +214,7 @@ def reads_last_layer(drafter: DrafterFolder) -> bool:
 
 
 def is_shorter_than_target(drafter: DrafterFolder) -> dict | None:
-    """Its `max_position_embeddings` is below that of the target, if that is known. Details: `target_length`."""
+    """Its `max_position_embeddings` is below the target's, if this is known. Details: `target_length`."""
     length = drafter.get("max_position_embeddings")
     target_length = drafter.target.get("max_position_embeddings") or 0
     if length is None or length >= target_length:
@@ -185,7 +240,7 @@ def layers_are_of_two_kinds(drafter: DrafterFolder) -> bool:
     return _differ(drafter.layer_types)
 
 
-def is_causal_is_needed(drafter: DrafterFolder) -> bool:
+def causality_is_not_the_default(drafter: DrafterFolder) -> bool:
     """`is_causal` differs from what engines assume without it: sliding layers are causal, full layers are not."""
     is_causal = drafter.config.get("is_causal")
     if is_causal is None:
@@ -193,9 +248,9 @@ def is_causal_is_needed(drafter: DrafterFolder) -> bool:
     return any(bool(is_causal) != (kind == "sliding_attention") for kind in drafter.layer_types)
 
 
-def is_causal_is_not_nested(drafter: DrafterFolder) -> bool:
-    """`is_causal` is needed, and `causal` in `dflash_config` does not say the same."""
-    return is_causal_is_needed(drafter) and drafter.nested.get("causal") != drafter.config["is_causal"]
+def causality_is_not_nested(drafter: DrafterFolder) -> bool:
+    """`is_causal` differs from what engines assume without it, and `causal` in `dflash_config` is not the same."""
+    return causality_is_not_the_default(drafter) and drafter.nested.get("causal") != drafter.config["is_causal"]
 
 
 def causal_contradicts_is_causal(drafter: DrafterFolder) -> dict | None:

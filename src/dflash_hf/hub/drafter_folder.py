@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dflash_hf.modeling.head_dflash import TokenHead
+from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
+
 
 # The name by which limits call the layout of an architecture.
 LAYOUT_OF_ARCHITECTURE = {
@@ -11,6 +14,13 @@ LAYOUT_OF_ARCHITECTURE = {
     "MuseGlimmerAssistantModel": "Muse",
     "Qwen3DSparkModel": "DSpark",
 }
+UNKNOWN_LAYOUT = "unknown"  # the layout of any other architecture
+
+
+def is_known_architecture(architectures) -> bool:
+    """Whether a value of `architectures` is a list of one name: of a class that engines build, or of a head here."""
+    names = [*LAYOUT_OF_ARCHITECTURE, *(head.architecture for head in TOKEN_HEADS)]
+    return architectures in [[name] for name in names]
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,8 @@ class DrafterFolder:
         shapes (`dict`): Shapes of its tensors.
         non_default (`dict`): What it has beyond a plain drafter, from
             [`~dflash_hf.pairs.configs.non_default_fields`]: its value and a plain drafter's, by field.
+        token_head (`type[TokenHead]`, *optional*): The class of its token head; `None` if it has none.
+        load_error (`str`, *optional*): Why this package cannot load it; `None` if it can, or if this is not known.
     """
 
     config: dict
@@ -32,6 +44,8 @@ class DrafterFolder:
     target: dict = field(default_factory=dict)
     shapes: dict = field(default_factory=dict)
     non_default: dict = field(default_factory=dict)
+    token_head: type[TokenHead] | None = None
+    load_error: str | None = None
 
     @property
     def nested(self) -> dict:
@@ -50,6 +64,9 @@ class DrafterFolder:
         """The name of its layout, one of `ALL_LAYOUTS` in [`~dflash_hf.hub.limits`]."""
         if "transformer_layer_config" in self.config:
             return "speculators"
+        architectures = self.config.get("architectures")
+        if architectures and not is_known_architecture(architectures):
+            return UNKNOWN_LAYOUT
         if self.get("gru_hidden_dim"):
             return "Domino"
         return LAYOUT_OF_ARCHITECTURE.get(self.architecture, "DFlash")
@@ -82,7 +99,7 @@ class DrafterFolder:
 
     @property
     def layer_types(self) -> list[str]:
-        """The type of attention of each layer; Qwen3Config fills them in."""
+        """The type of attention of each layer; full attention if the field is absent."""
         return self.config.get("layer_types") or ["full_attention"] * self.config.get("num_hidden_layers", 0)
 
     @property

@@ -26,7 +26,7 @@ class Finding:
 
 def can_read_by_engine(findings: Sequence[Finding], engines: Sequence[str]) -> dict[str, bool | None]:
     """
-    Whether each engine can read the drafter: it can, if no error concerns it.
+    Whether each engine can read the drafter: it can, if no error is about it.
 
     Args:
         findings (`Sequence[Finding]`): From [`~dflash_hf.hub.check.check`].

@@ -23,8 +23,15 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from dflash_hf._io.errors import one_line
 from dflash_hf.hub import conditions
-from dflash_hf.hub.conditions import Comparison, Condition, DiffersInTwoPlaces, IsNestedOnly, IsNotDefault
-from dflash_hf.hub.drafter_folder import DrafterFolder
+from dflash_hf.hub.conditions import (
+    Comparison,
+    Condition,
+    DiffersInTwoPlaces,
+    HeadIsNotOneOf,
+    IsNestedOnly,
+    IsNotDefault,
+)
+from dflash_hf.hub.drafter_folder import UNKNOWN_LAYOUT, DrafterFolder
 from dflash_hf.hub.findings import Finding
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import PathSelector
@@ -62,9 +69,10 @@ CHECKED_VERSIONS = {
     "transformers": ("5.20.0", "5.24.0"),
 }
 
-# The layouts of drafters that a limit may concern.
+# The layouts of drafters that a limit may apply to.
 PUBLISHED_LAYOUTS = ("DFlash", "DFlash 2", "Muse", "DSpark", "Domino")
-ALL_LAYOUTS = (*PUBLISHED_LAYOUTS, "speculators")
+READABLE_LAYOUTS = (*PUBLISHED_LAYOUTS, "speculators")
+ALL_LAYOUTS = (*READABLE_LAYOUTS, UNKNOWN_LAYOUT)
 
 
 def layouts_except(excluded: str) -> tuple[str, ...]:
@@ -81,6 +89,9 @@ ANY_SGLANG = {"sglang": ">=0.5.11"}
 ANY_SERVER = {**ANY_VLLM, **ANY_SGLANG}
 ANY_TRANSFORMERS = {"transformers": ">=5.20"}
 ANY_ENGINE = {**ANY_SERVER, **ANY_TRANSFORMERS}
+# All versions of an engine, also those before it had DFlash drafters.
+EVERY_SERVER = {"vllm": ">=0", "sglang": ">=0"}
+EVERY_ENGINE = {**EVERY_SERVER, "transformers": ">=0"}
 # The oldest versions of vLLM and SGLang that the model card names for a layout.
 RECOMMENDED_SINCE = {
     "DFlash": {"vllm": "0.21", "sglang": "0.5.12"},
@@ -100,9 +111,9 @@ class Limit:
     Args:
         engines (`Mapping[str, str]`): The engines that have it, each with its range of versions, as pip writes it:
             `{"vllm": ">=0.25,<0.28"}`.
-        field (`str`): The field of `config.json` or the file concerned; may name a detail of the condition in braces.
-        condition (`Condition`): When a drafter meets it: a [`~dflash_hf.hub.conditions.Comparison`] of a field, or a
-            function of the [`~dflash_hf.hub.drafter_folder.DrafterFolder`].
+        field (`str`): The field of `config.json`, or the file; may name a detail of the condition in braces.
+        condition (`Condition`): To which drafters it applies: a [`~dflash_hf.hub.conditions.Comparison`] of a field,
+            or a function of the [`~dflash_hf.hub.drafter_folder.DrafterFolder`].
         reason (`str`): What happens, as a sentence about the field. Names in braces are the condition's details, and
             `value` (the field's value), `architecture`.
         remedy (`str`): What the user can do; empty if there is nothing.
@@ -110,10 +121,11 @@ class Limit:
             the package's name first: `"vllm/config/speculative.py"`.
         severity (`str`): `"error"`: the drafter will not load, or not draft as trained. `"warning"`: check before
             serving.
-        layouts (`tuple[str, ...]`): The layouts that it concerns, of `ALL_LAYOUTS`.
-        example (`Mapping`, *optional*): Keys of `config.json` that make a valid drafter of the first layout meet it;
-            `None` removes a key, and those in `dflash_config` are a mapping of their own. Default: the condition needs
-            more than `config.json`, such as weights or the target, and has a test of its own.
+        layouts (`tuple[str, ...]`): The layouts that it applies to, of `ALL_LAYOUTS`.
+        example (`Mapping`, *optional*): Changes to the `config.json` of a valid drafter of the first layout, after
+            which the limit applies to this drafter. `None` removes a key; changes to `dflash_config` are a mapping of
+            their own. Default: the condition needs more than `config.json`, such as weights or the target, and has a
+            test of its own.
 
     Raises:
         `ValueError`: a part of the record is wrong; names it, and what to write.
@@ -163,33 +175,40 @@ class Limit:
                 f"{', '.join(versions)}."
             )
 
-    def concerned_engines(self, versions: Mapping[str, str]) -> tuple[str, ...]:
-        """The engines that have it in the given `versions`, by engine."""
-        concerned = []
+    def affected_engines(self, versions: Mapping[str, str]) -> tuple[str, ...]:
+        """The engines that have the limit, in their `versions` by engine."""
+        affected = []
         for engine, specifier in self.engines.items():
             if engine in versions and holds_for(versions[engine], specifier):
-                concerned.append(engine)
-        return tuple(concerned)
+                affected.append(engine)
+        return tuple(affected)
 
-    def finding(self, drafter: DrafterFolder, versions: Mapping[str, str]) -> Finding | None:
-        """
-        The finding to report; `None` if the drafter does not meet the limit, or no engine has it in these versions.
-
-        Args:
-            drafter (`DrafterFolder`): The folder.
-            versions (`Mapping[str, str]`): Versions, by engine.
-        """
-        concerned = self.concerned_engines(versions)
-        if not concerned or drafter.layout not in self.layouts:
+    def details_for(self, drafter: DrafterFolder) -> dict | None:
+        """The details of the message about a drafter, by name; `None` if the limit does not apply to it."""
+        if drafter.layout not in self.layouts:
             return None
         result = self.condition(drafter)
         if not result:
             return None
         details = {"value": drafter.get(self.field), "architecture": drafter.architecture}
-        if isinstance(result, dict):
-            details |= result
+        return details | result if isinstance(result, dict) else details
+
+    def finding(self, drafter: DrafterFolder, versions: Mapping[str, str]) -> Finding | None:
+        """
+        The finding to report; `None` if the limit does not apply to the drafter, or no engine has it in its version.
+
+        Args:
+            drafter (`DrafterFolder`): The folder.
+            versions (`Mapping[str, str]`): Versions, by engine.
+        """
+        engines = self.affected_engines(versions)
+        if not engines:
+            return None
+        details = self.details_for(drafter)
+        if details is None:
+            return None
         message = f"{self.reason} {self.remedy}".strip().format(**details)
-        return Finding(self.severity, concerned, self.field.format(**details), one_line(message))
+        return Finding(self.severity, engines, self.field.format(**details), one_line(message))
 
 
 def holds_for(version: str, specifier: str) -> bool:
@@ -197,9 +216,9 @@ def holds_for(version: str, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
-def first_version(engine: str, drafter: DrafterFolder, since: str) -> str:
+def first_version(engine: str, drafter: DrafterFolder, since: str) -> str | None:
     """
-    The oldest version of an engine that serves a drafter without an error.
+    The oldest version of an engine that serves a drafter without an error; `None` if none of `CHECKED_VERSIONS` does.
 
     Args:
         engine (`str`): `"vllm"` or `"sglang"`.
@@ -211,7 +230,7 @@ def first_version(engine: str, drafter: DrafterFolder, since: str) -> str:
         findings = [limit.finding(drafter, {engine: version}) for limit in LIMITS if limit.severity == "error"]
         if not any(findings):
             return version
-    return newer[-1] if newer else since
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
@@ -258,6 +277,48 @@ def _at_top_level(field: str, value) -> dict:
 
 LIMITS: tuple[Limit, ...] = (
     # ---- Which drafters an engine knows at all.
+    Limit(
+        EVERY_ENGINE,
+        "architectures",
+        conditions.architecture_is_unknown,
+        "{architectures} is not one of {known}; {remedy}.",
+        sources=(VLLM_REGISTRY, SGLANG_MODEL, TRANSFORMERS_DFLASH),
+        layouts=(*PUBLISHED_LAYOUTS, UNKNOWN_LAYOUT),
+        example={"architectures": ["DFlashForCausalLM"]},
+    ),
+    Limit(
+        {engine: EVERY_ENGINE[engine] for engine in ("sglang", "transformers")},
+        "transformer_layer_config",
+        conditions.is_in_other_layout,
+        "is speculators' layout, which only vLLM reads; {remedy}.",
+        sources=(SGLANG_MODEL, TRANSFORMERS_DFLASH),
+        layouts=("speculators",),
+        example={},
+    ),
+    Limit(
+        EVERY_SERVER,
+        "{head_field}",
+        HeadIsNotOneOf(SERVED_HEADS),
+        "{value}: no engine has a {head}; decode with transformers' generate().",
+        sources=(VLLM_REGISTRY, SGLANG_MODEL),
+    ),
+    # Engines do not notice weights that this package's reader rejects; but vLLM loads an own embedding or head.
+    Limit(
+        EVERY_SERVER,
+        "weights",
+        conditions.weights_without_own_embeddings_do_not_load,
+        "{load_error}.",
+        sources=(VLLM_MODEL, SGLANG_MODEL),
+        layouts=READABLE_LAYOUTS,
+    ),
+    Limit(
+        {"transformers": EVERY_ENGINE["transformers"]},
+        "weights",
+        conditions.weights_do_not_load,
+        "{load_error}.",
+        sources=(TRANSFORMERS_DFLASH,),
+        layouts=READABLE_LAYOUTS,
+    ),
     Limit(
         {"vllm": "<0.28", "sglang": "<0.5.18"},
         "architectures",
@@ -413,7 +474,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         {"vllm": ">=0.25,<0.28"},
         "is_causal",
-        conditions.is_causal_is_not_nested,
+        conditions.causality_is_not_nested,
         "{value} is not read before vLLM 0.28: sliding layers are causal in the block, full layers are not.",
         "Write causal into dflash_config, or install a newer version.",
         sources=(VLLM_MODEL,),
@@ -422,7 +483,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         {"sglang": ">=0.5.14,<0.5.18"},
         "is_causal",
-        conditions.is_causal_is_needed,
+        conditions.causality_is_not_the_default,
         "{value} is read for all layers only since SGLang 0.5.18.",
         "Install a newer version.",
         sources=(SGLANG_MODEL,),
@@ -471,7 +532,7 @@ LIMITS: tuple[Limit, ...] = (
         ANY_SERVER,
         "is_causal",
         conditions.layer_is_read_differently,
-        "layer {layer}: vLLM reads (window, causal) = {vllm}, SGLang {sglang}.",
+        "layer {layer}: vLLM reads (window, causal) = {vllm}, and SGLang reads {sglang}.",
         "Write layer_types, sliding_window and is_causal at the top level.",
         sources=(VLLM_MODEL, SGLANG_MODEL),
         example={"dflash_config": {"causal": True}},
@@ -637,7 +698,7 @@ LIMITS: tuple[Limit, ...] = (
             {"vllm": ">=0.28"},
             field,
             Comparison(field, "not set", location="dflash_config"),
-            "{value} in dflash_config must be a positive integer; it is read nowhere else.",
+            "must be a positive integer in dflash_config, the only place where it is read; it is {value} there.",
             sources=(VLLM_DFLASH2,),
             layouts=("DFlash 2",),
             example=_at_top_level(field, 2),
@@ -649,7 +710,7 @@ LIMITS: tuple[Limit, ...] = (
             {"vllm": ">=0.28", "sglang": ">=0.5.19"},
             field,
             Comparison(field, "not set", location="dflash_config"),
-            "{value} in dflash_config must be a positive integer; it is read nowhere else.",
+            "must be a positive integer in dflash_config, the only place where it is read; it is {value} there.",
             sources=(VLLM_DFLASH2, SGLANG_MODEL),
             layouts=("DFlash 2",),
             example=_at_top_level(field, 5),

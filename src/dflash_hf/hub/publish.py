@@ -81,7 +81,7 @@ class Publication:
         card (`ModelCard`): Its README.md.
         findings (`list[Finding]`): Findings of the preflight: warnings, and engines that cannot serve it.
         changes (`Changes`, *optional*): What it changes there; `None` if a dry run could not reach the Hub.
-        not_compared_because (`str`): Why a dry run could not reach it; empty otherwise.
+        comparison_error (`str`): Why a dry run could not reach it; empty otherwise.
         url (`str`, *optional*): The commit; `None` after a dry run, or if the repository was already up to date.
     """
 
@@ -91,7 +91,7 @@ class Publication:
     card: ModelCard
     findings: list[Finding]
     changes: Changes | None = None
-    not_compared_because: str = ""
+    comparison_error: str = ""
     url: str | None = None
 
     @property
@@ -151,7 +151,7 @@ def publish(
     except HubError as error:
         if not dry_run or isinstance(error.__cause__, ValueError):  # the card was rejected
             raise
-        result.not_compared_because = one_line(error.__cause__)
+        result.comparison_error = one_line(error.__cause__)
     announce(result)
     if not dry_run:
         result.url = upload(api, repo, changes, private)
@@ -202,11 +202,18 @@ def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> P
     contents: dict[str, Path | bytes] = {**sources, **code, "README.md": readme}
     if code:
         contents["config.json"] = with_version((folder / "config.json").read_text(encoding="utf-8")).encode()
-    for name, source in sources.items():
-        if name.endswith(_ADAPTER):  # trained on a local folder
-            adapter = {**read_json(source), "base_model_name_or_path": repo}
-            contents[name] = (json.dumps(adapter, indent=2, sort_keys=True) + "\n").encode()
+    contents |= _adapter_configs(sources, repo)
     return Publication(repo, dict(sorted(contents.items())), left_out, card, findings)
+
+
+def _adapter_configs(sources: dict[str, Path], repo: str) -> dict[str, bytes]:
+    """The configurations of adapters among the files, which name the repository in place of a local folder."""
+    configs = {}
+    for name, source in sources.items():
+        if name.endswith(_ADAPTER):
+            adapter = {**read_json(source), "base_model_name_or_path": repo}
+            configs[name] = (json.dumps(adapter, indent=2, sort_keys=True) + "\n").encode()
+    return configs
 
 
 def _write_and_check_gguf(
@@ -341,7 +348,7 @@ def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool)
 
 
 def _is_drafter(config: str) -> bool:
-    """Whether the text of a `config.json` is that of a drafter."""
+    """Whether the text of a `config.json` describes a drafter."""
     try:
         return is_drafter_config(json.loads(config))
     except (ValueError, AttributeError, TypeError):  # damaged

@@ -25,7 +25,7 @@ class AnswerCompleter:
         options (`Options`): What the body asks for.
         logprobs (`LogProbs`, *optional*): Has the log-probabilities of the answer, if they are asked for.
         echo (`str`): Text of the prompt that comes before the answer.
-        is_responses (`bool`): Whether the answer is one of `/v1/responses`, whose streams end otherwise.
+        is_responses (`bool`): Whether the answer is one of `/v1/responses`, whose streams end without `[DONE]`.
     """
 
     def __init__(

@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler
-
 from dflash_hf.serving.messages import check_items, check_length, check_strings, template_arguments_of
 from dflash_hf.serving.options import Options
+from dflash_hf.serving.upstream import ChatHandler, PairHandler, ResponsesHandler, TextHandler
 from dflash_hf.targets.generation import context_length_of
 
 
@@ -20,17 +16,17 @@ class Endpoint:
     Args:
         path (`str`): Its path.
         input_field (`str`): The field of a body that it answers.
-        handler (`type[BaseHandler]`): Upstream's handler.
+        handler (`type[PairHandler]`): The class of its handler.
     """
 
     path: str
     input_field: str
-    handler: type[BaseHandler]
+    handler: type[PairHandler]
 
 
-CHAT = Endpoint("/v1/chat/completions", "messages", ChatCompletionHandler)
-COMPLETIONS = Endpoint("/v1/completions", "prompt", CompletionHandler)
-RESPONSES = Endpoint("/v1/responses", "input", ResponseHandler)
+CHAT = Endpoint("/v1/chat/completions", "messages", ChatHandler)
+COMPLETIONS = Endpoint("/v1/completions", "prompt", TextHandler)
+RESPONSES = Endpoint("/v1/responses", "input", ResponsesHandler)
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 
 
@@ -40,7 +36,7 @@ class BodyChecker:
 
     Args:
         target (`PreTrainedModel`): The model.
-        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer, or what else reads conversations.
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer or processor.
         name (`str`): The model's id in the API.
     """
 
@@ -51,10 +47,13 @@ class BodyChecker:
         self.context_length: int | None = context_length_of(target)  # tokens
         self.num_embeddings: int = target.get_input_embeddings().weight.shape[0]
 
-    def read(self, endpoint: Endpoint, body: dict) -> Options:
+    def check_and_rewrite(self, endpoint: Endpoint, body: dict) -> Options:
         """
-        The options of a body. Fields that upstream would misread, and arguments that the chat template does not read,
-        are taken out of the body; a limit of -1 becomes all that is left.
+        Check a body, and rewrite it in place for upstream's handler: without the fields that upstream would misread,
+        and without arguments that the chat template does not read; a limit of -1 becomes all that is left.
+
+        Returns:
+            [`~dflash_hf.serving.options.Options`]: The options of the body.
 
         Raises:
             `ValueError`: a field is missing, has a wrong value, or is not supported here.

@@ -27,6 +27,8 @@ SECONDS_IN_A_PASTE = 0.05
 
 class Chat:
     """
+    A conversation in the terminal.
+
     Args:
         decoder (`Decoder`): Answers.
         encode (`Callable[[list[dict]], list[int]]`): The ids of a conversation that asks for an answer.
@@ -42,7 +44,7 @@ class Chat:
         self.color = color
         self.note = echo.note
         self.write = echo.write
-        self.drafts = decoder.draft is not None
+        self.use_drafter = decoder.draft is not None
         self.messages: list[dict] = []
         self.turns: list[dict] = []
 
@@ -51,7 +53,7 @@ class Chat:
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  enables line editing and history
-            if self.color and self.drafts:
+            if self.color and self.use_drafter:
                 self.note("Green tokens were drafted and accepted; the others are the target's own.")
             self.note(HELP)
         messages = self._typed_messages() if sys.stdin.isatty() else stdin_lines()
@@ -70,8 +72,8 @@ class Chat:
         elif command in ("/draft on", "/draft off") and self.decoder.draft is None:
             self.note("There is no drafter; --draft names one.")
         elif command in ("/draft on", "/draft off"):
-            self.drafts = command == "/draft on"
-            self.note("From now on with the drafter." if self.drafts else "From now on without the drafter.")
+            self.use_drafter = command == "/draft on"
+            self.note("From now on with the drafter." if self.use_drafter else "From now on without the drafter.")
         elif command == "/help":
             self.note(HELP)
         else:
@@ -102,7 +104,7 @@ class Chat:
             try:
                 ids = torch.tensor([self.encode(messages)], device=target.device)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                request = Request(self.decoder, inputs, generation_config, streamer, drafts=self.drafts)
+                request = Request(self.decoder, inputs, generation_config, streamer, use_drafter=self.use_drafter)
                 self._wait_for(self.decoder.submit(request))
             except Exception as error:
                 if not sys.stdin.isatty():

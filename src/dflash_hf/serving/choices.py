@@ -23,7 +23,7 @@ def total_usage(usages: Sequence[dict], per_prompt: int) -> dict:
 
 
 def merge_answers(answers: Sequence[dict], per_prompt: int) -> dict:
-    """One answer with the choices of all answers and the sum of their usage; id and time are those of the first."""
+    """One answer with the choices of all answers and the sum of their usage; it has the id and time of the first."""
     choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     usage = total_usage([answer["usage"] for answer in answers], per_prompt)
     return {**answers[0], "choices": choices, "usage": usage}

@@ -10,7 +10,19 @@ All requests share this thread, so every error must be attributed to a request, 
 - An error of a batch: its requests go on one by one.
 - An error of the caches of earlier answers, which only save time: it is logged, the caches are dropped, and the prompt
   is read from its beginning.
-- If the thread ends nevertheless, `is_alive` is false, and all requests fail: those that wait, and later ones.
+- If the thread ends nevertheless, `is_alive` is false, and all waiting and later requests fail.
+
+The way of a request in this thread, from queue to queue:
+
+    submit --> inbox --receive--> waiting --_serve--> _decode_single ---> finished
+                                     ^                      |
+                                     |  a second one waits  |
+                                     +----------------------+
+                                     |
+                                     +--_decode_batch--> running (a batch) ---> finished
+                                     ^                      |
+                                     |   the batch fails    |
+                                     +----------------------+
 """
 
 import contextlib
@@ -54,9 +66,9 @@ _MAX_BATCH_MANAGERS = 2  # each has its own cache
 _BATCH_CACHE_SHARE = 0.1  # share of the free memory for the cache of a manager
 _MAX_BATCH_TOKENS_ON_CPU = 512  # per forward; more is no faster on a CPU, and upstream keeps logits of all of them
 _BATCH_POLL_SECONDS = 0.1  # after this time without a token, the decoder checks that the batch still runs
-_MAX_PAUSE = 31  # requests without the drafter, in a row
+_MAX_PAUSE = 31  # consecutive requests without the drafter
 _ENDED = "The thread that decodes has ended, and no request is answered any more; restart the server."
-# Pause after an error that belongs to no request: one that repeats must not take a whole core.
+# Waiting time after an error that belongs to no request, so that an error that repeats does not busy a whole core.
 _SECONDS_AFTER_ERROR = 0.1
 
 
@@ -71,20 +83,25 @@ class DrafterPause:
     """
 
     def __init__(self):
-        self._length = 0  # requests of the latest pause; 0 after an answer that the drafter sped up
-        self._remaining = 0  # requests of it that are still to come
+        self._pause_length = 0  # requests in the latest pause; 0 after an answer that the drafter sped up
+        self._remaining_requests = 0  # requests of this pause that are still to come
 
-    def allows_drafter(self) -> bool:
-        """Whether the next request may use the drafter; called once for each request that would."""
-        if not self._remaining:
+    def take_turn(self) -> bool:
+        """
+        Count the next request; call it once for each request that would use the drafter.
+
+        Returns:
+            `bool`: Whether this request may use the drafter: no request of a pause may.
+        """
+        if not self._remaining_requests:
             return True
-        self._remaining -= 1
+        self._remaining_requests -= 1
         return False
 
     def record(self, speedup: float) -> None:
         """Record the estimated speedup of an answer that could use the drafter."""
-        self._length = 0 if speedup > 1 else min(2 * self._length + 1, _MAX_PAUSE)
-        self._remaining = self._length
+        self._pause_length = 0 if speedup > 1 else min(2 * self._pause_length + 1, _MAX_PAUSE)
+        self._remaining_requests = self._pause_length
 
 
 class _SingleDecodingStop(StoppingCriteria):
@@ -109,8 +126,8 @@ class Decoder:
     `submit`, `stop` and `is_alive` are for any thread; everything else runs in the decoder's own.
 
     Args:
-        target (`PreTrainedModel`): The target. Its stop strings move here: `generate` would search its vocabulary for
-            them in each call.
+        target (`PreTrainedModel`): The target. Until `stop`, its stop strings are here and not in its
+            `generation_config`, since `generate` would search the vocabulary for them in each call.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         draft (`DFlashDraftModel`, *optional*): Its drafter.
     """
@@ -154,9 +171,14 @@ class Decoder:
         return self.thread.is_alive()
 
     def stop(self) -> None:
-        """End the threads: torch must not run in one while the interpreter exits."""
+        """
+        End the threads, since torch must not run in one while the interpreter exits, and give the target its stop
+        strings back.
+        """
         self.inbox.put(None)
         self.thread.join(timeout=2)
+        if self.stop_strings is not None:
+            self.target.generation_config.stop_strings = self.stop_strings
         for manager in list(self.batch_managers.values()):
             manager.stop(block=True, timeout=2)
 
@@ -199,7 +221,7 @@ class Decoder:
             self._fail_waiting()
 
     def _serve(self, request: Request) -> None:
-        """Answer a request, and with it those that can be batched with it."""
+        """Answer a request, together with the requests that can be batched with it."""
         try:
             if request.is_finished:  # it has failed
                 return
@@ -266,7 +288,6 @@ class Decoder:
     def _generate(self, request: Request, stop: StoppingCriteria) -> float | None:
         """Call `generate` for a request; returns the estimated speedup by the drafter, `None` if it was not used."""
         # 1. Its inputs: with the tokens of a batch, if it comes from one.
-        drafts = request.drafts and self.drafter_pause.allows_drafter()
         inputs = request.inputs
         token_ids = request.token_ids
         if request.tokens:
@@ -275,7 +296,7 @@ class Decoder:
         config = copy.copy(request.generation_config)
         config.max_new_tokens = request.remaining_tokens
         config.return_dict_in_generate = True
-        options: dict = {"assistant_model": self.draft if drafts else None}
+        options: dict = {"assistant_model": self.draft if self._decide_drafting(request) else None}
         # 2. The cache of an earlier answer, if it fits.
         is_text = not set(inputs) - _TEXT_INPUTS
         keeps_cache = is_text and (config.num_beams or 1) == 1 and not config.cache_implementation
@@ -299,6 +320,17 @@ class Decoder:
         if keeps_cache:
             self._keep_cache(output.sequences[0].tolist(), len(request.prompt), output.get(CACHE_NAME))
         return output.get("estimated_speedup")
+
+    def _decide_drafting(self, request: Request) -> bool:
+        """
+        Whether a request uses the drafter. This is decided when it starts: a request that continues after a batch does
+        not count as another one in a pause of the drafter.
+        """
+        if self.draft is None or not request.use_drafter:
+            return False
+        if request.start_time is None:
+            request.use_drafter = self.drafter_pause.take_turn()
+        return request.use_drafter
 
     def _take_cache(self, token_ids: list[int]) -> tuple[Any, int]:
         """The cache with the longest common prefix, and the number of tokens in it."""
@@ -343,14 +375,18 @@ class Decoder:
     def _leave_batch(self, batch_key: tuple, running: dict[str, Request]) -> None:
         """After an error the requests of a batch go on one by one, after the tokens that it gave them."""
         self.batch_failures += 1
+        # 1. The request that was about to join may have been started already.
         if self.waiting:
-            self.waiting[0].pause()  # it may have been about to join
-            if not running:  # the batch could not even begin, perhaps because of the first
-                self.waiting[0].batch_key = None
+            self.waiting[0].pause()
+        # 2. If no request is in the batch, this one may be why it failed: it is not batched again.
+        if self.waiting and not running:
+            self.waiting[0].batch_key = None
+        # 3. The requests of the batch come first again, in their order.
         for request in reversed(running.values()):
             request.batch_key = None
             request.pause()
             self.waiting.appendleft(request)
+        # 4. The manager; the next batch with this key makes a new one.
         manager = self.batch_managers.pop(batch_key, None)
         if manager is None:
             return

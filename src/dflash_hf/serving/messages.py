@@ -74,8 +74,8 @@ def _values(name: str, whole) -> Iterator[tuple[str, Any]]:
 def check_length(tokenizer, value, max_tokens: int | None) -> None:
     """
     Reject what is much too long for the model before upstream encodes it: that takes 50 s for 12 MB, in the event loop
-    that serves all requests. Tokens are counted chunk by chunk and only up to the limit: 12 MB take no longer
-    than a text of `max_tokens` tokens.
+    that serves all requests. Tokens are counted chunk by chunk and only up to the limit, so that 12 MB are rejected as
+    fast as a text of `max_tokens` tokens is read.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
@@ -89,7 +89,7 @@ def check_length(tokenizer, value, max_tokens: int | None) -> None:
     """
     strings = [(path, text) for path, text in _values("", value) if isinstance(text, str)]
     texts = [text for path, text in strings if not path.endswith(".type") and not text.startswith("data:")]
-    if max_tokens is None or sum(map(len, texts)) <= 2 * max_tokens:  # it is soon read
+    if max_tokens is None or sum(map(len, texts)) <= 2 * max_tokens:  # short enough to be encoded at once
         return
     count = 0
     for text in texts:

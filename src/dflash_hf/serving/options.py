@@ -1,4 +1,14 @@
-"""The fields of a request's body that upstream's handlers ignore, misread or do not check."""
+"""
+The fields of a request's body that upstream's handlers ignore, misread or do not check.
+
+A field of a body is of one of these kinds:
+
+1. handled here and kept from upstream: `_HANDLED_HERE`;
+2. not supported: `_UNSUPPORTED`, an error unless it has the value that changes nothing;
+3. without effect on the answer: `_IGNORED`;
+4. read by upstream, and checked here before: the other fields of [`Options`];
+5. any other: upstream reads it, or rejects it by an error that names it.
+"""
 
 import json
 from typing import Annotated, Any, Literal
@@ -102,7 +112,7 @@ _IGNORED = {
 }
 _MAX_CHOICES = 8  # for each prompt; they are decoded in one batch
 _MAX_PROMPTS = 256
-_MIN_TEMPERATURE = 1e-5  # lower ones are greedy: logits would overflow, and samples be the likeliest token anyway
+_MIN_TEMPERATURE = 1e-5  # lower ones are greedy: logits would overflow, and every sample would be the likeliest token
 Length = Annotated[int, Field(ge=1)]
 Limit = Annotated[int, Field(ge=-1)]  # -1: as many tokens as there is room for
 Id = Annotated[int, Field(ge=0)]

@@ -14,7 +14,8 @@ from dflash_hf.targets.memory import free_memory
 
 
 _MEMORY_SHARE = 0.1  # share of the free memory that all caches together may take
-_MAX_OPENING_TOKENS = 8  # tokens at the end of a prompt that open the answer; the next turn may write them otherwise
+# Tokens at the end of a prompt that open the answer; the template may render them differently in the next turn.
+_MAX_OPENING_TOKENS = 8
 _MIN_SHARED_TOKENS = 64  # shorter common prefixes are read with the rest
 
 

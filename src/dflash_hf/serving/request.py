@@ -16,18 +16,19 @@ from dflash_hf.targets.generation import eos_ids, max_answer_tokens
 
 class RequestStatus(enum.Enum):
     """
-    Where a request is. It changes only as follows:
+    The state of a request. It changes only as follows, each time by the method in the second column:
 
-        WAITING  -> RUNNING            the decoder starts it, on its own or in a batch
-        RUNNING  -> WAITING            it stops in the middle, to go on in a batch, or after a batch that failed
-        RUNNING  -> FINISHED_STOPPED   its answer ended: at a stop string or an end-of-sequence token
-        RUNNING  -> FINISHED_LENGTH    its answer was cut, at `max_new_tokens` or `max_time`
-        WAITING or RUNNING -> FINISHED_ABORTED   `abort` was called, and the decoder has noticed
-        WAITING or RUNNING -> FINISHED_ERROR     something failed
+        WAITING -> RUNNING             start    the decoder decodes it, on its own or in a batch
+        RUNNING -> WAITING             pause    it leaves in the middle, for a batch or after a batch that failed
+        RUNNING -> FINISHED_STOPPED    finish   its answer ended at a stop string or an end-of-sequence token
+        RUNNING -> FINISHED_LENGTH     finish   its answer was cut, at `max_new_tokens` or `max_time`
+        WAITING or RUNNING -> FINISHED_ABORTED  finish   `abort` was called, and the decoder has noticed
+        WAITING or RUNNING -> FINISHED_ERROR    fail     something failed
 
-    What is finished stays so. The thread that decodes makes every change, except that whoever submits a request after
-    this thread has ended changes it to FINISHED_ERROR. `abort` changes nothing itself: it may be called from any
-    thread, and the decoder finishes the request at the next token.
+    What is finished stays so. The [`~dflash_hf.serving.decoder.Decoder`] calls these methods in its own thread, except
+    that `submit` calls `fail` once this thread has ended. `abort` changes nothing itself: it may be called from any
+    thread, and the decoder finishes the request at the next token. `generate` calls `put`, `next_round`, `end_round`
+    and `end`, as of any streamer.
     """
 
     WAITING = "waiting"
@@ -45,27 +46,30 @@ class Request:
     Args:
         decoder (`Decoder`): The decoder that will answer.
         inputs (`dict`): Inputs of `generate`, `input_ids` `[1, S]` among them.
-        generation_config (`GenerationConfig`): Changed in place: `max_new_tokens` is limited by the room in the
-            context, and greedy decoding has no sampling parameters.
+        generation_config (`GenerationConfig`): Belongs to the request, and is changed in place: `max_new_tokens` is
+            limited by the room in the context, greedy decoding has no sampling parameters, and stop strings are in
+            `stop_strings`.
         streamer (`BaseStreamer`, *optional*): Receives the tokens of the answer.
-        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: those of
-            `generation_config`, then the target's.
+        stop_strings (`Sequence[str]`, *optional*): Strings that end the answer. Default: the stop
+            strings of `generation_config`, then of the target.
         seed (`int`, *optional*): Seed of this request's samples.
         processors (`Sequence[LogitsProcessor]`): Logits processors. Those with a method `on_token` are called with
             each token of the answer.
-        drafts (`bool`): Whether the drafter may be used.
+        use_drafter (`bool`): Whether the drafter may be used.
         prompt_scores (`LogProbs`, *optional*): Also records the log-probabilities of the prompt's own tokens.
 
     Attributes:
-        status (`RequestStatus`): Where it is.
+        status (`RequestStatus`): Its state.
         future (`Future`): Done when it is finished. Its result is the request itself, its exception what failed.
         prompt (`list[int]`): Token ids of the prompt.
         tokens (`list[int]`): Token ids of the answer so far.
         rounds (`int`): Number of verifications.
-        drafted (`int`): Number of drafted tokens that they verified.
-        accepted (`int`): How many of these they accepted; without the token of the target's own in each round.
+        committed (`int`): Number of tokens of the answer that come from verifications.
+        drafted (`int`): Number of drafted tokens that were verified.
+        accepted (`int`): How many of the drafted tokens are in the answer.
         cached_tokens (`int`): Tokens of the prompt that were in the cache of an earlier answer.
         tokens_before_batch (`int`): Tokens of prompt and answer when it joined a batch; 0 if it has not.
+        batch_key (`tuple`, *optional*): See `Decoder.batch_key_of`; set by `Decoder.submit`. `None`: not batched.
 
     Raises:
         `ValueError`: the prompt is empty, or leaves no room for an answer.
@@ -80,7 +84,7 @@ class Request:
         stop_strings: Sequence[str] | None = None,
         seed: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
-        drafts: bool = True,
+        use_drafter: bool = True,
         prompt_scores=None,
     ):
         if not generation_config.do_sample:  # these mean nothing then, and upstream warns of other values
@@ -93,7 +97,7 @@ class Request:
         self.streamer = streamer
         self.seed = seed
         self.processors = processors
-        self.drafts = drafts
+        self.use_drafter = use_drafter
         self.prompt_scores = prompt_scores
         self.prompt: list[int] = inputs["input_ids"][0].tolist()
         if not self.prompt:
@@ -117,15 +121,16 @@ class Request:
         self.start_time: float | None = None
         self.tokens: list[int] = []
         self.rounds = 0
+        self.committed = 0
         self.drafted = 0
         self.accepted = 0
         self.cached_tokens = 0
         self.tokens_before_batch = 0
-        self.batch_key: tuple | None = None  # see `Decoder.batch_key_of`
+        self.batch_key: tuple | None = None
         self._abort_requested = threading.Event()
         self._has_stop_string = False
         self._prompt_is_next = False  # `generate` puts the prompt first
-        self._is_verified = False  # whether the next tokens come from a verification
+        self._tokens_before_round = 0  # tokens of the answer when the current verification began
 
     def abort(self) -> None:
         """End the answer at the next token: nobody waits for it any more. May be called from any thread."""
@@ -165,21 +170,18 @@ class Request:
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(self.prompt))
         self._prompt_is_next = True
-        self._is_verified = False
 
     def pause(self) -> None:
-        """Wait to be continued, alone or in a batch, after the tokens so far."""
-        self.status = RequestStatus.WAITING
+        """Wait to be continued, alone or in a batch, after the tokens so far; unless it is finished already."""
+        if not self.is_finished:
+            self.status = RequestStatus.WAITING
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then each token; as a streamer of `generate`."""
         if self._prompt_is_next:
             self._prompt_is_next = False
             return
-        tokens_before = len(self.tokens)
         self.append(value.flatten().tolist())
-        if self._is_verified:
-            self.accepted += len(self.tokens) - tokens_before
 
     def append(self, tokens: list[int]) -> None:
         """Add the next tokens of the answer; those after its end are dropped."""
@@ -194,15 +196,19 @@ class Request:
                 self.streamer.put(torch.tensor([token]))
             self._has_stop_string = self._matcher is not None and self._matcher.completes(token)
 
-    def next_round(self, drafted: int) -> None:
-        """The following tokens come from a new verification, the last of them from the target itself."""
+    def next_round(self, num_drafted: int) -> None:
+        """The following tokens come from a new verification, of `num_drafted` drafted tokens."""
         self.rounds += 1
-        self.drafted += drafted
-        # `put` counts all tokens of the round as accepted; the last of them is the target's own.
-        self.accepted -= 1
-        self._is_verified = True
+        self.drafted += num_drafted
+        self._tokens_before_round = len(self.tokens)
         if hasattr(self.streamer, "next_round"):
-            self.streamer.next_round(drafted)
+            self.streamer.next_round(num_drafted)
+
+    def end_round(self, num_accepted: int) -> None:
+        """The verification is over; `num_accepted` of its tokens were drafted."""
+        committed = len(self.tokens) - self._tokens_before_round
+        self.committed += committed
+        self.accepted += min(num_accepted, committed)  # a token after the end of the answer was dropped
 
     def end(self) -> None:
         """As a streamer: a call of `generate` has ended, but perhaps not the answer. See [`finish`]."""
@@ -211,15 +217,13 @@ class Request:
         """Finish with the answer so far. If the streamer raises, the request fails."""
         if self.is_finished:
             return
-        if self.at_end:
-            self.generation_config.max_new_tokens = None  # or upstream says that an answer of this length was cut
         status = RequestStatus.FINISHED_LENGTH
         if self._abort_requested.is_set():
             status = RequestStatus.FINISHED_ABORTED
         elif self.at_end:
             status = RequestStatus.FINISHED_STOPPED
         try:
-            self.status = status  # before the streamer ends, which may pass on why
+            self.status = status  # before the streamer ends: it may pass on how the answer ended
             if self.streamer is not None:
                 self.streamer.end()
         except BaseException as error:
@@ -247,7 +251,7 @@ class Request:
         prompt = str(len(self.prompt))
         if self.cached_tokens:
             prompt += f" ({self.cached_tokens} cached)"
-        tau = f", tau {(self.accepted + self.rounds) / self.rounds:.2f}" if self.rounds else ""
+        tau = f", tau {self.committed / self.rounds:.2f}" if self.rounds else ""
         together = ", together with others" if self.tokens_before_batch else ""
         return (
             f"{prompt} + {count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s{tau}, "

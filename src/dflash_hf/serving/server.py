@@ -5,9 +5,7 @@ Upstream's handlers read a body into the model's inputs and write the answer. Ad
 of conversations (see [`Decoder`]), options that upstream ignores (see [`Options`]), a log line for each request,
 cancellation when the client disconnects, and the context limit.
 
-The way of a request: [`~dflash_hf.serving.bodies.BodyChecker`] checks its body; each of its choices gets a
-[`~dflash_hf.serving.upstream.ChoiceManager`], by which upstream's handler reaches the decoder;
-[`~dflash_hf.serving.answers.AnswerCompleter`] completes what the handler has written.
+The diagram in the docstring of [`dflash_hf.serving`] shows the way of a request through all objects.
 """
 
 import asyncio
@@ -15,7 +13,6 @@ import copy
 import functools
 import hmac
 import json
-import re
 import signal
 import socket
 import time
@@ -29,29 +26,18 @@ from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from transformers.cli.serving.model_manager import ModelManager
 
 from dflash_hf._io.errors import one_line
 from dflash_hf.serving.answers import AnswerCompleter, merged_response
 from dflash_hf.serving.bodies import COMPLETIONS, ENDPOINTS, RESPONSES, BodyChecker, Endpoint
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.grammars import GrammarCompiler
-from dflash_hf.serving.messages import read_messages
 from dflash_hf.serving.options import Options
-from dflash_hf.serving.request import Request
-from dflash_hf.serving.upstream import ChoiceManager, ChoiceState
-from dflash_hf.targets.generation import eos_ids
+from dflash_hf.serving.request import Request, RequestStatus
+from dflash_hf.serving.upstream import ChoiceManager, processor_for_calls
 
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status, which only logs show
-# How upstream parses an answer that is the call of a tool, with the schema of `answer_schema`; one that was cut keeps
-# what there is.
-_CALL_TEMPLATE = {
-    "open_pattern": r'\{\s*"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"arguments"\s*:\s*',
-    "content": "text",
-    "repeats": True,
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-}
 
 
 class Server:
@@ -59,8 +45,9 @@ class Server:
     A model and its drafter behind OpenAI's API.
 
     Args:
-        target (`PreTrainedModel`): The only model that is served.
-        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer, or what else reads conversations.
+        target (`PreTrainedModel`): The only model that is served. Its stop strings are moved, see [`Decoder`].
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Its tokenizer or processor, which reads
+            conversations.
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: decoding with the target only.
         name (`str`): The model's id in the API.
         log (`Callable[[str], None]`): Called with a line when the server is ready, and for each finished request.
@@ -80,7 +67,7 @@ class Server:
         self.decoder = Decoder(target, tokenizer, draft)
         self.checker = BodyChecker(target, processor, name)
         self.grammars = GrammarCompiler(target, tokenizer)
-        self.calls_processor = _processor_for_calls(processor, target.generation_config)
+        self.calls_processor = processor_for_calls(processor, target.generation_config)
         # A few tokens, so that errors appear before the first request.
         generation_config = copy.deepcopy(target.generation_config)
         generation_config.update(max_new_tokens=4, do_sample=False)
@@ -105,7 +92,7 @@ class Server:
 
     def app(self, api_key: str | None = None, cors: bool = False) -> FastAPI:
         """
-        The application.
+        The FastAPI application.
 
         Args:
             api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
@@ -153,27 +140,29 @@ class Server:
 
     async def _answer(self, endpoint: Endpoint, body: dict, request: HTTPRequest) -> Response:
         """
-        As upstream's handler, but with an error message for invalid requests, which upstream drops silently or
-        misinterprets, and with the options that it ignores.
+        Answer a request as upstream's handler, but with the options that it ignores, and with an error message for
+        invalid requests, which it drops silently or misinterprets.
         """
         body = {key: value for key, value in body.items() if value is not None}  # `null` is as left out
         self._check_model_name(body.get("model") or self.name)
         name = request.headers.get("x-request-id") or str(uuid.uuid4())
         managers: list[ChoiceManager] = []
         try:
-            options = self.checker.read(endpoint, body)
+            # 1. Check the body, and keep what upstream would misread.
+            options = self.checker.check_and_rewrite(endpoint, body)
             await asyncio.to_thread(self.checker.check_length, endpoint, body, options)
-            managers += await self._managers(endpoint, options)
             body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
+            # 2. Let upstream's handler answer each choice.
+            managers += await self._managers(endpoint, options)
             handled = [self._handle(endpoint, manager, body, name) for manager in managers]
             responses = await _responses_unless_disconnected(handled, request)
         except Exception as error:
             _abort(managers)
-            is_submitted = any(manager.request is not None for manager in managers)
-            raise _http_error(error, is_submitted) from error
+            raise _http_error(error) from error
         if responses is None:
             _abort(managers)
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        # 3. Complete the answers, and merge them into one.
         completers = [self._completer(endpoint, manager) for manager in managers]
         response = merged_response(completers, responses, per_prompt=options.n or 1)
         response.headers["x-request-id"] = name
@@ -192,17 +181,21 @@ class Server:
         return managers
 
     async def _handle(self, endpoint: Endpoint, manager: ChoiceManager, body: dict, name: str) -> Response:
-        """The response of upstream's handler for a choice."""
+        """
+        The response of upstream's handler for a choice.
+
+        Raises:
+            `HTTPException`: see [`_http_error`].
+        """
         body = dict(body)
         if endpoint is COMPLETIONS:
             body["prompt"] = manager.text_prompt
-        handler = endpoint.handler(ModelManager, ChoiceState(manager), self.template)
         processor = self.calls_processor if manager.options.forces_call else self.processor
-        handler._resolve_model = lambda _: (self.name, self.target, processor)
-        handler.get_processor_inputs_from_messages = functools.partial(
-            read_messages, handler.get_processor_inputs_from_messages
-        )
-        return await handler.handle_request(body, name)
+        handler = endpoint.handler(manager, self.name, processor, self.template)
+        try:
+            return await handler.handle_request(body, name)
+        except Exception as error:
+            raise _http_error(error, manager.request) from error
 
     def _completer(self, endpoint: Endpoint, manager: ChoiceManager) -> AnswerCompleter:
         """What completes the answer for a choice whose request is submitted."""
@@ -242,18 +235,31 @@ def _abort(managers: Sequence[ChoiceManager]) -> None:
         manager.abort()
 
 
-def _http_error(error: Exception, is_submitted: bool) -> HTTPException:
+def _http_error(error: Exception, request: Request | None = None) -> HTTPException:
     """
-    The error of an answer as the client gets it. Until the decoder has the request, an error comes from reading the
-    body, such as its template, its tools or its images, and is the client's.
+    The error of an answer as the client gets it.
+
+    - Before the decoder has the request, an error comes from reading the body, such as its template, its tools or its
+      images: 400.
+    - A `ValueError` with which the request fails before its first token comes from its settings, which `generate`
+      checks first: 400.
+    - Any other error is one of the server: 500.
+
+    Args:
+        error (`Exception`): The error.
+        request (`Request`, *optional*): The request; `None` if it was not submitted.
     """
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):  # also upstream's, whose 422 is OpenAI's 400
         return HTTPException(400 if error.status_code == 422 else error.status_code, error.detail)
     if isinstance(error, DecoderEnded):
         return HTTPException(503, str(error))
-    is_server_error = isinstance(error, MemoryError) or (is_submitted and isinstance(error, RuntimeError | OSError))
+    if request is None:
+        is_clients = not isinstance(error, MemoryError)
+    else:
+        has_failed = request.status is RequestStatus.FINISHED_ERROR
+        is_clients = has_failed and isinstance(error, ValueError) and not request.tokens
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return HTTPException(500 if is_server_error else 400, one_line(f"{kind}{error}"))
+    return HTTPException(400 if is_clients else 500, one_line(f"{kind}{error}"))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -280,18 +286,6 @@ def _require_key(app, api_key: str):
         await answer(scope, receive, send)
 
     return guarded
-
-
-def _processor_for_calls(processor, generation_config):
-    """A copy of a processor with which upstream parses answers that are calls of tools."""
-    processor = copy.copy(processor)
-    if hasattr(processor, "tokenizer"):
-        processor.tokenizer = copy.copy(processor.tokenizer)
-    tokenizer = getattr(processor, "tokenizer", processor)
-    ends = "|".join(re.escape(tokenizer.decode([end])) for end in eos_ids(generation_config))
-    calls = {**_CALL_TEMPLATE, "close_pattern": rf"\s*\}}\s*(?:{ends}|\Z)"}
-    tokenizer.response_template = {"start_anchor": "\0", "fields": {"tool_calls": calls}}  # nothing of the prompt
-    return processor
 
 
 async def _format_error(request, error):

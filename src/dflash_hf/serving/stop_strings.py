@@ -62,7 +62,7 @@ class StopStringFilter:
         self._is_stopped = False
 
     def __call__(self, item) -> None:
-        if type(item) is not str:  # the text is complete
+        if type(item) is not str:  # the call of a tool, a thought or the end: the text before it is complete
             self._pass(self._held_back)
             self._held_back = ""
             self.pass_on(item)

@@ -3,20 +3,42 @@ Between upstream's handlers (`transformers serve`) and the decoder: what a handl
 [`~dflash_hf.serving.request.Request`], and the tokens of its answer become the queue of text that the handler reads.
 
 A handler serves one choice of one HTTP request. It asks [`ChoiceState`] for the manager of its model, once, and gets
-the [`ChoiceManager`] of this choice; of this it calls `generate_streaming` or `generate_non_streaming`, once, which
-submits the request. What the handler then answers is completed by [`~dflash_hf.serving.answers.AnswerCompleter`].
+the [`ChoiceManager`] of this choice. It calls the manager's `generate_streaming` or `generate_non_streaming`, once,
+which submits the request. What the handler then answers is completed by
+[`~dflash_hf.serving.answers.AnswerCompleter`].
+
+Everything of upstream's server that is replaced, by what, and why. Nothing of it is replaced in another file.
+
+- `GenerationState`, which makes managers, by [`ChoiceState`]: each choice has a manager of its own.
+- `GenerateManager`, which calls `generate`, by [`ChoiceManager`]: the decoder calls it, with the drafter and caches.
+- An object of `ModelManager`, which loads models, by the class: of it, handlers only call a static method.
+- `BaseHandler._resolve_model`, by [`PairHandler`]: the only model that is served is loaded already.
+- `BaseHandler.get_processor_inputs_from_messages`, by [`PairHandler`]: upstream drops parts that a model cannot read.
+- `response_template` of the tokenizer, by [`processor_for_calls`]: the forced call of a tool is JSON, not in the form
+  that the model was trained to write.
+- `DirectStreamer._decode_stream` and `end`, by [`CompleteTextStreamer`]: upstream loses the text that it holds back.
+- `DirectStreamer._enqueue`, by [`CompleteTextStreamer`]: upstream passes on the stop string.
+- `DirectStreamer.cancel`, by [`CompleteTextStreamer`]: upstream ends `generate` by an error, which would be the error
+  of all requests in a batch.
+- `max_new_tokens` of an answer that ended by itself, by [`_report_end`]: upstream would say that it was cut.
 """
 
 import asyncio
+import copy
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
-from fastapi import HTTPException
 from transformers import GenerationConfig, LogitsProcessor
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
+    BaseHandler,
     DirectStreamer,
     GenerationState,
     _StreamError,
@@ -24,15 +46,87 @@ from transformers.cli.serving.utils import (
 )
 
 from dflash_hf._io.errors import one_line
-from dflash_hf.serving.decoder import Decoder, DecoderEnded
+from dflash_hf.serving.decoder import Decoder
 from dflash_hf.serving.logprobs import LogProbs
+from dflash_hf.serving.messages import read_messages
 from dflash_hf.serving.options import Options
 from dflash_hf.serving.request import Request, RequestStatus
 from dflash_hf.serving.stop_strings import StopStringFilter
 from dflash_hf.serving.token_bytes import TokenBytes
+from dflash_hf.targets.generation import eos_ids
 
 
 _SEED_RANGE = 2**32  # torch and numpy take seeds below it; OpenAI's have 64 bits
+# How upstream parses an answer that is the call of a tool, in the form of [`Options.answer_schema`]. The arguments of
+# an answer that was cut are those so far.
+_CALL_TEMPLATE = {
+    "open_pattern": r'\{\s*"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"arguments"\s*:\s*',
+    "content": "text",
+    "repeats": True,
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ handlers
+
+
+class PairHandler(BaseHandler):
+    """
+    What upstream's handlers have in common here: the pair is loaded, and every part of a message is read or rejected.
+
+    Args:
+        manager (`ChoiceManager`): The manager of the choice that is handled.
+        name (`str`): The model's id in the API.
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): Reads the conversation, and the calls in its answer.
+        template (`dict`, *optional*): Arguments of the chat template, for a body without its own.
+    """
+
+    def __init__(self, manager: "ChoiceManager", name: str, processor, template: dict | None = None):
+        super().__init__(ModelManager, ChoiceState(manager), template)
+        self.name = name
+        self.target = manager.decoder.target
+        self.processor = processor
+
+    def _resolve_model(self, body: dict) -> tuple:
+        """The id of the model, the model and its processor."""
+        return self.name, self.target, self.processor
+
+    def get_processor_inputs_from_messages(self, messages: list[dict], modality) -> list[dict]:
+        """As upstream's, which is a static method; see [`~dflash_hf.serving.messages.read_messages`]."""
+        return read_messages(super().get_processor_inputs_from_messages, messages, modality)
+
+
+class ChatHandler(PairHandler, ChatCompletionHandler):
+    """Upstream's handler of `/v1/chat/completions`."""
+
+
+class TextHandler(PairHandler, CompletionHandler):
+    """Upstream's handler of `/v1/completions`."""
+
+
+class ResponsesHandler(PairHandler, ResponseHandler):
+    """Upstream's handler of `/v1/responses`."""
+
+
+def processor_for_calls(processor, generation_config: GenerationConfig):
+    """
+    A copy of a processor with which upstream parses answers that are forced to be calls of tools.
+
+    Args:
+        processor (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        generation_config (`GenerationConfig`): The target's, with the tokens that end an answer.
+    """
+    processor = copy.copy(processor)
+    if hasattr(processor, "tokenizer"):
+        processor.tokenizer = copy.copy(processor.tokenizer)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    ends = "|".join(re.escape(tokenizer.decode([end])) for end in eos_ids(generation_config))
+    calls = {**_CALL_TEMPLATE, "close_pattern": rf"\s*\}}\s*(?:{ends}|\Z)"}
+    tokenizer.response_template = {"start_anchor": "\0", "fields": {"tool_calls": calls}}  # nothing of the prompt
+    return processor
+
+
+# ------------------------------------------------------------------------------------------------ state and manager
 
 
 class ChoiceState(GenerationState):
@@ -96,7 +190,7 @@ class ChoiceManager(BaseGenerateManager):
         return self.prompt if isinstance(self.prompt, str) else ""
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        """As upstream's; the streamer's `cancel` aborts the request."""
+        """As upstream's: the queue of the answer's text, and the streamer that fills it."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue = asyncio.Queue()
         streamer = CompleteTextStreamer(self.decoder.token_bytes, loop, events, response_parser)
@@ -108,22 +202,18 @@ class ChoiceManager(BaseGenerateManager):
                 loop.call_soon_threadsafe(events.put_nowait, _StreamError(escaped_message))
 
         request = self._submit(inputs, gen_config, request_id, streamer)
-        streamer.cancel = request.abort
         request.future.add_done_callback(pass_on_error)
         return events, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """As upstream's, but a cancelled call aborts its request."""
+        """As upstream's, but a cancelled call aborts its request. Raises the error with which the request fails."""
         request = self._submit(inputs, gen_config, request_id)
         try:
             await asyncio.wrap_future(request.future)
         except asyncio.CancelledError:
             request.abort()
             raise
-        except (ValueError, DecoderEnded):  # a wrong request, or no request's error
-            raise
-        except Exception as error:
-            raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
+        _report_end(request)
         text = self.decoder.token_bytes.complete_text(request.tokens)
         return text, len(request.prompt), request.tokens
 
@@ -154,8 +244,8 @@ class ChoiceManager(BaseGenerateManager):
             processors=self.processors,
             prompt_scores=self.logprobs if options.echo else None,
         )
-        if streamer is not None and request.stop_strings:
-            streamer.filter_stop_strings(request.stop_strings)
+        if streamer is not None:
+            streamer.attach(request)
 
         def log_summary(done: Future) -> None:
             error = done.exception()
@@ -169,6 +259,16 @@ class ChoiceManager(BaseGenerateManager):
         request.future.add_done_callback(log_summary)
         self.request = self.decoder.submit(request)
         return request
+
+
+def _report_end(request: Request) -> None:
+    """
+    Have upstream's handler say why a finished answer ended: it compares the number of tokens with `max_new_tokens` of
+    its configuration, which is the request's, and takes an answer of this length for a cut one, even if it ended there
+    by itself.
+    """
+    if request.status is RequestStatus.FINISHED_STOPPED:
+        request.generation_config.max_new_tokens = None
 
 
 def complete_generation_config(
@@ -214,11 +314,14 @@ def complete_generation_config(
         config.repetition_penalty = penalty
 
 
+# ------------------------------------------------------------------------------------------------------------ streamer
+
+
 class CompleteTextStreamer(DirectStreamer):
     """
-    Upstream's streamer, with the end of the text. Upstream's keeps back text that may go on, and loses it where the
-    answer ends. Here it is passed on, without a character that was cut: the same text as that of an answer that is not
-    streamed.
+    Upstream's streamer, with the end of the text. Upstream's holds back an incomplete character, and loses it where
+    the answer ends. Here the rest is passed on, without a character that was cut: the streamed text is the same as the
+    text of an answer that is not streamed.
 
     Args:
         token_bytes (`TokenBytes`): The bytes of the target's tokens.
@@ -230,13 +333,21 @@ class CompleteTextStreamer(DirectStreamer):
         super().__init__(token_bytes.tokenizer._tokenizer, loop, events, response_parser=parser)
         self.token_bytes = token_bytes
         self._decode_stream = _RecordingDecodeStream(self._decode_stream)  # upstream's `put` calls its `step`
+        self.request: Request | None = None
 
-    def filter_stop_strings(self, stop_strings: Sequence[str]) -> None:
-        """Pass on no text from the first of these strings on."""
-        self._enqueue = StopStringFilter(self._enqueue, stop_strings)
+    def attach(self, request: Request) -> None:
+        """Stream the answer to this request: no text is passed on from its first stop string on."""
+        self.request = request
+        if request.stop_strings:
+            self._enqueue = StopStringFilter(self._enqueue, request.stop_strings)
+
+    def cancel(self) -> None:
+        """Abort the request: the client is gone."""
+        self.request.abort()
 
     def end(self) -> None:
         """Pass on the rest of the text, and the end."""
+        _report_end(self.request)
         stream = self._decode_stream
         whole_text = self.token_bytes.complete_text(stream.tokens, skip_special=self._parser is None)
         rest = whole_text[stream.num_characters :]
