@@ -114,7 +114,7 @@ def prepare_dataset(
     from datasets import Sequence as ListOf
 
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
-    if encoder.reader is not None:
+    if encoder.template.reader is not None:
         features["images"] = ListOf(Value("string"))
     rows = _with_arrays(drop_null_keys(rows))
     encoded = rows.map(
@@ -183,7 +183,7 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
         "input_ids": pa.ListArray.from_arrays(ends, flat_ids),
         "loss_mask": pa.ListArray.from_arrays(ends, flat_masks),
     }
-    if encoder.reader is not None:
+    if encoder.template.reader is not None:
         columns["images"] = pa.array(images, pa.list_(pa.string()))
     columns[CONVERSATION] = pa.array(keys, pa.int64())
     columns["left_out"] = pa.array(left_out, pa.string())

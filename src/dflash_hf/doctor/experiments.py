@@ -53,7 +53,7 @@ def _other_settings(case: Case) -> Iterator[Experiment]:
 
 def _other_masks(case: Case) -> NamedFields:
     """The usual mask tokens and the tokenizer's special tokens, except those that the texts hold."""
-    tokenizer = case.encoder.tokenizer
+    tokenizer = case.encoder.template.tokenizer
     vocab_size = case.target.get_input_embeddings().weight.shape[0]
     excluded = {*eos_ids(case.target.generation_config), case.draft.config.mask_token_id}
     for text in case.texts:
@@ -174,8 +174,8 @@ def _target_without_window(case: Case) -> Iterator[Experiment]:
 
 def _other_prompt_modes(case: Case) -> Iterator[Experiment]:
     """With and without thinking, and without the chat template; prompts that were tried already are left out."""
-    current_kwargs = dict(case.encoder.chat_template_kwargs)
-    template = str(case.encoder.tokenizer.chat_template or "")
+    current_kwargs = dict(case.encoder.template.chat_template_kwargs)
+    template = str(case.encoder.template.tokenizer.chat_template or "")
     prompts_of_experiment: list[tuple[Experiment, list[list[int]]]] = []
     switch = next((name for name in ("enable_thinking", "thinking") if name in template), None)
     if switch is not None:

@@ -98,6 +98,6 @@ def store_rows(rows, folder: Path, trainer, script, encoder, should_stop: Callab
     layer_ids = trainer.draft.config.target_layer_ids
     dtype = str(target.dtype).removeprefix("torch.")
     manifest = manifest_of(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
-    collator = DFlashCollator(0, encoder.reader)
+    collator = DFlashCollator(0, encoder.template.reader)
     shard_bytes = _SHARD_TOKENS * manifest.token_bytes
     store_features(target, rows, folder, manifest, shard_bytes=shard_bytes, should_stop=should_stop, collator=collator)

@@ -21,7 +21,7 @@ from dflash_hf.data.images import ImageReader, load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.data.template import digests_of_tokenizer
+from dflash_hf.data.template import ChatTemplate, digests_of_tokenizer
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
@@ -237,16 +237,25 @@ def _load_rows(script: ScriptArguments) -> tuple:
 def _make_encoder(run: Run, target, sources: Sources) -> RowEncoder:
     """What makes examples of a run's rows."""
     script = run.script
-    tokenizer = sources.tokenizer
-    kwargs_of_features = {
-        folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in script.feature_folders
-    }
-    draft_loading = Loading(draft_revision=script.draft_revision)
-    draft_config = load_draft_config(script.draft, draft_loading) if script.draft else None
-    kwargs = template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, run.warn)
-    mask_token_id = mask_token_of(script, target, tokenizer)
-    vocab_size = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, kwargs, sources.image_reader, script.max_length, mask_token_id, vocab_size)
+    template = ChatTemplate(sources.tokenizer, _template_kwargs(run), sources.image_reader)
+    return RowEncoder(
+        template,
+        max_length=script.max_length,
+        mask_token_id=mask_token_of(script, target, sources.tokenizer),
+        vocab_size=target.get_input_embeddings().weight.shape[0],
+    )
+
+
+def _template_kwargs(run: Run) -> dict:
+    """The arguments of the chat template: the run's own, or those of its data, its stored features or its drafter."""
+    script = run.script
+    kwargs_of_features = {}
+    for folder in script.feature_folders:
+        kwargs_of_features[folder] = FeatureManifest.load(Path(folder)).chat_template_kwargs
+    draft_config = None
+    if script.draft:
+        draft_config = load_draft_config(script.draft, Loading(draft_revision=script.draft_revision))
+    return template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, run.warn)
 
 
 def _prepare_data(run: Run, sources: Sources, encoder: RowEncoder) -> TrainingData:
@@ -328,7 +337,7 @@ def _make_trainer(run: Run, draft, target, encoder: RowEncoder, data: TrainingDa
     if script.features:
         drop_layers(target, run.args.device)
     model = add_adapter(draft, script.peft_config) if script.peft_config else draft
-    collator = DFlashCollator(0, encoder.reader)
+    collator = DFlashCollator(0, encoder.template.reader)
     trainer = DFlashTrainer(
         model, target, run.args, data.rows, data.rows_to_evaluate, collator, card_facts=data.card_facts
     )
