@@ -18,6 +18,7 @@ from types import UnionType
 from dflash_hf.training.presets import PAPER, PRESETS
 
 
+# The keys of `training.losses.LOSSES`, which imports torch.
 LossType = typing.Literal["ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"]
 
 

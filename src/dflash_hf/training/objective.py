@@ -33,11 +33,9 @@ from dflash_hf.training.losses import (
     TokenLosses,
     Weights,
     block_loss,
-    d_pace,
     default_gamma,
     loss_normalizer,
     slot_weights,
-    spec_auf,
     token_losses,
 )
 from dflash_hf.training.metrics import Statistics, block_statistics
@@ -135,7 +133,7 @@ class Objective:
         teacher = None
         if args.has_teacher:
             states = output.last_hidden_state.flatten(0, 1)  # [N*S, H_t]
-            teacher = Teacher(states, blocks.previous_index, self.teacher_head, args.loss_kind)
+            teacher = Teacher(states, blocks.previous_index, self.teacher_head, args.loss.kind)
         losses = self.head_losses(hidden, labels, blocks.counted, previous_ids, teacher, progress)
 
         # 5. Their weighted sum over each sequence.
@@ -157,7 +155,7 @@ class Objective:
             self.config.block_size,
             self.config.mask_token_id,
             anchor_first=self.config.sample_from_anchor,
-            contiguous_only=self.args.loss_type == "dspark",
+            contiguous_only=self.args.loss.contiguous_only,
         )
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:
@@ -232,11 +230,9 @@ class ForcedTokenHead(LogitsHead):
 
 
 def weights_of(args, config) -> Weights:
-    """How a run weighs the tokens of a block: by `loss_type`."""
-    if args.weighting == "dpace":
-        return d_pace
-    if args.weighting == "auf":
-        return spec_auf
+    """How a run weighs the tokens of a block: adaptively if its loss does, or by slot."""
+    if args.loss.adaptive_weights is not None:
+        return args.loss.adaptive_weights
     num_tokens = config.block_size + config.sample_from_anchor
     gamma = args.loss_decay_gamma or default_gamma(config.max_block_tokens)
     return slot_weights(num_tokens, gamma).to(args.device)  # [T]

@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from dflash_hf.training.arguments import DFlashOptions, check_values
+from dflash_hf.training.losses import LOSSES, Loss
 
 
 # Arguments of transformers that must stay off, and what they would do.
@@ -64,21 +65,14 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
     )
 
     @property
-    def weighting(self) -> str:
-        """How the tokens of a block are weighed: `"dpace"`, `"auf"`, or else `"decay"`."""
-        name = self.loss_type.partition("_")[0]
-        return name if name in ("dpace", "auf") else "decay"
+    def loss(self) -> Loss:
+        """What `loss_type` stands for."""
+        return LOSSES[self.loss_type]
 
     @property
     def has_teacher(self) -> bool:
         """Whether the drafter is compared with the target's distribution instead of labels."""
-        return self.loss_kind != "ce"
-
-    @property
-    def loss_kind(self) -> str:
-        """How a token is compared, a key of `dflash_hf.training.losses.LOSS_TERMS`."""
-        kind = self.loss_type.rpartition("_")[2]
-        return "ce" if kind == self.weighting else kind
+        return self.loss.kind != "ce"
 
     def __post_init__(self):
         super().__post_init__()
