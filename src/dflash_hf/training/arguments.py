@@ -227,5 +227,7 @@ class DFlashOptions:
     head_only: bool = option("Train only the drafter's head.", False)
     loss_chunk_size: int = option("Tokens whose logits exist at a time.", 512)
     block_attention: typing.Literal["auto", "flex", "dense"] = option(
-        "Attention over blocks: flex skips tiles that no block sees, on CUDA; auto: flex if supported.", "auto"
+        "Attention over blocks. dense: group by group, on any device; flex: skips tiles that no block sees, on CUDA; "
+        "auto: flex if supported.",
+        "auto",
     )

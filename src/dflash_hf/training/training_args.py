@@ -42,8 +42,9 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
             `warmup_steps` is a share of it, below 1.
-        block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
-            skips tiles that no block sees; CUDA only. `"auto"`: flex if supported.
+        block_attention (`str`): `"dense"`: groups of neighbouring blocks attend one after another, each with a mask
+            over the keys that its blocks may see (`training/block_attention.py`); on any device. `"flex"`: flex
+            attention, which skips tiles that no block sees; CUDA only. `"auto"`: flex if supported, or dense.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -94,7 +95,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
                     f"warmup_steps={self.warmup_steps:g} counts steps, but with max_minutes the learning rate follows "
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
-            self.num_train_epochs = 1e6  # the time limit ends training long before
+            self.num_train_epochs = 1e6  # so that the time limit ends training; logs and the bar show time instead
         minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
         check_values(self, DFlashOptions, minima)
         if self.max_steps == 0 or self.max_steps < 0 and not self.num_train_epochs > 0:
