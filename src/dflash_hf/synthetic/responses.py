@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.modeling.target_dflash import length_dependent_rope
-from dflash_hf.synthetic.continuous_batch import BatchCache, continuous_batch_responses
+from dflash_hf.synthetic.continuous_batch import BatchCache, NextToken, continuous_batch_responses
 from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.sampling import TokenSampler, sampler_supports
 from dflash_hf.targets.features import input_device
@@ -236,7 +236,7 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
         return _GENERATE_BATCH_SIZE
     cache = BatchCache(target, 1)
     device = input_device(target)
-    cache.step({0: (0, max_answer_tokens(target, 1, length))})  # allocates its buffers
+    cache.step({0: NextToken(id=0, slot=max_answer_tokens(target, 1, length))})  # allocates its buffers
     # Of a target on several devices, each holds about as many layers; an offloaded one's weights are on none.
     devices = {parameter.device for parameter in target.parameters() if not parameter.is_meta} or {device}
     rows_in_memory = int(len(devices) * min(map(free_memory, devices)) / 2 / cache.nbytes)

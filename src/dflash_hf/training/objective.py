@@ -55,15 +55,15 @@ class Objective:
         draft (`DFlashDraftModel`): The drafter itself.
         target (`PreTrainedModel`): Its target; the embedding and the head are read here.
         args (`DFlashTrainingArguments`): Anchors, loss, and attention over blocks.
-        read (`Callable`): Maps a batch to the [`~dflash_hf.targets.frozen.TargetOutput`] of its sequences: a forward
-            of the target, or stored features.
+        read_target (`Callable`): Maps a batch to the [`~dflash_hf.targets.frozen.TargetOutput`] of its sequences: by a
+            forward of the target, or from stored features.
     """
 
-    def __init__(self, draft, target, args, read: Callable[[Batch], TargetOutput]):
+    def __init__(self, draft, target, args, read_target: Callable[[Batch], TargetOutput]):
         self.draft = draft
         self.target = target
         self.args = args
-        self.read = read
+        self.read_target = read_target
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
         self.weights = weights_of(args, draft.config)
@@ -74,8 +74,10 @@ class Objective:
             half_dtype = torch.float16
         self.precision = partial(torch.autocast, args.device.type, dtype=half_dtype, enabled=half_dtype is not None)
         self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
-        drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_lm_head else None  # [v]
-        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
+        draftable_target_ids = None  # [V_draft]
+        if draft.config.has_own_lm_head:
+            draftable_target_ids = draft.target_ids(torch.arange(len(draft.d2t)))
+        self.teacher_head = partial(target_logits, target, ids=draftable_target_ids)  # [M, H_t] -> [M, V_draft]
 
     def draft_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft logits `[M, V]` of hidden states `[M, H]`, in the precision of the run."""
@@ -109,7 +111,7 @@ class Objective:
         config = self.config
 
         # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
-        output = self.read(batch)
+        output = self.read_target(batch)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(batch)
@@ -139,9 +141,13 @@ class Objective:
         # 5. Their weighted sum over each sequence.
         loss = block_loss(losses, blocks.counted, self.weights)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.weights)  # [N]
-        drafted = (..., slice(config.max_block_tokens))  # without a last token that is only trained
+        drafted_tokens = (..., slice(config.max_block_tokens))  # without a last token that is only trained
         statistics = block_statistics(
-            losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
+            losses.correct[drafted_tokens],
+            blocks.counted[drafted_tokens],
+            loss,
+            normalizer,
+            losses.correct_without_head[drafted_tokens],
         )
         return loss, statistics
 

@@ -69,13 +69,14 @@ class Run:
 
     Args:
         script (`ScriptArguments`): Target, drafter and data.
-        args (`DFlashTrainingArguments`): The trainer's arguments.
+        args (`DFlashTrainingArguments`): The trainer's arguments. Their `resume_from_checkpoint` is always `None`:
+            `checkpoint` is the one to resume from.
         folder (`Path`): The `output_dir`.
         is_new (`bool`): Whether it starts over, so that what an earlier run left in `folder` is removed.
         checkpoint (`str`, *optional*): The checkpoint to resume from.
         target_config (`dict`): The target's configuration.
         say (`Callable`): Prints a line about what the run does; only in the first process.
-        warn (`Callable`): Prints a line about what it does otherwise than one might expect; likewise.
+        warn (`Callable`): Prints a warning; only in the first process.
         start_time (`float`): When it began, by the clock of [`TimeBudget`], whose limit covers all of it.
     """
 
@@ -105,10 +106,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Sources:
-    """The rows of a run as they are in their files, `None` with stored features, and what encodes them."""
+    """The rows of a run as they are in their files, and what encodes them."""
 
-    rows: object
-    eval_rows: object
+    rows: object  # `None` for a run on stored features
+    eval_rows: object  # also `None` without evaluation data
     tokenizer: object
     image_reader: ImageReader | None
 
@@ -204,7 +205,8 @@ def _load_sources(run: Run) -> Sources:
         script.trust_remote_code,
         empty=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
     )
-    reader = load_image_reader(script.target, run.target_config, tokenizer, run.loading)  # and its template
+    reader = load_image_reader(script.target, run.target_config, tokenizer, run.loading)
+    # From here on the tokenizer may have the chat template of the image reader.
     for features in script.feature_folders:
         check_stored(StoredFeatures(features), run.args.has_teacher, **digests_of_tokenizer(tokenizer))
     return Sources(rows, eval_rows, tokenizer, reader)
