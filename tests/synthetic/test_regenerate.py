@@ -450,7 +450,7 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
         assert f"  2 rows were refused, and the same command tries them again: {reason}" in out
         slow.update(QUESTIONS)
         code, _, error = regenerate(capsys, data, "served", tmp_path / "hung.jsonl", *options)
-        assert code == 1 and f"8 rows in a row: {url} gives no answer within 3 seconds" in error
+        assert code == 1 and f"8 consecutive rows: {url} gives no answer within 3 seconds" in error
         slow.clear()
         over.set()
         assert regenerate(capsys, data, "served", output, *options)[0] == 0

@@ -19,11 +19,11 @@ def seconds_to_load_heads(target) -> float:
     class_name = type(target).__name__
     version = f"transformers {transformers.__version__}"
     if not hasattr(transformers.GenerationConfig(), "use_mtp"):
-        raise ValueError(f"--mtp: {version} has no `use_mtp`: install a newer one, or leave out --mtp.")
+        raise ValueError(f"mtp=True: {version} has no `use_mtp`: install a newer one, or leave out mtp=True.")
     if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
         raise ValueError(
-            f"--mtp: {version} knows no multi-token prediction heads of this {class_name} (no `num_mtp_layers` in its "
-            "configuration): leave out --mtp, or evaluate a target with such heads, as GLM-4.5 has."
+            f"mtp=True: {version} knows no multi-token prediction heads of this {class_name} (no `num_mtp_layers` in "
+            "its configuration): leave out mtp=True, or evaluate a target with such heads, as GLM-4.5 has."
         )
     from transformers.modeling_layers import MtpModel
 
@@ -40,6 +40,6 @@ def seconds_to_load_heads(target) -> float:
     except Exception as error:  # upstream checks little: what does not fit fails anywhere
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
         raise ValueError(
-            f"--mtp: {version} cannot run the heads of this {class_name} ({reason}): leave out --mtp."
+            f"mtp=True: {version} cannot run the heads of this {class_name} ({reason}): leave out mtp=True."
         ) from error
     return seconds

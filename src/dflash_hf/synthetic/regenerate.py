@@ -20,7 +20,7 @@ from dflash_hf.targets.generation import context_length_of, eos_ids, without_tok
 
 
 RowOrReason = tuple[dict | None, str | None]  # a row, the reason why there is none, or both if a row ends early
-_MAX_TIMEOUTS = 8  # rows without an answer in time, one after the other: the server hangs
+_MAX_TIMEOUTS = 8  # consecutive rows without an answer in time: the server hangs
 
 
 # ------------------------------------------------------------------------------------------------- in this process
@@ -204,7 +204,7 @@ def rows_from_server(
             else:
                 num_timeouts = 0
             if num_timeouts == _MAX_TIMEOUTS:
-                raise ServerError(f"{num_timeouts} rows in a row: {reason}.")
+                raise ServerError(f"{num_timeouts} consecutive rows: {reason}.")
             yield row, None if reason is None else str(reason)
 
 

@@ -30,12 +30,12 @@ _GENERATE_BATCH_SIZE = 16
 
 def supports_continuous_batch(target: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether a continuous batch decodes as `generate` does: its cache lives in slots, and the settings are plain."""
-    if not sampler_supports(config) or _rotates_by_length(target):
+    if not sampler_supports(config) or _rope_depends_on_length(target):
         return False
     return not target.training and unsafe_hook(target) is None and capabilities_of(target).session is SlotSession
 
 
-def _rotates_by_length(target: PreTrainedModel) -> bool:
+def _rope_depends_on_length(target: PreTrainedModel) -> bool:
     """Whether its rotary frequencies depend on the length of the sequence."""
     return bool(length_dependent_rope(target.config))
 
@@ -136,7 +136,7 @@ def _batches(target, prompts: PromptQueue, max_new_tokens: int, batch_size: int)
     decoded on to the end of the longest, which a target may not survive where positions are learned, or frequencies
     depend on the length: then all rows of a batch have the same maximum.
     """
-    needs_equal_maximum = not _has_rotary_embedding(target) or _rotates_by_length(target)
+    needs_equal_maximum = not _has_rotary_embedding(target) or _rope_depends_on_length(target)
     while True:
         batch = []
         for key, ids in prompts.pop_up_to(batch_size):
@@ -161,7 +161,8 @@ def _responses_by_generate(target, prompts: PromptQueue, max_new_tokens: int, co
     config.num_return_sequences = None
     config.return_dict_in_generate = False  # one row of tokens for each prompt
     sampler = None
-    if config.do_sample and sampler_supports(config):  # each row samples by itself, see `_SampledTokens`
+    if config.do_sample and sampler_supports(config):
+        # `generate` decodes greedily, and `_SampledTokens` leaves it one choice: each row's own sampled token.
         sampler = TokenSampler(config, seed)
         config.do_sample = False
         config.temperature = None

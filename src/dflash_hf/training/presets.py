@@ -174,9 +174,8 @@ def preset_settings(name: str, values: dict) -> dict[str, PresetValue]:
         last = list(range(-values["num_draft_layers"], 0))
         settings["init_layers"] = PresetValue(last, settings["init_layers"].reason)
     if name == "cpu" and values.get("draft"):
-        settings["learning_rate"] = PresetValue(
-            LEARNING_RATE_FOR_TRAINED_DRAFTER, "a trained drafter has less to learn"
-        )
+        reason = "a trained drafter has less to learn"
+        settings["learning_rate"] = PresetValue(LEARNING_RATE_FOR_TRAINED_DRAFTER, reason)
     if values.get("load_best_model_at_end"):
         interval = values.get("eval_steps") or values.get("logging_steps") or settings["logging_steps"].value
         settings["save_steps"] = PresetValue(interval, "transformers loads the best one only where it was evaluated")
