@@ -18,6 +18,7 @@ from dflash_hf._io.files import default_cache_dir
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
@@ -208,7 +209,7 @@ def test_real_pair_writes_the_targets_text(real_target):
     pair = smollm2.load_pair("float32")
     lengths = []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size
-    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(7)]
+    prompts = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(7)]
     options = {"max_new_tokens": 20, "do_sample": False}
     padded = pair.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     texts = pair.target.generate(**padded, **options)[:, padded["input_ids"].shape[1] :]

@@ -14,6 +14,7 @@ from support.tiny_chat import CHATML, make_tokenizer
 
 from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
 from dflash_hf.smollm2 import data_folder
 
@@ -109,7 +110,7 @@ def test_collected_conversations_are_clean(scripts, tmp_path, capsys):
     assert rows[trained[0]]["messages"] == more[0]["messages"] and rows[published[0]["content"]]["given"] == 2
     assert [row["messages"][0]["content"] for row in rows_of(out / "held_out_conversations.jsonl.gz")] == [held_out]
     assert "conversations: 4 conversations, 5 answers, 3 of several turns" in capsys.readouterr().out
-    encoder = RowEncoder(tokenizer)
+    encoder = RowEncoder(ChatTemplate(tokenizer))
     for i, text in ((2, trained[2]), (3, trained[3])):
         (example,) = encoder(rows[text])
         length = len(answers[i]["input_ids"])

@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import additive_mask
@@ -187,7 +188,7 @@ def texts(name: str, tokenizer, longest: int, count: int, seed: int = 0) -> list
     """Random rows of a file of answers, as ids and masks, in the order of their lengths."""
     with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
-    encoder = RowEncoder(tokenizer, max_length=longest, mask_token_id=16)
+    encoder = RowEncoder(ChatTemplate(tokenizer), max_length=longest, mask_token_id=16)
     examples = list[dict]()
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():
         if len(examples) >= count:

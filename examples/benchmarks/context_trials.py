@@ -16,6 +16,7 @@ first store what the target sees at the slots that it rejects, then train the dr
 """
 
 import argparse
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,12 +34,13 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.smollm2 import drafter_folder, load_pair
 from dflash_hf.targets.frozen import TargetOutput, target_features
-from dflash_hf.training import losses, train
+from dflash_hf.training import train
 from dflash_hf.training import trainer as training
 from dflash_hf.training.anchors import example_seeds, sample_anchors
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.features import drop_layers, open_features
+from dflash_hf.training.losses import LOSSES, TokenLosses
 from dflash_hf.training.objective import Objective
 from dflash_hf.training.time_budget import TimeBudget
 from dflash_hf.training.trainer import DFlashTrainer
@@ -105,8 +107,9 @@ class CatCrossEntropyTrainer(CatTrainer):
     objective_class = CatCrossEntropy
 
 
-def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
+def cat_weights(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
     """The target's probability that all earlier labels of the block are chosen, `[..., B]`."""
+    nll = losses.nll.detach().masked_fill(counted & ~losses.draftable, math.inf)
     chosen = (-nll).exp().masked_fill(~counted, 1.0).cumprod(-1)
     return nn.functional.pad(chosen[..., :-1], (1, 0), value=1.0) * counted
 
@@ -327,7 +330,9 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
         if arguments.steps:
             patched.enter_context(patch.object(training, "TimeBudget", StepPace))
         if issubclass(trainer, CatTrainer):
-            patched.enter_context(patch.object(losses, "dpace_weights", cat_weights))
+            for loss_type in ("dpace", "dpace_kl"):
+                loss = LOSSES[loss_type]._replace(adaptive_weights=cat_weights)
+                patched.enter_context(patch.dict(LOSSES, {loss_type: loss}))
         feature_paths = arguments.features, arguments.eval_features
         figures = trained(keys, *feature_paths, str(folder), 60 * arguments.minutes, arguments.seed)
     append(arguments.output, place | figures)

@@ -24,6 +24,7 @@ from support.chat_pair import OFF, chat_tokenizer, requests, train_chat_draft, t
 from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.doctor import PairCase, diagnose
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.evaluation.sets import rows_of_every_kind
@@ -38,7 +39,7 @@ def tiny_case() -> PairCase:
     with tempfile.TemporaryDirectory() as folder:
         draft = train_chat_draft(target, tokenizer, folder)
     rows = [{"prompt": request} for request in requests(40, seed=9)]
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
+    encoder = RowEncoder(ChatTemplate(tokenizer, OFF))
     return PairCase(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 
@@ -47,7 +48,7 @@ def real_case(arguments) -> PairCase:
     target = freeze(load_target(arguments.target, loading, "cpu"))
     draft = load_draft(arguments.draft, loading, "cpu")
     kwargs = (draft.config.dflash_config or {}).get("chat_template_kwargs", {})
-    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
+    encoder = RowEncoder(ChatTemplate(load_tokenizer(arguments.target), kwargs))
     rows = rows_of_every_kind(arguments.prompts)
     lengths = (arguments.max_new_tokens, arguments.blocks)
     return PairCase(target, draft, rows, encoder, None, *lengths)

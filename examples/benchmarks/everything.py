@@ -24,6 +24,7 @@ from transformers.generation import CompileConfig
 from dflash_hf.conversion.convert import convert
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import with_decoding_config
@@ -67,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pair = load_pair("bfloat16")
-    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(arguments.prompts)]
+    prompts = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(arguments.prompts)]
     length = arguments.max_new_tokens
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,6 +24,7 @@ from real_pair import decode
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
@@ -118,7 +119,7 @@ def prompts_of(pair: LoadedPair, count: int) -> dict[str, list[list[int]]]:
     texts_of_set["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
     for name, texts in texts_of_set.items():
         rows[name] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    encoder = RowEncoder(pair.tokenizer)
+    encoder = RowEncoder(ChatTemplate(pair.tokenizer))
     return {name: [prompt_ids(encoder, row) for row in rows_of_set] for name, rows_of_set in rows.items()}
 
 

@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import with_decoding_config
@@ -33,7 +34,7 @@ STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great de
 
 
 def ids_of(pair: LoadedPair, text: str) -> list[int]:
-    return prompt_ids(RowEncoder(pair.tokenizer), {"messages": [{"role": "user", "content": text}]})
+    return prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), {"messages": [{"role": "user", "content": text}]})
 
 
 def decode(pair: LoadedPair, rows: list[list[int]], new: int, drafted: bool = True, **options):
@@ -92,7 +93,7 @@ def turns(pair: LoadedPair) -> list[str]:
         answers = []
         for question in ("What is a prime number?", "Give me three of them.", "And why is nine none?"):
             messages.append({"role": "user", "content": question})
-            row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages})
+            row = prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), {"messages": messages})
             output, _ = decode(pair, [row], 64, drafted, **{CACHE_NAME: cache})
             answer = output.sequences[0, len(row) :]
             cache = output[CACHE_NAME]
@@ -101,7 +102,8 @@ def turns(pair: LoadedPair) -> list[str]:
             answers.append(text)
             if drafted:
                 taus.append(mean(output.acceptance_lengths[0]))
-            row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": [*messages, {"role": "user", "content": "?"}]})
+            messages_of_turn = [*messages, {"role": "user", "content": "?"}]
+            row = prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), {"messages": messages_of_turn})
             if row[: output.sequences.shape[1]] != output.sequences[0].tolist():
                 cache = None  # the answer was cut, or encodes differently
         texts.append(answers)
@@ -129,7 +131,7 @@ def sampling(pair: LoadedPair) -> list[str]:
 
     with packed_weights(pair.target, pair.draft):
         for row in demo_prompts(48):
-            ids = prompt_ids(RowEncoder(pair.tokenizer), row)
+            ids = prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row)
             for name, (changes, options) in methods.items():
                 _, target_only = seconds_per_token({}, ids, options, drafted=False)
                 output, seconds = seconds_per_token(changes, ids, options)
@@ -145,7 +147,7 @@ def sampling(pair: LoadedPair) -> list[str]:
 
 def batches(pair: LoadedPair) -> list[str]:
     """Rows decoded together, against the target alone with the same number of rows."""
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(8)]
+    rows = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(8)]
     lines = []
     for size in (1, 4, 8):
         ratios = []
@@ -159,7 +161,7 @@ def batches(pair: LoadedPair) -> list[str]:
 
 def threads(pair: LoadedPair) -> list[str]:
     """One thread and two."""
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]
+    rows = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(6)]
     lines = []
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -197,7 +199,7 @@ def equal(pair: LoadedPair) -> list[str]:
     asked = [row["messages"] for row in demo_prompts(150)]
     for kind in GENERATED:
         asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)]
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages}) for messages in asked]
+    rows = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), {"messages": messages}) for messages in asked]
     rows.sort(key=len)
     same = 0
     lengths = []
@@ -214,7 +216,7 @@ def equal(pair: LoadedPair) -> list[str]:
 def at_once(pair: LoadedPair) -> list[str]:
     """Four threads that share both models, every other call plain, against the same calls in turn, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(16)]
+    rows = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(16)]
 
     def answer(number: int) -> list[int]:
         output, _ = decode(pair, [rows[number]], 32, drafted=number % 2 == 0)
@@ -248,7 +250,7 @@ class Asking(LogitsProcessor):
 def nested(pair: LoadedPair) -> list[str]:
     """Drafted calls inside the processors of drafted and plain calls, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
-    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(6)]
+    rows = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(6)]
     same = inner = 0
     for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
         alone, _ = decode(pair, [row], 48, drafted=False)

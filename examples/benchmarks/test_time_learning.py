@@ -29,6 +29,7 @@ from transformers import DynamicCache
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.drafter import Drafter
 from dflash_hf.decoding.packing import packed_weights
@@ -97,7 +98,7 @@ class Writer:
 
 
 def writers_of(tokenizer) -> dict[str, Writer]:
-    encoder = RowEncoder(tokenizer)
+    encoder = RowEncoder(ChatTemplate(tokenizer))
     writers = {}
     for seed, (name, (temperature, request)) in enumerate(WRITTEN.items()):
         ids = prompt_ids(encoder, {"messages": [{"role": "user", "content": request}]})

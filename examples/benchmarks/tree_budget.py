@@ -16,6 +16,7 @@ import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.demo.run import demo_prompts
 from dflash_hf.evaluation.measure import evaluate, with_decoding_config
 from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
@@ -30,7 +31,7 @@ def main():
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     pair = load_pair("float32")
-    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo_prompts(arguments.prompts)]
+    prompts = [prompt_ids(RowEncoder(ChatTemplate(pair.tokenizer)), row) for row in demo_prompts(arguments.prompts)]
     lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # by prompt
 
     def way(nodes: int):

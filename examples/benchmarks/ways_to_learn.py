@@ -26,6 +26,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, with_whole_blocks
@@ -60,7 +61,7 @@ WAYS: dict[str, dict] = {
 
 def text(pair, rows: int = 0):
     """The last rows of the conversations, or all of them, encoded, and their encoder."""
-    encoder = RowEncoder(pair.tokenizer, mask_token_id=16)
+    encoder = RowEncoder(ChatTemplate(pair.tokenizer), mask_token_id=16)
     rows_of_file = load_rows(str(DATA / "conversations.jsonl.gz"))
     return prepare_dataset(
         rows_of_file.select(range(len(rows_of_file) - rows if rows else 0, len(rows_of_file))), encoder
@@ -140,7 +141,7 @@ STARTS = {
 def decoded(folder: Path, pair, arguments) -> dict:
     """tau of a drafter, decoded in whole blocks."""
     draft = DFlashDraftModel.from_pretrained(folder, dtype=pair.target.dtype).eval()
-    encoder = RowEncoder(pair.tokenizer)
+    encoder = RowEncoder(ChatTemplate(pair.tokenizer))
     rows = load_rows(str(DATA / "held_out.jsonl.gz"))
     prompts = [prompt_ids(encoder, rows[i]) for i in range(arguments.prompts)]
     limit = arguments.max_new_tokens

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 from dflash_hf.data.encode import RowEncoder  # noqa: E402
 from dflash_hf.data.prompts import ids_of_prompt, template_kwargs  # noqa: E402
+from dflash_hf.data.template import ChatTemplate  # noqa: E402
 from dflash_hf.pairs.configs import check_pair_configs  # noqa: E402
 from dflash_hf.pairs.loading import Loading, load_draft, load_target  # noqa: E402
 from dflash_hf.pairs.packing_choice import pack_if_chosen  # noqa: E402
@@ -127,7 +128,7 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
     """
     titles = (f"{html.escape(name)} alone", "with its drafter")
     empty = '<div class="dflash-figures"></div><div class="dflash"></div>'
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=template_kwargs(None, draft_config=draft.config))
+    encoder = RowEncoder(ChatTemplate(tokenizer, template_kwargs(None, draft_config=draft.config)))
 
     def answer(ids: list[int], tokens: int, assistant, streamer: PieceStreamer) -> None:
         room = max_answer_tokens(target, len(ids), tokens)

@@ -9,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from dflash_hf.data.encode import Example, RowEncoder
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -17,7 +18,7 @@ TWO_TURNS = [USER, ANSWER, {"role": "user", "content": "Why?"}, {"role": "assist
 
 
 def encoder(template, max_length=None, mask_token_id=None, vocab_size=None, **template_kwargs):
-    return RowEncoder(make_tokenizer(template), template_kwargs, None, max_length, mask_token_id, vocab_size)
+    return RowEncoder(ChatTemplate(make_tokenizer(template), template_kwargs), max_length, mask_token_id, vocab_size)
 
 
 def supervised(encode, example):
@@ -31,11 +32,11 @@ def supervised(encode, example):
             stretches.append([])
         if value:
             stretches[-1].append(ids[i])
-    return [encode.tokenizer.decode(stretch) for stretch in stretches]
+    return [encode.template.tokenizer.decode(stretch) for stretch in stretches]
 
 
 def text(encode, example):
-    return encode.tokenizer.decode(example["input_ids"])
+    return encode.template.tokenizer.decode(example["input_ids"])
 
 
 def test_every_turn_is_supervised_with_its_end():
@@ -89,7 +90,7 @@ def test_rewritten_turns_give_an_example_each():
 
 
 def test_turn_that_changes_its_prompt_is_left_out():
-    with pytest.raises(UnusableRow, match="generation prompt do not begin"):
+    with pytest.raises(UnusableRow, match="generation prompt are not a prefix"):
         encoder(CROOKED)({"messages": TWO_TURNS})
 
 
@@ -154,7 +155,7 @@ def test_mask_and_labels_mark_the_same_ids():
 )
 def test_malformed_rows_raise_errors(row, message):
     with pytest.raises(ValueError, match=f"(?i){message}") as error:
-        RowEncoder(make_tokenizer(), vocab_size=50)(row)
+        RowEncoder(ChatTemplate(make_tokenizer()), vocab_size=50)(row)
     assert not isinstance(error.value, UnusableRow)
 
 
@@ -222,7 +223,7 @@ def test_response_ids_are_supervised_unchanged():
     tokenizer = make_tokenizer(CHATML)
     messages = [{"role": "user", "content": "Say 1"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    (example,) = RowEncoder(tokenizer)({"messages": messages, "response_ids": [5, 6, 7], "kind": "chat"})
+    (example,) = RowEncoder(ChatTemplate(tokenizer))({"messages": messages, "response_ids": [5, 6, 7], "kind": "chat"})
     assert example == {"input_ids": [*prompt, 5, 6, 7], "loss_mask": [0] * len(prompt) + [1] * 3}
 
 
@@ -310,7 +311,7 @@ def framed_tokenizer(template, begin=True, end=True):
 def test_text_gets_one_bos_and_no_eos(begin, end, bos_in_text):
     """With a tokenizer that appends EOS all rows were left out; a second BOS passed in silence."""
     tokenizer = framed_tokenizer(CHATML, begin, end)
-    encode = RowEncoder(tokenizer)
+    encode = RowEncoder(ChatTemplate(tokenizer))
     unframed = make_tokenizer()
     (example,) = encode({"prompt": bos_in_text + "1 + 1 =", "completion": " 2 "})
     bos = [START] if begin or bos_in_text else []
@@ -321,7 +322,7 @@ def test_text_gets_one_bos_and_no_eos(begin, end, bos_in_text):
 
 
 def test_ids_with_two_bos_tokens_are_left_out():
-    encode = RowEncoder(framed_tokenizer(CHATML))
+    encode = RowEncoder(ChatTemplate(framed_tokenizer(CHATML)))
     with pytest.raises(UnusableRow, match=r"begins with <\|im_start\|> twice"):
         encode({"input_ids": [START, START, 5, 6], "loss_mask": [0, 0, 1, 1]})
 

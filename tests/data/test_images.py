@@ -20,6 +20,7 @@ from dflash_hf.data.images import ImageReader
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.targets.features import FeatureTap
 from dflash_hf.targets.frozen import target_forward
 
@@ -53,7 +54,7 @@ def test_every_image_form_gives_the_same_pixels(tmp_path):
     path.write_bytes(png(image))
     data = base64.b64encode(png(image)).decode()
     processor = processor_of("gemma3")
-    encode = RowEncoder(processor.tokenizer, reader=ImageReader(processor))
+    encode = RowEncoder(ChatTemplate(processor.tokenizer, reader=ImageReader(processor)))
     rows = [
         chat({"type": "image", "image": image}),
         chat({"type": "image", "path": str(path)}),
@@ -65,7 +66,7 @@ def test_every_image_form_gives_the_same_pixels(tmp_path):
         {"images": [image], "messages": None, "conversations": llava("<image>Hi")},
     ]
     examples = [example for row in rows for example in encode(row)]
-    collator = DFlashCollator(0, encode.reader)
+    collator = DFlashCollator(0, encode.template.reader)
     expected = collator.read_images(collator(examples[:1]))
     assert {tuple(example["input_ids"]) for example in examples} == {tuple(examples[0]["input_ids"])}
     for example in examples:
@@ -76,7 +77,7 @@ def test_every_image_form_gives_the_same_pixels(tmp_path):
 def test_damaged_image_drops_only_its_row(tmp_path):
     """Nested in messages, it stopped the whole run: `datasets` decodes images when it reads them."""
     processor = processor_of("gemma3")
-    encode = RowEncoder(processor.tokenizer, reader=ImageReader(processor))
+    encode = RowEncoder(ChatTemplate(processor.tokenizer, reader=ImageReader(processor)))
     image = picture(3, 20)
     image_feature = datasets.Image()
     expected = encode(chat({"type": "image", "image": image}))[0]["input_ids"]
@@ -115,22 +116,22 @@ def test_damaged_image_drops_only_its_row(tmp_path):
 )
 def test_rows_with_broken_images_are_left_out(row, reason):
     processor = processor_of("gemma3")
-    encode = RowEncoder(processor.tokenizer, max_length=64, reader=ImageReader(processor))
+    encode = RowEncoder(ChatTemplate(processor.tokenizer, reader=ImageReader(processor)), max_length=64)
     with pytest.raises(UnusableRow, match=reason):
         encode(row)
 
 
 def test_text_only_target_drops_rows_with_images():
-    (example,) = RowEncoder(make_tokenizer())(TEXT)
+    (example,) = RowEncoder(ChatTemplate(make_tokenizer()))(TEXT)
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
-        RowEncoder(make_tokenizer())(chat({"type": "image", "image": picture(1)}))
+        RowEncoder(ChatTemplate(make_tokenizer()))(chat({"type": "image", "image": picture(1)}))
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
-        RowEncoder(make_tokenizer())({**example, "images": [picture(1)]})
+        RowEncoder(ChatTemplate(make_tokenizer()))({**example, "images": [picture(1)]})
     with_image = chat(
         {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(png(picture(1))).decode()}"}
     )
     with pytest.raises(UnusableRow, match="an image, which this target does not read"):
-        RowEncoder(make_tokenizer())({**example, "messages": json.dumps(with_image["messages"])})
+        RowEncoder(ChatTemplate(make_tokenizer()))({**example, "messages": json.dumps(with_image["messages"])})
 
 
 @pytest.mark.parametrize("kind", PLACE)
@@ -139,7 +140,7 @@ def test_training_features_equal_decoding_features(kind):
     processor = processor_of(kind)
     target = target_of(kind, processor)
     reader = ImageReader(processor)
-    encode = RowEncoder(processor.tokenizer, reader=reader)
+    encode = RowEncoder(ChatTemplate(processor.tokenizer, reader=reader))
     examples = encode(chat({"type": "image", "image": picture(3, 20)})) + encode(TEXT)
     collator = DFlashCollator(0, reader)
     batch = pickle.loads(pickle.dumps(collator(examples)))  # as of a worker, which sent the processor with each
@@ -165,7 +166,8 @@ def test_images_are_read_when_their_batch_runs(tmp_path, monkeypatch):
     inputs = ImageReader.inputs
     target = target_of("gemma3", processor)
     reader = ImageReader(processor)
-    rows = RowEncoder(processor.tokenizer, reader=reader)(chat({"type": "image", "image": picture(3)})) * 3
+    encode = RowEncoder(ChatTemplate(processor.tokenizer, reader=reader))
+    rows = encode(chat({"type": "image", "image": picture(3)})) * 3
     options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "max_steps": 1}
     draft = make_draft(target, block_size=4)
     trainer = make_trainer(

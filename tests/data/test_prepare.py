@@ -12,6 +12,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.pairs.tokenizers import load_tokenizer
 from dflash_hf.training.rows import validate_and_count
 
@@ -107,7 +108,7 @@ def test_line_without_an_object_is_named(line, tmp_path):
 
 
 def test_report_counts_the_usable_rows(tmp_path):
-    encoder = RowEncoder(make_tokenizer(), max_length=60)
+    encoder = RowEncoder(ChatTemplate(make_tokenizer()), max_length=60)
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
     examples = [example for row in ROWS[:20] for example in encoder(row)]
     assert list(dataset) == examples
@@ -139,7 +140,7 @@ def test_ids_are_read_alike_from_every_table(tmp_path):
 def test_dataset_without_usable_rows_is_refused(tmp_path):
     rows = load_rows(write(tmp_path / "a.jsonl", ROWS))
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
-        prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
+        prepare_dataset(rows, RowEncoder(ChatTemplate(make_tokenizer(CROOKED))))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_row_with_a_useless_mask_is_left_out(mask, reason, tmp_path):
 
 def test_supervised_text_is_marked():
     tokenizer = make_tokenizer()
-    (example,) = RowEncoder(tokenizer)(ROWS[0])
+    (example,) = RowEncoder(ChatTemplate(tokenizer))(ROWS[0])
     assert colored_example(example, tokenizer, color=False).endswith("assistant\n[0, as you wish.<|im_end|>]\n")
     assert "\x1b[32m0, as you wish.<|im_end|>\x1b[0m" in colored_example(example, tokenizer, color=True)
     short = colored_example(example, tokenizer, color=False, longest_run=10)
@@ -174,7 +175,7 @@ def test_supervised_text_is_marked():
 
 def test_terminal_gets_no_control_characters():
     tokenizer = make_tokenizer()
-    (example,) = RowEncoder(tokenizer)(chat("?", "a\x1b]0;title\x07b\r\tc\x9b2J"))
+    (example,) = RowEncoder(ChatTemplate(tokenizer))(chat("?", "a\x1b]0;title\x07b\r\tc\x9b2J"))
     shown = colored_example(example, tokenizer, color=True)
     assert r"a\x1b]0;title\x07b\r" + "\t" + r"c\x9b2J" in shown
     assert not set(shown.replace("\x1b[32m", "").replace("\x1b[0m", "")) & set("\x1b\x07\r\x9b")
@@ -190,7 +191,7 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
         assert "rows              21" in out and "  1: it has no assistant message" in out
         reread, report = prepare_dataset(load_rows(output), RowEncoder())
         assert report.examples == 20 and not report.dropped
-        assert reread[3] == RowEncoder(make_tokenizer())(ROWS[3])[0]
+        assert reread[3] == RowEncoder(ChatTemplate(make_tokenizer()))(ROWS[3])[0]
     assert not list(tmp_path.glob(".*half"))
     code, out, _ = prepare(capsys, data, "--target", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
     assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out

@@ -15,6 +15,7 @@ from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.row_layouts import ROW_LAYOUTS, conversation_of
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.synthetic.tasks import make_task
 
 
@@ -34,7 +35,7 @@ def test_layout_of_the_guide_is_read_everywhere(monkeypatch):
     monkeypatch.setattr(row_layouts, "ROW_LAYOUTS", (*ROW_LAYOUTS, names["layout"]))
 
     messages = [USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you."}]
-    encoder = RowEncoder(make_tokenizer(CHATML))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(CHATML)))
     expected = encoder({"messages": messages})
     assert encoder(row) == expected
     assert list(prepare_dataset(datasets.Dataset.from_list([row]), encoder)[0]) == expected
@@ -107,28 +108,28 @@ def test_conversation_marks_what_is_supervised():
 def test_columns_beside_input_ids_are_ignored(beside, name):
     """Text left such a row out; a number or a mapping ended the run with a `TypeError` or a `KeyError`."""
     row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], name: beside}
-    encoder = RowEncoder(make_tokenizer(CHATML))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(CHATML)))
     assert encoder(row) == [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
     assert prompt_ids(encoder, row) == [5]
 
 
 def test_request_beside_a_completion_stays_a_chat():
     """`eval` read it without the chat template, while training reads it with it."""
-    encoder = RowEncoder(make_tokenizer(CHATML))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(CHATML)))
     row = {"instruction": "Add.", "input": "1, 2", "output": "3."}
     assert prompt_ids(encoder, {**row, "completion": "4."}) == prompt_ids(encoder, row)
 
 
 def test_shifted_labels_have_no_prompt():
     """`eval` measured another prompt than the one that was answered."""
-    encoder = RowEncoder(make_tokenizer(CHATML))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(CHATML)))
     with pytest.raises(ValueError, match=r"labels\[1\]=7 is not input_ids\[1\]=6: labels must not be shifted"):
         prompt_ids(encoder, {"input_ids": [5, 6, 7, 8], "labels": [-100, 7, 8, -100]})
 
 
 def test_arrays_of_ids_have_a_prompt():
     """Columns of a dataset in NumPy's format were an error: the truth value of an array is ambiguous."""
-    encoder = RowEncoder(make_tokenizer(CHATML))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(CHATML)))
     for column, values in {"labels": [-100, 6, 7], "loss_mask": [0, 1, 1]}.items():
         rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], column: values}])
         assert prompt_ids(encoder, rows.with_format("numpy")[0]) == [5]

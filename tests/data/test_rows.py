@@ -15,6 +15,7 @@ from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prepare import colored_example, prepare_dataset
 from dflash_hf.data.row_layouts import conversation_of, tools_of
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation.sets import rows_of as eval_lines
 
 
@@ -87,7 +88,7 @@ def outcome(row: str) -> str:
     """What becomes of a row: the text, with its supervised part in brackets, or why there is none."""
     tokenizer = make_tokenizer(TEMPLATE)
     try:
-        (example,) = RowEncoder(tokenizer)(json.loads(row))
+        (example,) = RowEncoder(ChatTemplate(tokenizer))(json.loads(row))
     except UnusableRow as reason:
         return f"left out: {reason}"
     except ValueError as error:
@@ -121,7 +122,7 @@ def write(path, kind):
 def test_file_of_mixed_rows_is_read_as_written(kind, tmp_path):
     """Arrow's types filled in keys, rounded numbers, and made mappings of answers that are JSON."""
     path = write(tmp_path, kind)
-    encoder = RowEncoder(make_tokenizer(TEMPLATE))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(TEMPLATE)))
     rows = load_rows(path)
     loaded = [{key: value for key, value in row.items() if value is not None} for row in rows]
     expected_rows = [json.loads(line) for line in FILES["chats"]]
@@ -149,7 +150,7 @@ def test_only_added_nulls_of_tables_are_dropped(tmp_path):
     texts = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
     datasets.Dataset.from_list(texts).to_parquet(tmp_path / "texts.parquet")
     merged = [[{"name": "f"}], [{"name": "g", "other": "x"}]]
-    encoder = RowEncoder(make_tokenizer(TEMPLATE))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(TEMPLATE)))
     for name, tools in {"rows.jsonl": 0, "texts.parquet": 0, "merged.parquet": merged}.items():
         tools = tools or [row["tools"] for row in rows]
         expected = [example for row, tool in zip(rows, tools) for example in encoder({**row, "tools": tool})]

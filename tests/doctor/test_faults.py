@@ -10,6 +10,7 @@ from support.pairs import make_draft, make_target
 from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.doctor import (
     Cause,
     Counts,
@@ -33,7 +34,7 @@ def case(chat_pair):
     """The good pair; faults change it."""
     target, draft, tokenizer = chat_pair
     rows = [{"prompt": prompt} for prompt in requests(64, seed=9)]
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
+    encoder = RowEncoder(ChatTemplate(tokenizer, OFF))
     return PairCase(target, draft, rows, encoder, max_new_tokens=40, batch_size=40)
 
 

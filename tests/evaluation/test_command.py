@@ -10,6 +10,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation.divergence import Divergence, Rounding
 from dflash_hf.evaluation.methods import WHOLE_BLOCKS
 from dflash_hf.evaluation.prompts import prompts_of
@@ -37,7 +38,7 @@ def pair(tokenizer, tmp_path_factory):
 
 
 def test_prompt_of_a_row_is_the_targets_input(tokenizer):
-    encode = RowEncoder(tokenizer)
+    encode = RowEncoder(ChatTemplate(tokenizer))
     served = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
     for row in (
         {"messages": [USER]},
@@ -52,7 +53,7 @@ def test_prompt_of_a_row_is_the_targets_input(tokenizer):
     text = tokenizer("Say 1")["input_ids"]
     assert prompt_ids(encode, {"prompt": "Say 1"}, raw=True) == text
     assert prompt_ids(encode, {"prompt": "Say 1", "completion": "1"}) == text
-    assert prompt_ids(RowEncoder(make_tokenizer(None)), {"prompt": "Say 1"}) == text
+    assert prompt_ids(RowEncoder(ChatTemplate(make_tokenizer(None))), {"prompt": "Say 1"}) == text
     ids = [5, 6, 7, 8]
     assert prompt_ids(encode, {"input_ids": ids}) == ids
     assert prompt_ids(encode, {"input_ids": ids, "loss_mask": [0, 0, 1, 1]}) == [5, 6]
@@ -72,7 +73,7 @@ def test_prompt_of_a_row_is_the_targets_input(tokenizer):
 def test_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda data, split: [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match=message):
-        prompts_of(eval_rows("rows.jsonl", 9), RowEncoder(tokenizer), "rows.jsonl")
+        prompts_of(eval_rows("rows.jsonl", 9), RowEncoder(ChatTemplate(tokenizer)), "rows.jsonl")
 
 
 def evaluate(pair, data, *arguments):
@@ -137,7 +138,7 @@ def test_template_arguments_default_to_training(pair, tmp_path, monkeypatch):
     draft.save_pretrained(tmp_path / "draft")
     for arguments in ((), ("--draft", tmp_path / "draft"), ("--draft", tmp_path / "draft", "--template-args", "{}")):
         assert evaluate(pair, tmp_path / "prompts.txt", *arguments) == 0
-    assert [encoder.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
+    assert [encoder.template.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
 
 
 def test_wrong_output_is_an_error(pair, tmp_path, capsys, monkeypatch):

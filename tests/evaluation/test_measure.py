@@ -120,6 +120,24 @@ def test_compiled_drafters_warm_up_on_every_prompt(pair, monkeypatch):
     assert any(line.startswith("compiling") for line in summary_lines(report))
 
 
+def test_models_keep_their_modes(pair):
+    """It left both models in evaluation mode, in the middle of a training run too."""
+    target, draft = pair
+    for model in pair:
+        model.train()
+    draft.layers[0].eval()  # a module may have another mode than its model
+    modes = [module.training for model in pair for module in model.modules()]
+    try:
+        assert decode(pair, runs=1).lossless
+        assert [module.training for model in pair for module in model.modules()] == modes
+        with pytest.raises(ValueError, match="dimensions"):  # after an error, too
+            evaluate(target, draft, [["no ids"]], runs=1)
+        assert [module.training for model in pair for module in model.modules()] == modes
+    finally:
+        for model in pair:
+            model.eval()
+
+
 def test_tau_has_pooled_and_per_response_means():
     lengths = [[4, 4, 4, 4], [1]]
     report = EvalReport({}, lengths, [[0] * 17, [0, 0]], block_size=4)

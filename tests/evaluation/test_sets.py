@@ -13,6 +13,7 @@ from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import compare, mean_difference
 from dflash_hf.evaluation.methods import WHOLE_BLOCKS
@@ -90,7 +91,7 @@ def test_second_turn_follows_the_targets_own_answer(pair):
 
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    encoder = RowEncoder(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    encoder = RowEncoder(ChatTemplate(tokenizer, {"enable_thinking": False}))
     rows = [{"turns": ["ab", "cd"]}, {"turns": ["e"]}]
     first, second, other = prompts_of(rows, encoder, "rows", target=target, max_new_tokens=6)
     ids = torch.tensor([first])
@@ -110,7 +111,7 @@ def test_files_hold_texts_turns_and_prompts(tmp_path):
     assert [row["prompt"] for row in eval_rows(str(tmp_path / "a.txt"))] == ["one\u2028line\x0c", "two"]
     rows = [{"turns": ["ab"], "prompt": None}, {"turns": None, "prompt": "e"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    encoder = RowEncoder(make_tokenizer(THINKING))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(THINKING)))
     expected = [prompts_of([{"prompt": text}], encoder, "rows")[0] for text in ("ab", "e")]
     assert prompts_of(eval_rows(str(tmp_path / "rows.jsonl")), encoder, "rows") == expected
 

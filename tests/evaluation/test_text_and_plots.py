@@ -2,13 +2,14 @@
 
 import io
 import itertools
+import json
 import re
 
 import pytest
 from support.tiny_chat import make_tokenizer
 
 from dflash_hf._io.terminal import marks_around
-from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
+from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, Divergence
 from dflash_hf.evaluation.methods import PLAIN_CALL, PROMPT_LOOKUP, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 from dflash_hf.evaluation.plots import draw_report, plot_report
 from dflash_hf.evaluation.report import EvalReport, MethodReport
@@ -61,7 +62,11 @@ def test_table_names_every_figure(report):
     text = "\n".join(summary_lines(report))
     for figure in ("3.00x", "280-310", "3/3", "tau               6.57", "7 verifications"):
         assert figure in text, figure
-    assert "WRONG" not in text and "no output is wrong: 3 of 3 outputs equal" in text and "verdict" not in text
+    assert (
+        "WRONG" not in text
+        and "no output is wrong: 3 of 3 outputs with the drafter equal" in text
+        and "verdict" not in text
+    )
     report.divergences = [Divergence(WHOLE_BLOCKS, 0, 3, own=5, other=6, gap=12.5)]
     assert "WRONG" in "\n".join(summary_lines(report))
 
@@ -98,8 +103,20 @@ def test_summary_names_the_verdict(report):
         Divergence(WHOLE_BLOCKS, prompt, 3, own=5, other=6, gap=0.01, verdict=NEAR_TIE) for prompt in (0, 2)
     ]
     text = "\n".join(summary_lines(report))
-    assert "no output is wrong: 1 of 3 outputs equal the target's own, 2 differ at a near-tie" in text
+    assert "no output is wrong: 1 of 3 outputs with the drafter equal the target's own, 2 differ at a near-tie" in text
     assert "slower than the target alone: 0.56x at best (whole blocks)" in text
+
+
+def test_wrong_plain_call_is_not_lossless(report):
+    """`lossless`, `verdict` and the line of the summary looked at whole blocks alone."""
+    assert report.lossless and report.verdict() == EQUAL
+    report.methods[PLAIN_CALL] = MethodReport(250.0, 2.5, [250.0], 60, 20, 2)
+    report.divergences = [Divergence(PLAIN_CALL, 1, 3, own=5, other=6, gap=12.5)]
+    summary = json.loads(report.to_json())["summary"]
+    assert (summary["lossless"], summary["verdict"]) == (False, WRONG) and report.is_wrong
+    assert "1 WRONG: 5 of 6 outputs with the drafter equal the target's own" in "\n".join(summary_lines(report))
+    report.divergences[0].method = PROMPT_LOOKUP  # no drafter: its rounding says nothing about one
+    assert report.verdict() == EQUAL and not report.is_wrong
 
 
 def test_report_is_drawn_as_a_picture(report, tmp_path):

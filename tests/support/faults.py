@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
@@ -39,9 +40,8 @@ def other_target(case, change) -> None:
 
 
 def other_encoder(case, **fields) -> None:
-    """The case with a copy of its encoder, whose `fields` are others."""
-    case.encoder = copy.copy(case.encoder)
-    vars(case.encoder).update(fields)
+    """The case with an encoder whose chat template has other `fields`."""
+    case.encoder = replace(case.encoder, template=replace(case.encoder.template, **fields))
 
 
 def thinking(case, **_):
@@ -61,7 +61,7 @@ def ids_one_down(case, **_):
 
 def wrong_mask(case, **_):
     """Masks slots by another token than in training."""
-    case.draft = changed_draft(case.draft, {"mask_token_id": case.encoder.tokenizer.eos_token_id})
+    case.draft = changed_draft(case.draft, {"mask_token_id": case.encoder.template.tokenizer.eos_token_id})
 
 
 def causal(case, **_):
@@ -81,7 +81,7 @@ def untrained(case, **_):
 
 def anchor_first(case, folder):
     """Weights of another layout; only a drafter that can be trained in seconds."""
-    case.draft = train_chat_draft(case.target, case.encoder.tokenizer, folder, AnchorFirstTrainer)
+    case.draft = train_chat_draft(case.target, case.encoder.template.tokenizer, folder, AnchorFirstTrainer)
 
 
 def scaled_embedding(case, **_):
@@ -104,7 +104,7 @@ def replaced_head(case, **_):
 
 def other_tokenizer(case, **_):
     """The same tokens under other ids."""
-    tokenizer = case.encoder.tokenizer
+    tokenizer = case.encoder.template.tokenizer
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     order = torch.randperm(len(state["model"]["vocab"]), generator=torch.Generator().manual_seed(0)).tolist()
     state["model"]["vocab"] = {token: order[i] for token, i in state["model"]["vocab"].items()}

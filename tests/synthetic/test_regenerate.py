@@ -21,6 +21,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.row_layouts import conversation_of
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.synthetic.response_file import ResponseFile
 
 
@@ -373,7 +374,7 @@ def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
     """`tools` was sent but not written, and an answer that calls one became an empty text."""
     data = tmp_path / "tools.jsonl"
     output = tmp_path / "out.jsonl"
-    encoder = RowEncoder(make_tokenizer(TOOLS))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(TOOLS)))
     rows = [{**row, "tools": json.dumps(row["tools"])} if as_text and "tools" in row else row for row in TOOL_ROWS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with chat_server(lambda body: TOOL_ANSWERS[body["messages"][0]["content"]][0]) as (url, received):
@@ -383,7 +384,8 @@ def test_tools_and_calls_are_learned_as_served(as_text, tmp_path, capsys):
     assert received[2]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
     for row, source in zip(load_rows(output), TOOL_ROWS, strict=True):
         ((ids, mask, _),) = encoder.encode(conversation_of(row))
-        prompt, answer = encoder.tokenizer.decode(ids[mask == 0]), encoder.tokenizer.decode(ids[mask == 1])
+        prompt = encoder.template.tokenizer.decode(ids[mask == 0])
+        answer = encoder.template.tokenizer.decode(ids[mask == 1])
         assert answer == TOOL_ANSWERS[source["messages"][0]["content"]][1] + "<|im_end|>"
         tools = [f"system\n{json.dumps(source['tools'])}<|im_end|>\n"] if "tools" in source else []
         assert prompt.startswith(
@@ -448,7 +450,7 @@ def test_slow_answers_are_left_out(data, tmp_path, capsys, monkeypatch):
         assert f"  2 rows were refused, and the same command tries them again: {reason}" in out
         slow.update(QUESTIONS)
         code, _, error = regenerate(capsys, data, "served", tmp_path / "hung.jsonl", *options)
-        assert code == 1 and f"8 rows in a row: {url} gives no answer within 3 seconds" in error
+        assert code == 1 and f"8 consecutive rows: {url} gives no answer within 3 seconds" in error
         slow.clear()
         over.set()
         assert regenerate(capsys, data, "served", output, *options)[0] == 0

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.synthetic import continuous_batch, sampling
 from dflash_hf.synthetic import responses as module
-from dflash_hf.synthetic.continuous_batch import BatchCache
+from dflash_hf.synthetic.continuous_batch import BatchCache, NextToken
 from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.responses import (
     generate_responses,
@@ -295,7 +295,7 @@ def test_batch_size_follows_memory_and_text_count(target, monkeypatch):
 
     assert (rows(1000), rows(100), rows(1), rows(1000, num_beams=2)) == (128, 50, 1, 16)
     cache = BatchCache(target, 1)
-    cache.step({0: (0, 40)})
+    cache.step({0: NextToken(id=0, slot=40)})
     monkeypatch.setattr(module, "free_memory", lambda device: 2 * 5.5 * cache.nbytes)
     assert rows(1000) == 5
 

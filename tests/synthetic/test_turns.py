@@ -12,6 +12,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.data.row_layouts import conversation_of
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.synthetic.tasks import Response, Task, make_task, output_row, split_turns
 
 
@@ -110,7 +111,7 @@ def turns_by_generate(target, encoder, row):
         prompt = ids_of_prompt(encoder, messages_so_far, row.get("tools"), **kwargs)
         output = target.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, suppress_tokens=[259])
         answer = output[0, len(prompt) :].tolist()
-        text = encoder.tokenizer.decode(answer[: len(answer) - (answer[-1] == END)])
+        text = encoder.template.tokenizer.decode(answer[: len(answer) - (answer[-1] == END)])
         messages_so_far.append(chat_message("assistant", text))
         tokens.append((prompt, answer))
     return messages_so_far, tokens
@@ -121,7 +122,7 @@ def test_every_turn_is_answered_by_the_target(template, data, tmp_path):
     """Its own answers, not those of the data, are what it reads in later turns; and exactly these are learned."""
     folder = save_target(tmp_path / "target", template)
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
-    encoder = RowEncoder(make_tokenizer(template))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(template)))
     rows = regenerate(folder, data, tmp_path / "out.jsonl", "--device", "cpu", "--batch-size", 3)
     assert [row["row"] for row in rows] == list(range(len(ROWS)))
     for row, source in zip(rows, ROWS, strict=True):
@@ -181,11 +182,11 @@ def test_server_answers_every_turn(data, tmp_path, capsys):
     assert rows[0]["finish_reason"] == ["stop", "tool_calls"]
     assert [message.get("content") for message in rows[1]["messages"]][-3:] == ["answer 1", "Again", "answer 2"]
     assert rows[1]["answered"] == [4, 6] and rows[1]["messages"][2] == CALL
-    encoder = RowEncoder(make_tokenizer(TOOLS))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(TOOLS)))
     (example,) = encoder(rows[1])
     mask = example["loss_mask"]
     learned = [i for i in range(len(mask)) if mask[i]]
-    text = encoder.tokenizer.decode([example["input_ids"][i] for i in learned])
+    text = encoder.template.tokenizer.decode([example["input_ids"][i] for i in learned])
     assert text == "answer 1<|im_end|>answer 2<|im_end|>"
     (cut,) = encoder({**rows[1], "finish_reason": ["length", "stop"]})
     assert sum(cut["loss_mask"]) == sum(mask) - 1
@@ -210,7 +211,7 @@ def test_one_file_has_both_modes_of_thinking(data, tmp_path, capsys):
     repeated = regenerate(folder, data, tmp_path / "more.jsonl", *run_options, "--batch-size", 7)
     assert repeated == rows
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
-    encoder = RowEncoder(make_tokenizer(THINKING))
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(THINKING)))
     for row, source in zip(rows, ROWS, strict=True):
         messages, _ = turns_by_generate(
             target, encoder, {**source, "chat_template_kwargs": row["chat_template_kwargs"]}
@@ -218,7 +219,7 @@ def test_one_file_has_both_modes_of_thinking(data, tmp_path, capsys):
         assert row["messages"] == messages
         # Without the exact ids, `prepare` renders each row in its own mode.
         text = {key: value for key, value in row.items() if key not in ("input_ids", "loss_mask", "document_ids")}
-        first_text = encoder.tokenizer.decode(encoder(text)[0]["input_ids"])
+        first_text = encoder.template.tokenizer.decode(encoder(text)[0]["input_ids"])
         assert ("<think>\n\n</think>\n\n" in first_text) or row["chat_template_kwargs"]["enable_thinking"]
     for options, message in (
         (("--target", save_target(tmp_path / "plain")), "--thinking: the chat template has no `enable_thinking`"),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.targets.frozen import target_features
 from dflash_hf.training import feature_store, features
@@ -36,7 +37,7 @@ LAYERS = [0, 2, 3]  # of `make_draft`
 def store(
     target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, states=False, **template_kwargs
 ):
-    encoder = RowEncoder(make_tokenizer(), template_kwargs, max_length=64)
+    encoder = RowEncoder(ChatTemplate(make_tokenizer(), template_kwargs), max_length=64)
     manifest = manifest_of(target, "some/target", layer_ids, encoder, dtype, states)
     lines = []
     return store_features(
@@ -161,7 +162,9 @@ def test_storing_that_stops_early_is_complete(target, tmp_path):
     rows = counting_rows(6)
     folder = tmp_path / "features"
     calls = []
-    manifest = manifest_of(target, "some/target", LAYERS, RowEncoder(make_tokenizer(), max_length=64), "float32")
+    manifest = manifest_of(
+        target, "some/target", LAYERS, RowEncoder(ChatTemplate(make_tokenizer()), max_length=64), "float32"
+    )
     options = {"shard_bytes": 20_000, "should_stop": lambda: calls.append(1) or len(calls) == 2}
     assert store_features(target, rows, folder, manifest, **options).examples == 4 == len(StoredFeatures(folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
@@ -175,7 +178,7 @@ def test_run_with_little_time_stores_few_rows(target, tmp_path):
     draft = make_draft(target)
     run = SimpleNamespace(target=target, draft=draft, args=SimpleNamespace(has_teacher=False, process_index=0))
     recipe = SimpleNamespace(target="some/target")
-    encoder = RowEncoder(make_tokenizer(), max_length=64)
+    encoder = RowEncoder(ChatTemplate(make_tokenizer()), max_length=64)
     store_rows(rows, tmp_path / "features", run, recipe, encoder, lambda: True)
     stored = StoredFeatures(tmp_path / "features")
     assert 0 < stored.lengths.sum() <= 4096 < sum(len(row["input_ids"]) for row in rows)

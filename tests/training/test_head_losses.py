@@ -10,7 +10,7 @@ from support.runs import BLOCK, history, make_trainer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.head_dflash import TokenHead
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
-from dflash_hf.training.losses import LogitsHead, Teacher, block_loss, d_pace, token_losses
+from dflash_hf.training.losses import LogitsHead, Teacher, block_loss, dpace_weights, token_losses
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_loss_without_tokens_is_zero_and_has_gradients(chooses):
 
     nothing_counted = torch.zeros_like(counted)
     losses = token_losses(hidden, ChoosingHead(weight, queries[:0], bias), labels, nothing_counted)
-    block_loss(losses, nothing_counted, d_pace).sum().backward()
+    block_loss(losses, nothing_counted, dpace_weights).sum().backward()
     assert all(parameter.grad.abs().max() == 0 for parameter in (hidden, queries, bias))
 
 

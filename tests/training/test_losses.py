@@ -2,19 +2,23 @@
 
 import itertools
 import math
+import typing
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from dflash_hf.training.arguments import LossType
 from dflash_hf.training.losses import (
+    LOSS_TERMS,
+    LOSSES,
     LogitsHead,
     Teacher,
+    TokenLosses,
+    auf_weights,
     block_loss,
-    d_pace,
     dpace_weights,
-    first_failure_weights,
     loss_normalizer,
     slot_weights,
     token_losses,
@@ -182,7 +186,8 @@ def test_dpace_weights_equal_the_oracle(alpha):
     nll = -torch.rand(3, 4, 6, generator=random, dtype=torch.float64).log()
     counted = torch.rand(nll.shape, generator=random) < 0.7
     counted[..., 0] = False
-    weights = dpace_weights(nll * counted, counted, alpha)
+    losses = TokenLosses(nll * counted, nll * counted, counted, counted, counted)
+    weights = dpace_weights(losses, counted, alpha)
     torch.testing.assert_close(weights, dpace_oracle(nll, counted, alpha), rtol=1e-12, atol=0)
 
 
@@ -200,7 +205,7 @@ def test_block_loss_equals_the_oracle_in_any_split(kind):
     hidden, head, labels, counted, _ = tokens(torch.float64, shape=(4, 3, 5))
     counted[2] = False
     losses = token_losses(hidden, LogitsHead(head), labels, counted, 7)
-    slots = {"decay": slot_weights(5, 2.0), "uniform": slot_weights(5, math.inf), "dpace": d_pace}[kind]
+    slots = {"decay": slot_weights(5, 2.0), "uniform": slot_weights(5, math.inf), "dpace": dpace_weights}[kind]
     if kind == "dpace":
         weights = dpace_oracle(losses.loss.detach(), counted, 0.5)
         blocks = sum(bool(counted[n, a].any()) for n in range(4) for a in range(3))
@@ -269,7 +274,7 @@ def test_figures_without_blocks_are_absent():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_first_failure_weights_equal_the_oracle(seed):
+def test_auf_weights_equal_the_oracle(seed):
     """Oracle of Spec-AUF: walk over each block, as verification does."""
     random = torch.Generator().manual_seed(seed)
     correct, counted = (torch.rand(2, 3, 6, generator=random) < share for share in (0.7, 0.8))
@@ -279,4 +284,10 @@ def test_first_failure_weights_equal_the_oracle(seed):
             expected[row, block, k] = 1
             if not correct[row, block, k]:
                 break
-    assert torch.equal(first_failure_weights(correct & counted, counted).float(), expected)
+    losses = TokenLosses(correct, correct, correct & counted, counted, correct)
+    assert torch.equal(auf_weights(losses, counted).float(), expected)
+
+
+def test_every_loss_type_is_in_the_table():
+    assert tuple(LOSSES) == typing.get_args(LossType)
+    assert {loss.kind for loss in LOSSES.values()} == set(LOSS_TERMS)

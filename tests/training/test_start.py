@@ -1,6 +1,7 @@
 """What a fresh drafter takes from its target: layers to begin as, and the tokens that it drafts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.pairs.draft_vocabulary import draft_ids, set_draft_vocabulary
-from dflash_hf.training.losses import LogitsHead, block_loss, d_pace, dpace_weights, slot_weights, token_losses
+from dflash_hf.training.losses import LogitsHead, block_loss, dpace_weights, slot_weights, token_losses
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import _copy_weight, initialize_from_target
 
@@ -107,14 +108,15 @@ def test_undraftable_token_is_a_mistake_without_loss(kind):
     losses = token_losses(hidden, LogitsHead(head), labels, counted)
     assert losses.draftable.tolist() == [[[False, True, False, True]]]
     assert losses.loss[0, 0, 2] == 0 and not losses.correct[0, 0, 2]
-    weights = d_pace if kind == "dpace" else slot_weights(4)
+    weights = dpace_weights if kind == "dpace" else slot_weights(4)
     loss = block_loss(losses, counted, weights)
     loss.sum().backward()
     assert hidden.grad[0, 0, 2].abs().max() == 0 and hidden.grad[0, 0, [1, 3]].abs().min() > 0
     # The block is worth what one with a hopeless guess at that slot is worth.
     nll = losses.loss.detach().clone()
     nll[0, 0, 2] = 1e9
-    expected = dpace_weights(nll, counted, 0.5) if kind == "dpace" else counted * weights
+    hopeless = replace(losses, nll=nll, draftable=counted)
+    expected = dpace_weights(hopeless, counted) if kind == "dpace" else counted * weights
     assert loss.item() == pytest.approx((nll * expected)[0, 0, [1, 3]].sum().item())
     assert math.isfinite(loss.item())
 

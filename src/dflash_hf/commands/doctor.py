@@ -45,7 +45,8 @@ def run(arguments, echo) -> Outcome:
         rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
     draft = pair.draft()
     target = freeze(pair.target())
-    encoder = replace(pair.encoder(pair.template()), reader=None)  # its experiments are of texts
+    encoder = pair.encoder(pair.template())
+    encoder = replace(encoder, template=replace(encoder.template, reader=None))  # its experiments are of texts
     base = None
     if arguments.base is not None:
         loading = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)

@@ -55,7 +55,7 @@ def run(arguments, echo) -> Outcome:
         echo(line)
     output = arguments.output
     options = {"batch_size": arguments.batch_size, "say": echo}
-    collator = DFlashCollator(0, encoder.reader)
+    collator = DFlashCollator(0, encoder.template.reader)
     manifest = store_features(target, dataset, output, made_with, **options, collator=collator)
     number = len(manifest.shards)
     shards = f"{number} shards" if number > 1 else f"{number} shard"

@@ -97,10 +97,11 @@ class NamedPair:
     def encoder(self, template: dict, mask_token_id: int | None = None):
         """Encodes rows for the target; rows that contain this mask token are left out."""
         from dflash_hf.data.encode import RowEncoder
+        from dflash_hf.data.template import ChatTemplate
         from dflash_hf.targets.config_fields import stated_context_length
 
-        options = {"positions": stated_context_length(self.config), "mask_token_id": mask_token_id}
-        return RowEncoder(self.tokenizer, template, self.image_reader, **options)
+        options = {"context_length": stated_context_length(self.config), "mask_token_id": mask_token_id}
+        return RowEncoder(ChatTemplate(self.tokenizer, template, self.image_reader), **options)
 
     def draft(self):
         """

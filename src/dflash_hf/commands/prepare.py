@@ -40,7 +40,7 @@ def run(arguments, echo) -> Outcome:
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):
         echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")
-        echo(colored_example(dataset[number], encoder.tokenizer, color))
+        echo(colored_example(dataset[number], encoder.template.tokenizer, color))
     if arguments.examples:
         echo("---")
     for line in report.lines():

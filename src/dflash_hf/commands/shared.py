@@ -178,6 +178,7 @@ def encoder_of(pair):
     """
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.data.template import ChatTemplate
     from dflash_hf.pairs.configs import check_mask_token_id
     from dflash_hf.targets.config_fields import vocab_size_of
 
@@ -185,9 +186,7 @@ def encoder_of(pair):
     check_mask_token_id(arguments.mask_token_id, pair.config)
     kwargs = template_kwargs(argument_types.template_arguments(arguments.template_args), arguments.data, say=note)
     return RowEncoder(
-        pair.tokenizer,
-        kwargs,
-        pair.image_reader,
+        ChatTemplate(pair.tokenizer, kwargs, pair.image_reader),
         max_length=arguments.max_length,
         mask_token_id=arguments.mask_token_id,
         vocab_size=vocab_size_of(pair.config),

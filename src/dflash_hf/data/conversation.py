@@ -1,4 +1,4 @@
-"""What a row of a dataset says, in one form for all layouts: what [`~dflash_hf.data.row_layouts`] returns."""
+"""The content of a row of a dataset, in one form for all layouts: what [`~dflash_hf.data.row_layouts`] returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,11 +54,12 @@ class TokenizedText:
 @dataclass(frozen=True)
 class Conversation:
     """
-    What a row says. It has messages, a text, both (a text that is a user's message under a chat template), or ids.
+    The content of a row, in the same form for all layouts. It has messages, a text, both (a text that is a user's
+    message under a chat template), or ids.
 
     Args:
-        messages (`Sequence[dict]`): As [`~dflash_hf.data.messages.messages_of`] gives them, with the answers. Beside
-            ids, those that have the images.
+        messages (`Sequence[dict]`): As [`~dflash_hf.data.messages.messages_of`] returns them, with the answers. In a
+            row of ids, the messages with its images, if there are any.
         text (`str`, *optional*): The prompt as text, for targets without a chat template.
         completion (`str`, *optional*): Text that continues `text`; supervised.
         tokens (`TokenizedText`, *optional*): The ids of the whole row, which are used unchanged.
@@ -89,7 +90,7 @@ class Conversation:
 
     def turns(self, as_chat: bool) -> Prompt:
         """
-        All that is said, with the row's own answers: messages; or the text, if there are none or `as_chat` is false.
+        The whole content, with the row's own answers: messages; or the text, if there are none or `as_chat` is false.
         Arguments of tool calls become JSON text, which servers expect and files can hold.
         """
         if self.text is not None and not (as_chat and self.messages):

@@ -11,9 +11,9 @@ _PROMPT_CHARACTERS = range(16, 1001)  # shorter and longer prompts are left out
 
 class DistinctTexts:
     """
-    Texts without near-duplicates: the Jaccard similarity of their word 3-grams (shared over all), without case and
-    punctuation, is below 0.7. Texts of fewer than three words are compared as a whole. Of each 3-gram, 8 bytes of its
-    hash are kept.
+    Texts without near-duplicates: the Jaccard similarity of their word 3-grams (size of the intersection over size of
+    the union), without case and punctuation, is below 0.7. Texts of fewer than three words are compared as a whole. Of
+    each 3-gram, 8 bytes of its hash are kept.
     """
 
     def __init__(self):

@@ -61,7 +61,7 @@ class ImageReader:
         Raises:
             `UnusableRow`: an image cannot be read, or the chat template has no place for it.
         """
-        loaded = [load(image) for image in images]
+        loaded = [load_image(image) for image in images]
         try:
             encoded = self.processor(text=[text], images=[loaded], add_special_tokens=False)
         except ValueError as error:
@@ -76,7 +76,7 @@ class ImageReader:
         texts = []
         loaded = []
         for images_of_row in images:
-            loaded_of_row = [load(image) for image in images_of_row]
+            loaded_of_row = [load_image(image) for image in images_of_row]
             parts = [{"type": "image", "image": image} for image in loaded_of_row]
             user = {"role": "user", "content": [*parts, {"type": "text", "text": "."}]}
             texts.append(self.processor.apply_chat_template([user]))
@@ -94,17 +94,17 @@ class ImageReader:
         return ImagePrompt(ids, self.inputs(torch.tensor([list(ids)]), [images]))
 
 
-def load(image: str):
+def load_image(image: str):
     """
     The image of a path or a `data:` URI, by transformers' own loader.
 
     Raises:
         `UnusableRow`: it is damaged.
     """
-    from transformers.image_utils import load_image
+    from transformers import image_utils
 
     try:
-        return load_image(image)
+        return image_utils.load_image(image)
     except ImportError:
         raise
     except Exception as error:  # of PIL, which has many

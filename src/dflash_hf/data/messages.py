@@ -111,23 +111,27 @@ def _parts_at_marks(text: str, images: Iterator) -> list[dict]:
 
 
 def _message(fields: Mapping, name: str, images: Iterator) -> dict:
-    """A message of a column in the common form."""
-    message = {key: value for key, value in fields.items() if value is not None}  # tables have every key in every one
+    """A message of a column in the common form; `images` are those of parts that name none."""
+    # 1. Its fields, with OpenAI's names. In a table, every row has every key: a key that is null is absent.
+    message = {key: value for key, value in fields.items() if value is not None}
     if not message:
         raise UnusableRow(f"a message in its `{name}` is null or empty")
     if "role" not in message and "from" in message:
-        names = {"from": "role", "value": "content"}
-        message = {names.get(key, key): value for key, value in message.items()}
+        new_names = {"from": "role", "value": "content"}
+        message = {new_names.get(key, key): value for key, value in message.items()}
+    # 2. Its role, with the name of chat templates.
     role = message.get("role")
     if not isinstance(role, str):
         raise UnusableRow(f"a message in its `{name}` has {sorted(message)}, not {MESSAGE_LAYOUTS}")
     message["role"] = _ROLES.get(role.lower(), role)
+    # 3. Its tool calls, which may be a role of their own, or in the field that preceded `tool_calls`.
     if role in _CALL_ROLES:
         message |= {"role": "assistant", "tool_calls": message.pop("content", None)}
     elif "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"])
+    # 4. Its content: text, parts, or nothing beside a call or a thought.
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = [_part(part, images) for part in content]

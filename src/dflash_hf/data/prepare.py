@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter, not_
+from typing import NamedTuple
 
 import numpy as np
 from transformers.utils import logging
@@ -19,7 +20,7 @@ from dflash_hf.data.sources import drop_null_keys
 
 
 logger = logging.get_logger(__name__)
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
 CONVERSATION = "conversation"  # the column of an example's conversation
 
 
@@ -114,7 +115,7 @@ def prepare_dataset(
     from datasets import Sequence as ListOf
 
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
-    if encoder.reader is not None:
+    if encoder.template.reader is not None:
         features["images"] = ListOf(Value("string"))
     rows = _with_arrays(drop_null_keys(rows))
     encoded = rows.map(
@@ -149,44 +150,47 @@ def _with_arrays(rows):
     return rows.select_columns(names).with_format("numpy")
 
 
+class _EncodedExample(NamedTuple):
+    """A row of the table that [`_encode_batch`] returns."""
+
+    example: Example
+    key: int  # of its conversation
+    left_out: str | None  # the reason, if the row was left out; the example is empty then
+
+
 def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequence[int]):
     """An Arrow table of examples. A row that is left out has an empty one, with the reason in `left_out`."""
-    import pyarrow as pa
-
-    ids = []
-    masks = []
-    images = []
-    keys = []
-    left_out = []
+    encoded = []
     for position, index in enumerate(indices):
         row = {name: values[position] for name, values in batch.items()}
-        key = 0
-        reason = None
         try:
             examples = encoder.encode(conversation_of(row))
-            key = _key_of(examples[0])
         except UnusableRow as unusable:
-            examples = [Example(np.zeros(0), np.zeros(0))]
-            reason = str(unusable)
+            encoded.append(_EncodedExample(Example(np.zeros(0), np.zeros(0)), 0, str(unusable)))
+            continue
         except ValueError as error:
             raise ValueError(f"Row {index} of {source}: {error}") from error
-        for example in examples:
-            ids.append(example.ids)
-            masks.append(example.mask)
-            images.append(list(example.images))
-            keys.append(key)
-            left_out.append(reason)
-    ends = pa.array(np.cumsum([0, *map(len, ids)], dtype=np.int32))
-    flat_ids = pa.array(np.concatenate(ids).astype(np.int32))
-    flat_masks = pa.array(np.concatenate(masks).astype(np.int8))
+        key = _key_of(examples[0])
+        encoded += [_EncodedExample(example, key, None) for example in examples]
+    return _table_of(encoded, with_images=encoder.template.reader is not None)
+
+
+def _table_of(encoded: Sequence[_EncodedExample], with_images: bool):
+    """The Arrow table of encoded examples."""
+    import pyarrow as pa
+
+    examples = [row.example for row in encoded]
+    ends = pa.array(np.cumsum([0, *(len(example.ids) for example in examples)], dtype=np.int32))
+    flat_ids = pa.array(np.concatenate([example.ids for example in examples]).astype(np.int32))
+    flat_masks = pa.array(np.concatenate([example.mask for example in examples]).astype(np.int8))
     columns = {
         "input_ids": pa.ListArray.from_arrays(ends, flat_ids),
         "loss_mask": pa.ListArray.from_arrays(ends, flat_masks),
     }
-    if encoder.reader is not None:
-        columns["images"] = pa.array(images, pa.list_(pa.string()))
-    columns[CONVERSATION] = pa.array(keys, pa.int64())
-    columns["left_out"] = pa.array(left_out, pa.string())
+    if with_images:
+        columns["images"] = pa.array([list(example.images) for example in examples], pa.list_(pa.string()))
+    columns[CONVERSATION] = pa.array([row.key for row in encoded], pa.int64())
+    columns["left_out"] = pa.array([row.left_out for row in encoded], pa.string())
     return pa.table(columns)
 
 
@@ -206,7 +210,7 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = tokenizer.decode(run[:half]) + left_out + tokenizer.decode(run[-half:])
         else:
             piece = tokenizer.decode(run)
-        piece = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], piece)
+        piece = _CONTROL_CHARACTERS.sub(lambda match: ascii(match[0])[1:-1], piece)
         if supervised:
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text += piece

@@ -29,8 +29,8 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
     else:
         messages = encoder.template.normalize_messages(prompt, tools)
         ids = encoder.template.prompt_ids(messages, tools, **template_kwargs) if messages else []
-    if encoder.positions is not None and len(ids) >= encoder.positions:
-        raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
+    if encoder.context_length is not None and len(ids) >= encoder.context_length:
+        raise UnusableRow(f"its prompt fills all {encoder.context_length:,} positions of the target")
     return ids
 
 
@@ -55,15 +55,15 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
         ids = conversation.tokens.prompt_ids
     else:
         # A text with a `completion` is plain text: training reads such rows in the same way.
-        as_chat = bool(encoder.tokenizer.chat_template) and not raw and not conversation.is_plain_text
+        as_chat = bool(encoder.template.tokenizer.chat_template) and not raw and not conversation.is_plain_text
         prompt = conversation.prompt(as_chat)
         ids = ids_of_prompt(encoder, prompt, conversation.tools, **conversation.template_kwargs)
     if not ids:
         raise ValueError("The prompt is empty.")
     images = conversation.images
-    if images and encoder.reader is None:
+    if images and encoder.template.reader is None:
         raise UnusableRow(NO_IMAGE_READER)
-    return encoder.reader.prompt(ids, images) if images else ids
+    return encoder.template.reader.prompt(ids, images) if images else ids
 
 
 def template_kwargs(

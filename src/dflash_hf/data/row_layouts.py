@@ -3,10 +3,10 @@ The layouts of rows: how each is recognised, and how it becomes a [`~dflash_hf.d
 
 No other file knows the columns of rows. `ROW_LAYOUTS` is the table, which [`conversation_of`] applies to a row:
 
-1. The first layout whose columns are all there, and not null, is that of the row.
-2. Its `read` gives what the row says: messages, a text or ids.
-3. Its `mark_supervised` chooses what of it is supervised. It is not called where the target answers the row again, so
-   that the columns of answers may then hold anything.
+1. The layout of the row is the first whose columns are all there, and not null.
+2. Its `read` returns the content of the row: messages, a text or ids.
+3. Its `mark_supervised` chooses which part of the content is supervised. It is not called where the target answers the
+   row again; the columns of answers may then hold anything.
 4. Columns that every layout may have are added: tools, and arguments of the chat template.
 """
 

@@ -22,8 +22,8 @@ _MARKER_TEXT = "Xq7"
 class ContentSupport(NamedTuple):
     """What a template reads as the content of a message, besides text."""
 
-    parts: bool  # it reads parts, and writes their text
-    parts_only: bool  # it does not read text
+    reads_parts: bool  # it reads parts, and writes their text
+    reads_only_parts: bool  # it does not read text
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ class ChatTemplate:
             if role not in _ROLES and role not in template:
                 raise UnusableRow(f"the chat template does not know the role {role!r}")
             support = self._content_support(role, template)
-            if images_in([message]) and not (self.reader and support.parts):
+            if images_in([message]) and not (self.reader and support.reads_parts):
                 raise UnusableRow(NO_IMAGE_READER)
             content = message.get("content")
             if content is None:
                 message = {**message, "content": ""}  # of calls alone, as `transformers serve` passes it
-            elif support.parts_only and isinstance(content, str):
+            elif support.reads_only_parts and isinstance(content, str):
                 message = {**message, "content": [{"type": "text", "text": content}]}
-            if not support.parts:
+            if not support.reads_parts:
                 message = with_text(message)
             normalized.append(with_arguments(message, as_value))
         return normalized
@@ -177,8 +177,9 @@ class ChatTemplate:
             text = self._probe(role, _MARKER_TEXT, template)
             parts = self._probe(role, [{"type": "text", "text": _MARKER_TEXT}], template)
             prints_source = "'type'" in parts or '"type"' in parts
-            parts_only = _MARKER_TEXT in parts and _MARKER_TEXT not in text and not prints_source
-            support = ContentSupport(parts_only or (_MARKER_TEXT in text and text == parts), parts_only)
+            reads_only_parts = _MARKER_TEXT in parts and _MARKER_TEXT not in text and not prints_source
+            reads_parts = reads_only_parts or (_MARKER_TEXT in text and text == parts)
+            support = ContentSupport(reads_parts, reads_only_parts)
             self._content_supports[role, template] = support
         return support
 

@@ -20,6 +20,7 @@ from dflash_hf._io.progress import bar
 from dflash_hf._io.terminal import marks_around
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
@@ -77,7 +78,7 @@ def run_demo(
         color (`bool`): Colour the sample with ANSI codes.
         say: Called with each line of output.
     """
-    encoder = RowEncoder(pair.tokenizer)
+    encoder = RowEncoder(ChatTemplate(pair.tokenizer))
     prompts = [prompt_ids(encoder, row) for row in rows]
     dtype = str(pair.target.dtype).removeprefix("torch.")
     say(

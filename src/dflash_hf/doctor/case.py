@@ -129,9 +129,12 @@ class PairCase:
         """Each prompt with the target's answer; generated once."""
         return self.answer_prompts(self.prompts)
 
-    def encode_prompts(self, raw: bool = False, **encoder_fields) -> list[list[int]]:
-        """The ids of each prompt, with other fields of the encoder; `raw` leaves the chat template out."""
-        encoder = replace(self.encoder, **encoder_fields)
+    def encode_prompts(self, raw: bool = False, chat_template_kwargs: dict | None = None) -> list[list[int]]:
+        """The ids of each prompt, with other arguments of the chat template; `raw` leaves the template out."""
+        encoder = self.encoder
+        if chat_template_kwargs is not None:
+            template = replace(encoder.template, chat_template_kwargs=chat_template_kwargs)
+            encoder = replace(encoder, template=template)
         return prompts_of(self.rows, encoder, "the prompts", raw, self.target, self.max_new_tokens)
 
     def answer_prompts(self, prompts: Sequence[Sequence[int]], target=None) -> DraftedTexts:

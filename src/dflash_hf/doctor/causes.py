@@ -53,7 +53,7 @@ def diagnose(case: PairCase, progress: Callable[[Iterable], Iterable] = iter) ->
     prompt_loss = loss_on(case.target, case.prompts)
     uniform_loss = math.log(case.target.get_input_embeddings().weight.shape[0])
     trained_with = case.draft.config.dflash_config.get("trained_with", {})
-    digests = digests_of_tokenizer(case.encoder.tokenizer)
+    digests = digests_of_tokenizer(case.encoder.template.tokenizer)
     changed_since_training = []
     for name in ("tokenizer", "template"):
         if name in trained_with and trained_with[name] != digests[name]:

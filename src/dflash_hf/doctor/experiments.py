@@ -54,7 +54,7 @@ def _other_settings(case: PairCase) -> Iterator[Experiment]:
 
 def _other_masks(case: PairCase) -> NamedFields:
     """The usual mask tokens and the tokenizer's special tokens, except tokens that the texts hold."""
-    tokenizer = case.encoder.tokenizer
+    tokenizer = case.encoder.template.tokenizer
     vocab_size = case.target.get_input_embeddings().weight.shape[0]
     excluded = {*eos_ids(case.target.generation_config), case.draft.config.mask_token_id}
     for text in case.texts:
@@ -191,8 +191,8 @@ def _target_without_window(case: PairCase) -> Iterator[Experiment]:
 
 def _other_prompt_modes(case: PairCase) -> Iterator[Experiment]:
     """With and without thinking, and without the chat template; prompts that were tried already are left out."""
-    current_kwargs = dict(case.encoder.chat_template_kwargs)
-    template = str(case.encoder.tokenizer.chat_template or "")
+    current_kwargs = dict(case.encoder.template.chat_template_kwargs)
+    template = str(case.encoder.template.tokenizer.chat_template or "")
     prompts_of_experiment: list[tuple[Experiment, list[list[int]]]] = []
     switch = next((name for name in ("enable_thinking", "thinking") if name in template), None)
     if switch is not None:

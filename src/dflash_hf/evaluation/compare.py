@@ -10,18 +10,19 @@ square root of `M / (M - 1) * sum d_i^2`. If the blocks are the same too, this i
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from dflash_hf.evaluation.methods import LABELS
 from dflash_hf.evaluation.report import EvalReport
 
 
-Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
+AcceptedAndBlocks: TypeAlias = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
 
 
-def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
+def mean_difference(before: AcceptedAndBlocks, after: AcceptedAndBlocks) -> tuple[float, float]:
     """
-    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of fewer
-    than four texts, which say little about chance, it is 0 standard errors.
+    The gain in accepted tokens per block, and the same gain in standard errors; zeros if there are no blocks. With
+    fewer than four texts, which say little about chance, it is 0 standard errors.
     """
     total_before = sum(blocks for _, blocks in before)
     total_after = sum(blocks for _, blocks in after)
@@ -89,5 +90,5 @@ def compare(before: Path, after: Path, echo) -> dict:
     return facts
 
 
-def _accepted_and_blocks(report: EvalReport) -> Sums:
+def _accepted_and_blocks(report: EvalReport) -> AcceptedAndBlocks:
     return [(sum(lengths) - len(lengths), len(lengths)) for lengths in report.acceptance_lengths]

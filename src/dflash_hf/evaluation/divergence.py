@@ -17,7 +17,7 @@ that rounding cannot have chosen, or a text that ends where the target's does no
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +39,11 @@ class Divergence:
     The first token of an answer that is not the target's own.
 
     Args:
-        method (`str`), prompt (`int`): The method, and the index of the prompt.
-        position (`int`): In the answer.
-        own, other (`int`): The target's token and the method's; -1 if that text has ended.
+        method (`str`): The method.
+        prompt (`int`): Index of the prompt.
+        position (`int`): Index of the token in the answer.
+        own (`int`): The target's token; -1 if its text has ended.
+        other (`int`): The method's token; -1 if its text has ended.
         gap (`float`, *optional*): Difference between their scores; `None` if a text has ended.
         verdict (`str`): `NEAR_TIE` or `WRONG`.
     """
@@ -115,7 +117,7 @@ def find_divergences(
 
 
 def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, int, int] | None:
-    """The position and the two tokens there, -1 for that of a text that has ended; `None` if the texts are equal."""
+    """The position and the two tokens there, -1 where a text has ended; `None` if the texts are equal."""
     if list(own) == list(other):
         return None
     position = 0
@@ -204,9 +206,9 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, tokens: t
     return torch.cat(best), torch.cat(gaps)
 
 
-def worst_verdict(divergences: Sequence[Divergence], method: str) -> str:
-    """`EQUAL`, `NEAR_TIE` or `WRONG`: the worst of a method's answers."""
-    verdicts = {divergence.verdict for divergence in divergences if divergence.method == method}
+def worst_verdict(divergences: Sequence[Divergence], methods: Collection[str]) -> str:
+    """`EQUAL`, `NEAR_TIE` or `WRONG`: the worst of the answers of some methods."""
+    verdicts = {divergence.verdict for divergence in divergences if divergence.method in methods}
     if WRONG in verdicts:
         return WRONG
     return NEAR_TIE if verdicts else EQUAL

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 import transformers
@@ -21,18 +22,13 @@ from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.divergence import find_divergences
 from dflash_hf.evaluation.methods import (
     DEFAULT_METHODS,
-    DRAFTED,
-    FIXED_SIZE,
     LOOKUP_TOKENS,
+    METHODS,
     MTP,
-    PLAIN_CALL,
-    TABLE,
     TARGET_ALONE,
     TARGET_PACKED,
-    TREE_METHODS,
     TREE_NODES,
     WHOLE_BLOCKS,
-    WITHOUT_DRAFTER,
 )
 from dflash_hf.evaluation.report import EvalReport, MethodReport
 from dflash_hf.modeling.target_dflash import decoder_layers
@@ -56,15 +52,17 @@ def evaluate(
 
     The methods alternate prompt by prompt and change their order from run to run, so that other load on the machine
     affects all of them. Each is warmed up first, compiled methods on every prompt. Packing weights is not timed. The
-    number of threads is not changed; the report names it.
+    number of threads is not changed; the report names it. Both models decode in evaluation mode; their modes are
+    restored at the end.
 
     Args:
         target, draft (`PreTrainedModel`): The pair.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of [`~dflash_hf.evaluation.methods.TABLE`]. With
-            `"target_packed"`, a target with packed weights, drafters and `"mtp"` decode packed too.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of
+            [`~dflash_hf.evaluation.methods.METHODS`]. With `"target_packed"`, a target with packed weights, drafters
+            and `"mtp"` decode packed too.
         progress: Wraps the iteration over runs and prompts.
         other_methods (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt
             ids to answer ids.
@@ -78,46 +76,36 @@ def evaluate(
             missing.
     """
     _check_arguments(prompts, runs, methods)
-    other_methods = other_methods or {}
-    methods = (*methods, *other_methods)
-    drafters = {**drafters_of_methods(draft, tree_nodes), PLAIN_CALL: draft}
-    assisted = {name: {"assistant_model": drafter} for name, drafter in drafters.items()}
-    arguments = {**WITHOUT_DRAFTER, **assisted, **other_methods}
-    packed: dict[str, tuple] = {}  # the models that a method packs
-    if TARGET_PACKED in methods:
-        packed = {TARGET_PACKED: (target,), MTP: (target,), **dict.fromkeys(drafters, (target, draft))}
-    decode = _Decoder(target, max_new_tokens, arguments, packed)
-    compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
-    target.eval()
-    draft.eval()
-    # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come last:
-    # other methods may leave hooks on the target, and it would be compiled again.
-    warmup = {}
-    for method in sorted(methods, key=lambda name: name in compiled):
-        warmup_prompts = prompts if method in compiled else prompts[:1]
-        warmup[method] = sum(decode(method, prompt).seconds for prompt in warmup_prompts)
-    # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
-    decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
-    gc.collect()  # what warming up left behind is not collected in someone's time
-    for run, index in progress(list(itertools.product(range(runs), range(len(prompts))))):
-        shift = (run + index) % len(methods)
-        for method in (*methods[shift:], *methods[:shift]):
-            decoded[run][method].append(decode(method, prompts[index]))
-    # 3. Medians. Ratios are taken within a run, where the load was the same.
-    answers = [answer.ids for answer in decoded[-1][TARGET_ALONE]]
-    answers_of_methods = {}
-    for method in methods:
-        answers_of_methods[method] = [_diverging_answer(decoded, method, i) for i in range(len(prompts))]
-    divergences, rounding = find_divergences(
-        target, prompts, answers, answers_of_methods, draft.config.max_block_tokens
-    )
+    with _evaluation_mode(target, draft):
+        calls = _calls_of_methods(target, draft, methods, other_methods or {}, tree_nodes)
+        decode = _Decoder(target, max_new_tokens, calls)
+        # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come
+        # last: other methods may leave hooks on the target, and it would be compiled again.
+        warmup_seconds = {}
+        for name in sorted(calls, key=lambda name: calls[name].compiled):
+            warmup_prompts = prompts if calls[name].compiled else prompts[:1]
+            warmup_seconds[name] = sum(decode(name, prompt).seconds for prompt in warmup_prompts)
+        # 2. Alternate.
+        decoded = _decode_in_turn(decode, list(calls), prompts, runs, progress)
+        # 3. What differs from the target's own answers, and whether rounding explains it.
+        own_answers = [answer.ids for answer in decoded[-1][TARGET_ALONE]]
+        answers_of_methods = {}
+        for name in calls:
+            answers_of_methods[name] = [_first_different_answer(decoded, name, i) for i in range(len(prompts))]
+        divergences, rounding = find_divergences(
+            target, prompts, own_answers, answers_of_methods, draft.config.max_block_tokens
+        )
+    # 4. Medians.
+    reports = {}
+    for name, call in calls.items():
+        reports[name] = _method_report(decoded, name, warmup_seconds[name], call.compiled)
     setting = _setting_of(target, draft, max_new_tokens, runs)
-    if TREE_METHODS & set(methods):
+    if any(METHODS[name].trees for name in methods):
         setting["tree_nodes"] = tree_nodes
     return EvalReport(
-        methods={name: _method_report(decoded, name, warmup[name], name in compiled) for name in methods},
+        methods=reports,
         acceptance_lengths=[answer.acceptance_lengths for answer in decoded[-1][WHOLE_BLOCKS]],
-        responses=answers,
+        responses=own_answers,
         block_size=draft.config.max_block_tokens,
         setting=setting,
         divergences=divergences,
@@ -131,12 +119,69 @@ def _check_arguments(prompts: Sequence[Sequence[int]], runs: int, methods: Seque
         raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    unknown = set(methods) - TABLE.keys()
+    unknown = set(methods) - METHODS.keys()
     if unknown:
-        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(TABLE)}.")
+        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(METHODS)}.")
     missing = {TARGET_ALONE, WHOLE_BLOCKS} - set(methods)
     if missing:
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
+
+
+@contextlib.contextmanager
+def _evaluation_mode(*models) -> Iterator[None]:
+    """A context in which models are in evaluation mode; afterwards, each of their modules is in its own mode again."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+@dataclass(frozen=True)
+class _Call:
+    """
+    How a method decodes a prompt.
+
+    Args:
+        arguments (`dict` or `Callable`): Arguments of `generate`, or a function from prompt ids to answer ids.
+        drafts (`bool`): Whether they include a DFlash drafter.
+        compiled (`bool`): Whether its rounds are compiled.
+        packed (`tuple`): The models whose weights are packed.
+    """
+
+    arguments: dict | Callable
+    drafts: bool = False
+    compiled: bool = False
+    packed: tuple = ()
+
+    @property
+    def can_count_forwards(self) -> bool:
+        """
+        Whether a hook on the target may count its forwards. A compiled target would be compiled with the hook; without
+        a drafter, it makes one forward for each token.
+        """
+        return not self.drafts and not callable(self.arguments) and "cache_implementation" not in self.arguments
+
+
+def _calls_of_methods(target, draft, methods: Sequence[str], other_methods: dict, tree_nodes: int) -> dict[str, _Call]:
+    """The call of each method, by name; arguments as those of [`evaluate`]."""
+    drafters = drafters_of_methods(draft, tree_nodes)
+    calls = {}
+    for name in methods:
+        method = METHODS[name]
+        models = (target, draft) if method.drafts else (target,)
+        packed = models if method.packs and TARGET_PACKED in methods else ()
+        if method.drafts:
+            drafter = drafters.get(name, draft)
+            calls[name] = _Call({"assistant_model": drafter}, True, drafter.decoding_config.compile, packed)
+        else:
+            calls[name] = _Call(method.arguments, packed=packed)
+    for name, arguments in other_methods.items():
+        calls[name] = _Call(arguments)
+    return calls
 
 
 @dataclass
@@ -150,6 +195,10 @@ class _Decoded:
     draft_sizes: list[int] | None = None
 
 
+# The answers of all runs: `decoded[run][method]` has one for each prompt.
+_DecodedRuns: TypeAlias = list[dict[str, list[_Decoded]]]
+
+
 class _Decoder:
     """
     Decodes a prompt by a method, and measures the time.
@@ -157,40 +206,37 @@ class _Decoder:
     Args:
         target (`PreTrainedModel`): The target.
         max_new_tokens (`int`): Maximum length of an answer.
-        arguments (`dict[str, dict | Callable]`): For each method the arguments of `generate`, or a function from
-            prompt ids to answer ids.
-        packed (`dict[str, tuple]`): For each method that packs weights, the models whose weights it packs.
+        calls (`dict[str, _Call]`): How each method decodes.
     """
 
-    def __init__(self, target, max_new_tokens: int, arguments: dict, packed: dict[str, tuple]):
+    def __init__(self, target, max_new_tokens: int, calls: dict[str, _Call]):
         self.target = target
         self.max_new_tokens = max_new_tokens
-        self.arguments = arguments
-        self.packed = packed
+        self.calls = calls
 
     def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
         """The answer of a method to a prompt."""
-        arguments = self.arguments[method]
+        call = self.calls[method]
         output = None
         counter = None
         with contextlib.ExitStack() as contexts:
             if method == MTP:
                 contexts.enter_context(without_bars())  # its heads are loaded in each call
-            if self._can_count_forwards(method):
+            if call.can_count_forwards:
                 counter = contexts.enter_context(_count_forwards(self.target))
-            if method in self.packed:
-                contexts.enter_context(packed_weights(*self.packed[method]))
+            if call.packed:
+                contexts.enter_context(packed_weights(*call.packed))
             start = now(self.target.device)
-            if callable(arguments):
-                ids = arguments(prompt)
+            if callable(call.arguments):
+                ids = call.arguments(prompt)
             else:
-                options = {"max_new_tokens": self.max_new_tokens, "do_sample": False, **arguments}
+                options = {"max_new_tokens": self.max_new_tokens, "do_sample": False, **call.arguments}
                 output = generate_one(self.target, prompt, **options)
                 ids = output.sequences[0, len(prompt) :].tolist()
             seconds = now(self.target.device) - start
         lengths_of_rows = getattr(output, "acceptance_lengths", None) or [[]]  # if a DFlash drafter was used
         lengths = list(lengths_of_rows[0])
-        if method in DRAFTED:
+        if call.drafts:
             forwards = 1 + len(lengths)
         elif counter is not None:
             forwards = counter.count
@@ -198,10 +244,22 @@ class _Decoder:
             forwards = len(ids)
         return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
-    def _can_count_forwards(self, method: str) -> bool:
-        """Not where a hook would be compiled too; without a drafter, a compiled target makes one forward per token."""
-        arguments = self.arguments[method]
-        return method not in DRAFTED and not callable(arguments) and "cache_implementation" not in arguments
+
+def _decode_in_turn(
+    decode: _Decoder,
+    methods: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    runs: int,
+    progress: Callable[[Iterable], Iterable],
+) -> _DecodedRuns:
+    """Decode every prompt by each method, method by method; which of them begins changes with run and prompt."""
+    decoded: _DecodedRuns = [{method: [] for method in methods} for _ in range(runs)]
+    gc.collect()  # what warming up left behind must not be collected while a method is timed
+    for run, index in progress(list(itertools.product(range(runs), range(len(prompts))))):
+        shift = (run + index) % len(methods)
+        for method in (*methods[shift:], *methods[:shift]):
+            decoded[run][method].append(decode(method, prompts[index]))
+    return decoded
 
 
 def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
@@ -222,49 +280,51 @@ def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
     }
 
 
-def _diverging_answer(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
-    """A method's answer to a prompt; if any run differs from the target's own answer, the first that does."""
+def _first_different_answer(decoded: _DecodedRuns, method: str, index: int) -> list[int]:
+    """A method's answer to a prompt, from the first run in which it differs from the target's own if there is one."""
     own = decoded[-1][TARGET_ALONE][index].ids
     answers = [run[method][index].ids for run in decoded]
     return next((ids for ids in answers if ids != own), own)
 
 
-def _method_report(
-    decoded: list[dict[str, list[_Decoded]]], method: str, warmup: float, compiled: bool
-) -> MethodReport:
-    """The figures of a method; `decoded[run][method]` has an answer for each prompt."""
-
-    def speeds(name: str) -> list[float]:
-        """Tokens per second of each run."""
-        speeds = []
-        for run in decoded:
-            tokens = sum(len(answer.ids) for answer in run[name])
-            speeds.append(tokens / sum(answer.seconds for answer in run[name]))
-        return speeds
-
-    def speedup(base: str) -> float:
-        ratios = [speed / base_speed for speed, base_speed in zip(speeds(method), speeds(base), strict=True)]
-        return statistics.median(ratios)
-
+def _method_report(decoded: _DecodedRuns, method: str, warmup_seconds: float, compiled: bool) -> MethodReport:
+    """The figures of a method."""
     last_answers = decoded[-1][method]
     lengths = list(chain.from_iterable(answer.acceptance_lengths for answer in last_answers))
     sizes = list(chain.from_iterable(answer.draft_sizes or () for answer in last_answers))
     equal = 0
     for index in range(len(last_answers)):
         equal += all(run[method][index].ids == run[TARGET_ALONE][index].ids for run in decoded)
+    speeds = _speeds(decoded, method)
     return MethodReport(
-        tokens_per_second=statistics.median(speeds(method)),
-        speedup=speedup(TARGET_ALONE),
-        runs=speeds(method),
+        tokens_per_second=statistics.median(speeds),
+        speedup=_median_ratio(speeds, _speeds(decoded, TARGET_ALONE)),
+        runs=speeds,
         tokens=sum(len(answer.ids) for answer in last_answers),
         target_forwards=sum(answer.forwards for answer in last_answers),
         equal=equal,
-        warmup_seconds=warmup,
+        warmup_seconds=warmup_seconds,
         compiled=compiled,
-        speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
+        speedup_over_packed=(
+            _median_ratio(speeds, _speeds(decoded, TARGET_PACKED)) if TARGET_PACKED in decoded[-1] else None
+        ),
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
     )
+
+
+def _speeds(decoded: _DecodedRuns, method: str) -> list[float]:
+    """Tokens per second of a method in each run."""
+    speeds = []
+    for run in decoded:
+        tokens = sum(len(answer.ids) for answer in run[method])
+        speeds.append(tokens / sum(answer.seconds for answer in run[method]))
+    return speeds
+
+
+def _median_ratio(speeds: Sequence[float], base_speeds: Sequence[float]) -> float:
+    """The median ratio of two speeds. Ratios are taken within a run, where the load was the same."""
+    return statistics.median(speed / base for speed, base in zip(speeds, base_speeds, strict=True))
 
 
 def with_decoding_config(draft, **changes):
@@ -283,12 +343,18 @@ def with_whole_blocks(draft):
 
 
 def drafters_of_methods(draft, tree_nodes: int = TREE_NODES) -> dict:
-    """The drafter set up for each method of `FIXED_SIZE`, by name."""
+    """The drafter set up for each method that drafts a fixed size, by name."""
     whole_blocks = with_whole_blocks(draft)
-    values = {"tree_nodes": tree_nodes, "compile": True}
     drafters = {}
-    for method, fields in FIXED_SIZE.items():
-        drafters[method] = with_decoding_config(whole_blocks, **{field: values[field] for field in fields})
+    for name, method in METHODS.items():
+        if not method.fixed_size:
+            continue
+        changes: dict = {}
+        if method.trees:
+            changes["tree_nodes"] = tree_nodes
+        if method.compiles:
+            changes["compile"] = True
+        drafters[name] = with_decoding_config(whole_blocks, **changes)
     return drafters
 
 

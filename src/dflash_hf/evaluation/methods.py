@@ -3,10 +3,10 @@ The decoding methods that are compared: one table of their names in reports, the
 Imports no torch: the command line's help reads it.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 
-# Names in reports, whose files stay readable; labels say what they are.
+# Names in reports. They stay as they are, so that files of earlier versions can be read; labels say what they are.
 TARGET_ALONE = "target"
 TARGET_PACKED = "target_packed"
 PROMPT_LOOKUP = "prompt_lookup"
@@ -22,41 +22,46 @@ TREE_NODES = 15
 LOOKUP_TOKENS = 10  # candidates of prompt lookup
 
 
-class Method(NamedTuple):
+@dataclass(frozen=True)
+class Method:
     """
     A decoding method.
 
     Args:
         label (`str`): Its name for readers of a report.
-        arguments (`dict`, *optional*): Without a drafter, the arguments of `generate`.
-        decoding_fields (`tuple[str, ...]`, *optional*): With blocks or trees of a fixed size, the fields of the
-            drafter's `decoding_config` that are switched on.
-
-    A method that has neither is the call of `generate` with the drafter and its unchanged settings, so draft sizes are
-    chosen round by round unless they are set.
+        drafts (`bool`): Whether it decodes with the drafter.
+        fixed_size (`bool`): With the drafter: whether every round verifies a block or tree of the same size. If not,
+            the drafter's own settings apply, which choose draft sizes round by round unless a size is set.
+        trees (`bool`): Whether it verifies draft trees.
+        compiles (`bool`): Whether it compiles the rounds; other methods do if the drafter's settings say so.
+        packs (`bool`): Whether it decodes with packed weights where the packed target is measured, too.
+        arguments (`dict`): Without the drafter, its arguments of `generate`.
     """
 
     label: str
-    arguments: dict | None = None
-    decoding_fields: tuple[str, ...] | None = None
+    drafts: bool = False
+    fixed_size: bool = False
+    trees: bool = False
+    compiles: bool = False
+    packs: bool = False
+    arguments: dict = field(default_factory=dict)
 
 
-TABLE = {
-    TARGET_ALONE: Method("target alone", arguments={}),
-    TARGET_PACKED: Method("target alone, packed", arguments={}),
+METHODS = {
+    TARGET_ALONE: Method("target alone"),
+    TARGET_PACKED: Method("target alone, packed", packs=True),
     PROMPT_LOOKUP: Method("prompt lookup", arguments={"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-    MTP: Method("multi-token prediction", arguments={"use_mtp": True}),
-    WHOLE_BLOCKS: Method("whole blocks", decoding_fields=()),
-    WHOLE_BLOCKS_COMPILED: Method("whole blocks, compiled", decoding_fields=("compile",)),
-    DRAFT_TREES: Method("draft trees", decoding_fields=("tree_nodes",)),
-    DRAFT_TREES_COMPILED: Method("draft trees, compiled", decoding_fields=("tree_nodes", "compile")),
-    PLAIN_CALL: Method("plain call"),
+    MTP: Method("multi-token prediction", packs=True, arguments={"use_mtp": True}),
+    WHOLE_BLOCKS: Method("whole blocks", drafts=True, fixed_size=True, packs=True),
+    WHOLE_BLOCKS_COMPILED: Method("whole blocks, compiled", drafts=True, fixed_size=True, compiles=True, packs=True),
+    DRAFT_TREES: Method("draft trees", drafts=True, fixed_size=True, trees=True, packs=True),
+    DRAFT_TREES_COMPILED: Method(
+        "draft trees, compiled", drafts=True, fixed_size=True, trees=True, compiles=True, packs=True
+    ),
+    PLAIN_CALL: Method("plain call", drafts=True, packs=True),
 }
-LABELS = {name: method.label for name, method in TABLE.items()}
-WITHOUT_DRAFTER = {name: method.arguments for name, method in TABLE.items() if method.arguments is not None}
-FIXED_SIZE = {name: method.decoding_fields for name, method in TABLE.items() if method.decoding_fields is not None}
-DRAFTED = (*FIXED_SIZE, PLAIN_CALL)
-TREE_METHODS = {name for name, fields in FIXED_SIZE.items() if "tree_nodes" in fields}
+LABELS = {name: method.label for name, method in METHODS.items()}
+DRAFTED = tuple(name for name, method in METHODS.items() if method.drafts)
 
 
 def methods_of_eval(packed: bool, trees: bool, lookup: bool, mtp: bool) -> list[str]:

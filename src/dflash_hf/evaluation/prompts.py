@@ -37,7 +37,8 @@ def prompts_of(
         for number, turn in enumerate(turns, start=1):
             if turn is not None:
                 messages.append({"role": "user", "content": turn})
-                row = {"messages": messages} if encoder.tokenizer.chat_template and not raw else {"prompt": turn}
+                as_chat = bool(encoder.template.tokenizer.chat_template) and not raw
+                row = {"messages": messages} if as_chat else {"prompt": turn}
             try:
                 prompts.append(prompt_ids(encoder, row, raw))
             except ValueError as error:
@@ -45,6 +46,6 @@ def prompts_of(
             if number < len(turns):
                 output = generate_one(target, prompts[-1], do_sample=False, max_new_tokens=max_new_tokens)
                 answer_ids = output.sequences[0, len(prompts[-1]) :]
-                answer = encoder.tokenizer.decode(answer_ids, skip_special_tokens=True)
+                answer = encoder.template.tokenizer.decode(answer_ids, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
     return prompts

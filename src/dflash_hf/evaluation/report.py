@@ -60,9 +60,11 @@ class EvalReport:
     The result of [`~dflash_hf.evaluation.measure.evaluate`]. It can be written as JSON and read back.
 
     Args:
-        methods (`dict[str, MethodReport]`): Figures by name: `"target"`, `"dflash"`, and any other method.
-        acceptance_lengths (`list[list[int]]`): For each prompt, the tokens committed by each verification; the bonus
-            token is included, the prompt's own forward is not.
+        methods (`dict[str, MethodReport]`): Figures by name, see [`~dflash_hf.evaluation.methods.METHODS`]: of the
+            target alone, of whole blocks, and of any other method.
+        acceptance_lengths (`list[list[int]]`): For each prompt, the tokens committed by each verification of whole
+            blocks, from which `tau` and `acceptance_by_position` follow. The bonus token is included, the prompt's own
+            forward is not.
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
         setting (`dict`): The target's repository, a digest of the drafter's weights, hardware, threads, versions,
@@ -86,8 +88,8 @@ class EvalReport:
 
     @property
     def fastest(self) -> str:
-        """The method with a drafter that gains most."""
-        return max((name for name in self.methods if name in DRAFTED), key=lambda name: self.methods[name].gain)
+        """The method with the drafter that gains most."""
+        return max(self.drafted, key=lambda name: self.methods[name].gain)
 
     @property
     def default_method(self) -> str:
@@ -96,12 +98,12 @@ class EvalReport:
 
     @property
     def verifications(self) -> list[int]:
-        """Tokens committed by each verification of all prompts."""
+        """Tokens committed by each verification of whole blocks, of all prompts."""
         return list(chain.from_iterable(self.acceptance_lengths))
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per verification, bonus included, over all verifications."""
+        """Mean tokens committed per verification of whole blocks, bonus included, over all verifications."""
         return statistics.fmean(self.verifications or [0.0])
 
     @property
@@ -119,18 +121,26 @@ class EvalReport:
         return [sum(n > k for n in lengths) / max(len(lengths), 1) for k in range(1, self.block_size)]
 
     @property
-    def lossless(self) -> bool:
-        """Whether every output with the drafter equals the target's own."""
-        return self.methods[WHOLE_BLOCKS].equal == self.num_prompts
+    def drafted(self) -> dict[str, MethodReport]:
+        """The methods that decode with the drafter, by name."""
+        return {name: method for name, method in self.methods.items() if name in DRAFTED}
 
-    def verdict(self, method: str = WHOLE_BLOCKS) -> str:
-        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm."""
-        return worst_verdict(self.divergences, method)
+    @property
+    def lossless(self) -> bool:
+        """Whether every output of every method with the drafter equals the target's own."""
+        return all(method.equal == self.num_prompts for method in self.drafted.values())
+
+    def verdict(self) -> str:
+        """
+        `"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm: the worst output of all methods with the
+        drafter.
+        """
+        return worst_verdict(self.divergences, self.drafted)
 
     @property
     def is_wrong(self) -> bool:
         """Whether any output with the drafter has a token that rounding does not explain."""
-        return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
+        return self.verdict() == WRONG
 
     def to_json(self) -> str:
         """The report as JSON; `summary` has the derived figures, for people who read the file."""

@@ -7,11 +7,11 @@ from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.methods import (
     DRAFT_TREES,
     LABELS,
+    METHODS,
     MTP,
     PLAIN_CALL,
     TARGET_ALONE,
     TARGET_PACKED,
-    TREE_METHODS,
     WHOLE_BLOCKS,
 )
 from dflash_hf.evaluation.report import EvalReport
@@ -103,7 +103,7 @@ def summary_lines(report: EvalReport) -> list[str]:
     if auto is not None and auto.draft_sizes:
         chosen = chosen_line(auto.draft_sizes)
         lines += ["", f"{LABELS[PLAIN_CALL]:18}draft length chosen per round; {chosen}"]
-    tree_methods = [method for name, method in report.methods.items() if name in TREE_METHODS]
+    tree_methods = [method for name, method in report.drafted.items() if METHODS[name].trees]
     tree_taus = [method.tau for method in tree_methods if method.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
@@ -131,17 +131,19 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 
 def _lossless_line(report: EvalReport) -> str:
-    equal = report.methods[WHOLE_BLOCKS].equal
-    wrong_prompts = {
-        divergence.prompt
+    """How many outputs with the drafter, of all its methods, equal the target's own."""
+    outputs = report.num_prompts * len(report.drafted)
+    equal = sum(method.equal for method in report.drafted.values())
+    wrong_outputs = {
+        (divergence.method, divergence.prompt)
         for divergence in report.divergences
-        if divergence.method == WHOLE_BLOCKS and divergence.verdict == WRONG
+        if divergence.method in report.drafted and divergence.verdict == WRONG
     }
-    wrong = len(wrong_prompts)
-    ties = report.num_prompts - equal - wrong
+    wrong = len(wrong_outputs)
+    near_ties = outputs - equal - wrong
     count = f"{wrong} {WRONG}" if wrong else "no output is wrong"
-    line = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
-    return line + (f", {ties} differ at a near-tie" if ties else "")
+    line = f"lossless          {count}: {equal} of {outputs} outputs with the drafter equal the target's own"
+    return line + (f", {near_ties} differ at a near-tie" if near_ties else "")
 
 
 def _divergence_lines(report: EvalReport) -> list[str]:

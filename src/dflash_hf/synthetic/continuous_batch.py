@@ -9,6 +9,7 @@ import inspect
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ _PREFILL_CHUNK = 512  # tokens that a prefill reads in one forward: bounds the a
 
 
 class _FullLengthCache(SlotCache):
-    """A cache without rings, which would overwrite tokens: any prefix of a row may be continued by another prompt."""
+    """A cache without rings, which would overwrite tokens: another prompt may reuse any prefix of a row."""
 
     def slot_layer(self, layer, margin: int) -> SlotLayer:
         return SlotLayer(self)
@@ -36,6 +37,13 @@ class _FullLengthCache(SlotCache):
 
 class _FullLengthSession(SlotSession):
     cache_class = _FullLengthCache
+
+
+class NextToken(NamedTuple):
+    """A token that a row reads next."""
+
+    id: int
+    slot: int  # to which it is written: the number of tokens before it
 
 
 class BatchCache:
@@ -96,20 +104,20 @@ class BatchCache:
         self.logits_after_prompt[key] = logits
         return logits
 
-    def step(self, next_tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
+    def step(self, next_tokens: dict[int, NextToken]) -> torch.Tensor:
         """
         Read one token in each of some rows.
 
         Args:
-            next_tokens (`dict[int, tuple[int, int]]`): By row: the token's id, and the slot it is written to, which is
-                the number of tokens before it.
+            next_tokens (`dict[int, NextToken]`): The token of each row, by row.
 
         Returns:
             `torch.Tensor`: The logits `[len(next_tokens), V]` after these tokens, in the order of `next_tokens`.
         """
-        inputs = [next_tokens.get(row, (0, 0)) for row in range(self.rows)]  # unused rows write to slot 0
-        self.session.lengths = [slot for _, slot in inputs]
-        ids = torch.tensor([[token] for token, _ in inputs], device=self.device)
+        unused = NextToken(id=0, slot=0)  # rows without a prompt write to slot 0
+        tokens = [next_tokens.get(row, unused) for row in range(self.rows)]
+        self.session.lengths = [token.slot for token in tokens]
+        ids = torch.tensor([[token.id] for token in tokens], device=self.device)
         logits = self.session.verify(Block(ids))[0]
         return logits[list(next_tokens), -1]
 
@@ -211,7 +219,9 @@ class ContinuousBatch:
 
     def step(self) -> None:
         """Choose one more token for each prompt."""
-        next_tokens = {row: (running.response[-1], running.last_slot) for row, running in self.running.items()}
+        next_tokens = {}
+        for row, running in self.running.items():
+            next_tokens[row] = NextToken(running.response[-1], running.last_slot)
         logits = self.cache.step(next_tokens)
         tokens = self.sampler(logits, [running.generator for running in self.running.values()]).tolist()
         for running, token in zip(self.running.values(), tokens, strict=True):

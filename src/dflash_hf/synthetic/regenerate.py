@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.images import ImagePrompt, load
+from dflash_hf.data.images import ImagePrompt, load_image
 from dflash_hf.data.messages import UnusableRow, image_uri, images_in, with_text
 from dflash_hf.data.prompts import ids_of_prompt
 from dflash_hf.synthetic.chat_client import ChatClient, NoAnswer, ServerError
@@ -20,7 +20,7 @@ from dflash_hf.targets.generation import context_length_of, eos_ids, without_tok
 
 
 RowOrReason = tuple[dict | None, str | None]  # a row, the reason why there is none, or both if a row ends early
-_MAX_TIMEOUTS = 8  # rows without an answer in time, one after the other: the server hangs
+_MAX_TIMEOUTS = 8  # consecutive rows without an answer in time: the server hangs
 
 
 # ------------------------------------------------------------------------------------------------- in this process
@@ -50,7 +50,7 @@ def generate_rows(
         seed (`int`): Seed of sampling, from which each turn of each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
-    encoder = replace(encoder, positions=context_length_of(target))
+    encoder = replace(encoder, context_length=context_length_of(target))
     # 1. The first turns. The last that is added is answered first: the longest.
     first_turns = []
     for task in tasks:
@@ -144,14 +144,14 @@ class _WaitingTurns:
         item = self._turns_with_images.pop()
         while item is not None:
             key, turn = item
-            yield key, self.encoder.reader.prompt(turn.prompt_ids, turn.images)
+            yield key, self.encoder.template.reader.prompt(turn.prompt_ids, turn.images)
             item = self._turns_with_images.pop()
 
 
 def _decoded_response(encoder: RowEncoder, prompt_ids: list[int], ids: list[int], stop_ids: set[int]) -> Response:
     """The response with these ids, of which the last may end it."""
     has_ended = ids[-1] in stop_ids
-    text = encoder.tokenizer.decode(ids[:-1] if has_ended else ids)
+    text = encoder.template.tokenizer.decode(ids[:-1] if has_ended else ids)
     message = {"role": "assistant", "content": text}
     return Response(message, "stop" if has_ended else "length", prompt_ids, ids)
 
@@ -171,7 +171,7 @@ def _message_for_server(message: Mapping) -> Mapping:
         if part["type"] == "image":
             url = part["image"]
             if not url.startswith("data:"):
-                load(url)  # raises if there is no image
+                load_image(url)  # raises if there is no image
                 url = image_uri(Path(url).read_bytes())
             part = {"type": "image_url", "image_url": {"url": url}}
         content.append(part)
@@ -204,7 +204,7 @@ def rows_from_server(
             else:
                 num_timeouts = 0
             if num_timeouts == _MAX_TIMEOUTS:
-                raise ServerError(f"{num_timeouts} rows in a row: {reason}.")
+                raise ServerError(f"{num_timeouts} consecutive rows: {reason}.")
             yield row, None if reason is None else str(reason)
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.modeling.target_dflash import length_dependent_rope
-from dflash_hf.synthetic.continuous_batch import BatchCache, continuous_batch_responses
+from dflash_hf.synthetic.continuous_batch import BatchCache, NextToken, continuous_batch_responses
 from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.sampling import TokenSampler, sampler_supports
 from dflash_hf.targets.features import input_device
@@ -30,12 +30,12 @@ _GENERATE_BATCH_SIZE = 16
 
 def supports_continuous_batch(target: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether a continuous batch decodes as `generate` does: its cache lives in slots, and the settings are plain."""
-    if not sampler_supports(config) or _rotates_by_length(target):
+    if not sampler_supports(config) or _rope_depends_on_length(target):
         return False
     return not target.training and unsafe_hook(target) is None and capabilities_of(target).session is SlotSession
 
 
-def _rotates_by_length(target: PreTrainedModel) -> bool:
+def _rope_depends_on_length(target: PreTrainedModel) -> bool:
     """Whether its rotary frequencies depend on the length of the sequence."""
     return bool(length_dependent_rope(target.config))
 
@@ -136,7 +136,7 @@ def _batches(target, prompts: PromptQueue, max_new_tokens: int, batch_size: int)
     decoded on to the end of the longest, which a target may not survive where positions are learned, or frequencies
     depend on the length: then all rows of a batch have the same maximum.
     """
-    needs_equal_maximum = not _has_rotary_embedding(target) or _rotates_by_length(target)
+    needs_equal_maximum = not _has_rotary_embedding(target) or _rope_depends_on_length(target)
     while True:
         batch = []
         for key, ids in prompts.pop_up_to(batch_size):
@@ -161,7 +161,8 @@ def _responses_by_generate(target, prompts: PromptQueue, max_new_tokens: int, co
     config.num_return_sequences = None
     config.return_dict_in_generate = False  # one row of tokens for each prompt
     sampler = None
-    if config.do_sample and sampler_supports(config):  # each row samples by itself, see `_SampledTokens`
+    if config.do_sample and sampler_supports(config):
+        # `generate` decodes greedily, and `_SampledTokens` leaves it one choice: each row's own sampled token.
         sampler = TokenSampler(config, seed)
         config.do_sample = False
         config.temperature = None
@@ -236,7 +237,7 @@ def rows_that_fit(target: PreTrainedModel, config: GenerationConfig, length: int
         return _GENERATE_BATCH_SIZE
     cache = BatchCache(target, 1)
     device = input_device(target)
-    cache.step({0: (0, max_answer_tokens(target, 1, length))})  # allocates its buffers
+    cache.step({0: NextToken(id=0, slot=max_answer_tokens(target, 1, length))})  # allocates its buffers
     # Of a target on several devices, each holds about as many layers; an offloaded one's weights are on none.
     devices = {parameter.device for parameter in target.parameters() if not parameter.is_meta} or {device}
     rows_in_memory = int(len(devices) * min(map(free_memory, devices)) / 2 / cache.nbytes)

@@ -62,7 +62,7 @@ def make_task(
     conversation: Conversation, index: int, as_chat: bool, every_turn: bool = False, images: bool = True
 ) -> Task:
     """
-    The task that a conversation sets the target.
+    The task that a conversation poses to the target.
 
     Args:
         conversation (`Conversation`): The content of a row, without ids.

@@ -18,6 +18,7 @@ from types import UnionType
 from dflash_hf.training.presets import PAPER, PRESETS
 
 
+# The keys of `training.losses.LOSSES`, which imports torch.
 LossType = typing.Literal["ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"]
 
 
@@ -226,5 +227,7 @@ class DFlashOptions:
     head_only: bool = option("Train only the drafter's head.", False)
     loss_chunk_size: int = option("Tokens whose logits exist at a time.", 512)
     block_attention: typing.Literal["auto", "flex", "dense"] = option(
-        "Attention over blocks: flex skips tiles that no block sees, on CUDA; auto: flex if supported.", "auto"
+        "Attention over blocks. dense: group by group, on any device; flex: skips tiles that no block sees, on CUDA; "
+        "auto: flex if supported.",
+        "auto",
     )

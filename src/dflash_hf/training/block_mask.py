@@ -67,7 +67,7 @@ class BlockMaskRule:
 class BlockGroups:
     """
     The mask of [`block_mask`], cut into groups of neighbouring blocks. A group of `G` queries sees the first `C` keys
-    of the context and its own `G` keys: it is `C`, and its mask over these `[N, 1, G, C + G]`.
+    of the context and its own `G` keys. It is stored as the pair of `C` and its mask `[N, 1, G, C + G]`.
     """
 
     length: int  # S

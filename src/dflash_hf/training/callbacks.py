@@ -29,8 +29,9 @@ def duration(seconds: float) -> str:
 
 class StepCountCallback(TrainerCallback):
     """
-    Reports how many steps a run will have, once ten have been timed after the first, and warns if they are too few, or
-    if they read few rows many times: at once where the steps are known, else when they are timed.
+    Reports how many steps a run will have, once ten have been timed after the first, and warns if they are too few. It
+    also warns if they read few rows many times: immediately if the number of steps is known, or once steps have been
+    timed.
 
     Args:
         say (`Callable`): Called with the number of steps.

@@ -129,7 +129,7 @@ class AtomicTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}").resolve()
-        if folder == self.latest:  # it would be lost if a second save were killed, as of `enable_jit_checkpoint`
+        if folder == self.latest:  # saved at this step already: if a second save were killed, it would be lost
             return
         if self.is_local_process_zero():  # of an earlier run, or unfinished
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)

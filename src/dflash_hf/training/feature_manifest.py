@@ -103,8 +103,8 @@ def manifest_of(target, name: str, layer_ids: list[int], encoder, dtype: str, st
         layer_ids=list(layer_ids),
         width=len(layer_ids) * target.config.get_text_config().hidden_size,
         dtype=dtype,
-        **digests_of_tokenizer(encoder.tokenizer),
-        chat_template_kwargs=encoder.chat_template_kwargs,
+        **digests_of_tokenizer(encoder.template.tokenizer),
+        chat_template_kwargs=encoder.template.chat_template_kwargs,
         max_length=encoder.max_length,
         states=states,
     )

@@ -1,6 +1,6 @@
 """
 Stored features as a dataset, in place of the target's forward. They are written by `feature_store.py`, which describes
-the files; what they are of is in their manifest (`feature_manifest.py`).
+the files; their manifest says from what they were made (`feature_manifest.py`).
 """
 
 from bisect import bisect_right

@@ -28,11 +28,11 @@ _OVERFITTED_LOSS = 0.5
 
 def held_out_of_checkpoint(checkpoint: str | Path | None, requested: int | None, seed: int) -> tuple[int | None, int]:
     """
-    How many conversations a run holds out, and the seed that chooses them: as the run began that is resumed.
+    How many conversations a run holds out, and the seed that chooses them: those with which a resumed run began.
 
     Args:
-        checkpoint (`str` or `Path`, *optional*): What it is resumed from. One that says nothing of held-out rows was
-            trained on all of them.
+        checkpoint (`str` or `Path`, *optional*): The checkpoint to resume from. If its facts say nothing about
+            held-out rows, it was trained on all rows.
         requested (`int`, *optional*): `held_out_rows` of the recipe.
         seed (`int`): The run's seed.
 

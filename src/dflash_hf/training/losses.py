@@ -18,7 +18,7 @@ class LossTerms(NamedTuple):
     kl: float = 0.0  # divergence of the drafter's distribution from the teacher's
 
 
-# The kinds of loss, which end the names of `loss_type`.
+# How a token is compared, by kind. A kind is part of a `loss_type`, see `LOSSES` below.
 LOSS_TERMS = {
     "ce": LossTerms(cross_entropy=1.0),
     "kl": LossTerms(kl=1.0),
@@ -34,13 +34,14 @@ class TokenLosses:
     loss: torch.Tensor  # [...]  in the terms of the run's kind of loss, differentiable; 0 where not draftable
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not draftable
     correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not draftable
-    draftable: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
+    draftable: torch.BoolTensor  # [...]  counted in the loss, and in the drafter's vocabulary
     correct_without_head: torch.BoolTensor  # [...]  as `correct`, for the argmax of the logits without the token head
 
 
-# How tokens are weighed: fixed weights `[T]` of the positions of a block, or a function that maps the losses
-# `[N, A, T]` and the counted tokens `[N, A, T]` to weights `[N, A, T]`.
-Weights: TypeAlias = torch.Tensor | Callable[[TokenLosses, torch.BoolTensor], torch.Tensor]
+# Weights that depend on what is drafted: from losses and counted tokens `[N, A, T]` to weights `[N, A, T]`.
+AdaptiveWeights: TypeAlias = Callable[[TokenLosses, torch.BoolTensor], torch.Tensor]
+# How tokens are weighed: fixed weights `[T]` of the tokens of a block, or adaptive ones.
+Weights: TypeAlias = torch.Tensor | AdaptiveWeights
 
 
 @dataclass
@@ -195,26 +196,6 @@ def slot_weights(block_size: int, gamma: float | None = None) -> torch.Tensor:
     return torch.tensor(weights)
 
 
-def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
-    """
-    D-PACE (arXiv 2605.18810): a slot's weight is its contribution to the expected accepted prefix.
-
-    With `q_i = exp(-nll_i)` and `s_i = (1 - alpha) q_i + alpha`, the credit of slot `j` is `C_j = s_1 ... s_j` and its
-    weight the sum of the credits from `j` on. A slot that is not counted has factor 1 and credit 0.
-
-    Args:
-        nll (`torch.Tensor`): `[..., B]`, of the labels; its gradient is not used.
-        counted (`torch.BoolTensor`): `[..., B]`.
-        alpha (`float`): 1 weighs each slot by the number of slots from it on, 0 uses the plain product.
-
-    Returns:
-        `torch.Tensor` `[..., B]`, 0 where not counted.
-    """
-    smoothed = (1 - alpha) * (-nll.detach()).exp() + alpha  # [..., B]
-    credit = smoothed.masked_fill(~counted, 1.0).cumprod(-1) * counted
-    return credit.flip(-1).cumsum(-1).flip(-1) * counted
-
-
 def token_losses(
     hidden: torch.Tensor,
     head: LogitsHead,
@@ -281,24 +262,54 @@ def _chunk_losses(
     return head.loss(tokens), *tokens.metrics()
 
 
-def first_failure_weights(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
+def dpace_weights(losses: TokenLosses, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
+    """
+    D-PACE (arXiv 2605.18810): a token's weight is its contribution to the expected accepted prefix.
+
+    With `q_i = exp(-nll_i)` and `s_i = (1 - alpha) q_i + alpha`, the credit of token `j` is `C_j = s_1 ... s_j` and
+    its weight the sum of the credits from `j` on. A token that is not counted has factor 1 and credit 0; one that is
+    not draftable has `q_i = 0`.
+
+    Args:
+        losses (`TokenLosses`): `[..., T]`; their gradient is not used.
+        counted (`torch.BoolTensor`): `[..., T]`.
+        alpha (`float`): 1 weighs each token by the number of tokens from it on, 0 uses the plain product.
+
+    Returns:
+        `torch.Tensor` `[..., T]`, 0 where not counted.
+    """
+    nll = losses.nll.detach().masked_fill(counted & ~losses.draftable, math.inf)  # [..., T]
+    smoothed = (1 - alpha) * (-nll).exp() + alpha  # [..., T]
+    credit = smoothed.masked_fill(~counted, 1.0).cumprod(-1) * counted
+    return credit.flip(-1).cumsum(-1).flip(-1) * counted
+
+
+def auf_weights(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
     """
     Spec-AUF (arXiv 2607.01893): 1 up to and including the first counted token of a block that is drafted wrong, and 0
-    after it, where verification has stopped; `[..., B]`.
+    after it, where verification has stopped; `[..., T]`.
     """
-    correct_so_far = (correct | ~counted).long().cumprod(-1)  # [..., B]
+    correct_so_far = (losses.correct | ~counted).long().cumprod(-1)  # [..., T]
     return functional.pad(correct_so_far[..., :-1], (1, 0), value=1) * counted
 
 
-def d_pace(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
-    """The [`Weights`] of D-PACE, see [`dpace_weights`]."""
-    nll = losses.nll.masked_fill(counted & ~losses.draftable, math.inf)  # never drafted
-    return dpace_weights(nll, counted)
+class Loss(NamedTuple):
+    """What a value of `loss_type` stands for."""
+
+    kind: str  # how a token is compared, a key of `LOSS_TERMS`
+    adaptive_weights: AdaptiveWeights | None = None  # how the tokens of a block are weighed; `None`: `slot_weights`
+    contiguous_only: bool = False  # whether a block counts only up to its first token that is not supervised
 
 
-def spec_auf(losses: TokenLosses, counted: torch.BoolTensor) -> torch.Tensor:
-    """The [`Weights`] of Spec-AUF, see [`first_failure_weights`]."""
-    return first_failure_weights(losses.correct, counted)
+LOSSES = {
+    "ce": Loss("ce"),
+    "dpace": Loss("ce", dpace_weights),
+    "auf": Loss("ce", auf_weights),
+    "kl": Loss("kl"),
+    "dpace_kl": Loss("kl", dpace_weights),
+    "auf_kl": Loss("kl", auf_weights),
+    "dspark": Loss("dspark", contiguous_only=True),
+}
 
 
 def block_loss(losses: TokenLosses, counted: torch.BoolTensor, weights: Weights) -> torch.Tensor:
@@ -309,7 +320,7 @@ def block_loss(losses: TokenLosses, counted: torch.BoolTensor, weights: Weights)
         losses (`TokenLosses`): `[N, A, T]`.
         counted (`torch.BoolTensor`): `[N, A, T]`.
         weights (`torch.Tensor` or `Callable`): [`slot_weights`] `[T]`; or weights that depend on what is drafted,
-            [`d_pace`] or [`spec_auf`].
+            [`dpace_weights`] or [`auf_weights`].
 
     Returns:
         `torch.Tensor` `[N]`, differentiable.

@@ -52,7 +52,7 @@ def _arrive(store, processes: int) -> None:
 
 
 def _release_after_failure(store, error: BaseException) -> None:
-    """Let all processes that wait with a store go, with an error: the one that they wait for never arrives."""
+    """Release all waiting processes with an error: the process that they wait for will not arrive."""
     store.set(_GO, one_line(f"{type(error).__name__}: {error}", 300))
 
 

@@ -33,11 +33,9 @@ from dflash_hf.training.losses import (
     TokenLosses,
     Weights,
     block_loss,
-    d_pace,
     default_gamma,
     loss_normalizer,
     slot_weights,
-    spec_auf,
     token_losses,
 )
 from dflash_hf.training.metrics import Statistics, block_statistics
@@ -57,15 +55,15 @@ class Objective:
         draft (`DFlashDraftModel`): The drafter itself.
         target (`PreTrainedModel`): Its target; the embedding and the head are read here.
         args (`DFlashTrainingArguments`): Anchors, loss, and attention over blocks.
-        read (`Callable`): Maps a batch to the [`~dflash_hf.targets.frozen.TargetOutput`] of its sequences: a forward
-            of the target, or stored features.
+        read_target (`Callable`): Maps a batch to the [`~dflash_hf.targets.frozen.TargetOutput`] of its sequences: by a
+            forward of the target, or from stored features.
     """
 
-    def __init__(self, draft, target, args, read: Callable[[Batch], TargetOutput]):
+    def __init__(self, draft, target, args, read_target: Callable[[Batch], TargetOutput]):
         self.draft = draft
         self.target = target
         self.args = args
-        self.read = read
+        self.read_target = read_target
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
         self.weights = weights_of(args, draft.config)
@@ -76,8 +74,10 @@ class Objective:
             half_dtype = torch.float16
         self.precision = partial(torch.autocast, args.device.type, dtype=half_dtype, enabled=half_dtype is not None)
         self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
-        drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_lm_head else None  # [v]
-        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
+        draftable_target_ids = None  # [V_draft]
+        if draft.config.has_own_lm_head:
+            draftable_target_ids = draft.target_ids(torch.arange(len(draft.d2t)))
+        self.teacher_head = partial(target_logits, target, ids=draftable_target_ids)  # [M, H_t] -> [M, V_draft]
 
     def draft_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft logits `[M, V]` of hidden states `[M, H]`, in the precision of the run."""
@@ -111,7 +111,7 @@ class Objective:
         config = self.config
 
         # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
-        output = self.read(batch)
+        output = self.read_target(batch)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(batch)
@@ -135,15 +135,19 @@ class Objective:
         teacher = None
         if args.has_teacher:
             states = output.last_hidden_state.flatten(0, 1)  # [N*S, H_t]
-            teacher = Teacher(states, blocks.previous_index, self.teacher_head, args.loss_kind)
+            teacher = Teacher(states, blocks.previous_index, self.teacher_head, args.loss.kind)
         losses = self.head_losses(hidden, labels, blocks.counted, previous_ids, teacher, progress)
 
         # 5. Their weighted sum over each sequence.
         loss = block_loss(losses, blocks.counted, self.weights)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.weights)  # [N]
-        drafted = (..., slice(config.max_block_tokens))  # without a last token that is only trained
+        drafted_tokens = (..., slice(config.max_block_tokens))  # without a last token that is only trained
         statistics = block_statistics(
-            losses.correct[drafted], blocks.counted[drafted], loss, normalizer, losses.correct_without_head[drafted]
+            losses.correct[drafted_tokens],
+            blocks.counted[drafted_tokens],
+            loss,
+            normalizer,
+            losses.correct_without_head[drafted_tokens],
         )
         return loss, statistics
 
@@ -157,7 +161,7 @@ class Objective:
             self.config.block_size,
             self.config.mask_token_id,
             anchor_first=self.config.sample_from_anchor,
-            contiguous_only=self.args.loss_type == "dspark",
+            contiguous_only=self.args.loss.contiguous_only,
         )
 
     def attention_masks(self, batch: Batch) -> dict[str, Any]:
@@ -232,11 +236,9 @@ class ForcedTokenHead(LogitsHead):
 
 
 def weights_of(args, config) -> Weights:
-    """How a run weighs the tokens of a block: by `loss_type`."""
-    if args.weighting == "dpace":
-        return d_pace
-    if args.weighting == "auf":
-        return spec_auf
+    """How a run weighs the tokens of a block: adaptively if its loss does, or by slot."""
+    if args.loss.adaptive_weights is not None:
+        return args.loss.adaptive_weights
     num_tokens = config.block_size + config.sample_from_anchor
     gamma = args.loss_decay_gamma or default_gamma(config.max_block_tokens)
     return slot_weights(num_tokens, gamma).to(args.device)  # [T]

@@ -48,7 +48,7 @@ CPU: dict[str, PresetValue] = {
     # The drafter.
     "num_draft_layers": PresetValue(2, "fewer layers make more steps"),
     "block_size": PresetValue(4, "in 6 minutes tau 1.65, with blocks of 8 1.55; take 8 for hours"),
-    "init_layers": PresetValue([-2, -1], "start as the target's last layers, which understand its features"),
+    "init_layers": PresetValue([-2, -1], "start as the target's last layers, which already process such features"),
     "draft_vocab_size": PresetValue(-1, "about as many tokens as the data have: in 6 minutes tau 1.58, with all 1.41"),
     "share_head": PresetValue(True, "every engine serves it, at the same tau (plain_train.md)"),
     # A step.
@@ -70,7 +70,7 @@ CPU: dict[str, PresetValue] = {
     "save_steps": PresetValue(250, "at most minutes are lost"),
 }
 PRESETS = {"paper": PAPER, "cpu": CPU}
-LEARNING_RATE_OF_TRAINED = 5e-4  # in the preset `cpu`
+LEARNING_RATE_FOR_TRAINED_DRAFTER = 5e-4  # in the preset `cpu`
 
 _NO_ROWS_HELD_OUT = "a run with evaluation data holds out no rows"
 # For each setting, the settings that would have no effect beside it, and why. [`check_settings_with_effect`] rejects
@@ -174,17 +174,18 @@ def preset_settings(name: str, values: dict) -> dict[str, PresetValue]:
         last = list(range(-values["num_draft_layers"], 0))
         settings["init_layers"] = PresetValue(last, settings["init_layers"].reason)
     if name == "cpu" and values.get("draft"):
-        settings["learning_rate"] = PresetValue(LEARNING_RATE_OF_TRAINED, "a trained drafter has less to learn")
+        reason = "a trained drafter has less to learn"
+        settings["learning_rate"] = PresetValue(LEARNING_RATE_FOR_TRAINED_DRAFTER, reason)
     if values.get("load_best_model_at_end"):
         interval = values.get("eval_steps") or values.get("logging_steps") or settings["logging_steps"].value
         settings["save_steps"] = PresetValue(interval, "transformers loads the best one only where it was evaluated")
 
     # 2. What they replace.
-    for decided, replaced in _SUPERSEDES.items():
-        if values.get(decided):
-            for other in replaced:
-                settings.pop(other, None)
-    return {other: value for other, value in settings.items() if other not in values}
+    for setting, superseded in _SUPERSEDES.items():
+        if values.get(setting):
+            for name_of_superseded in superseded:
+                settings.pop(name_of_superseded, None)
+    return {setting: value for setting, value in settings.items() if setting not in values}
 
 
 def machine_settings(settings: dict[str, PresetValue], values: dict) -> dict[str, PresetValue]:

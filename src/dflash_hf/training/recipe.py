@@ -140,11 +140,11 @@ def decide(path: str | Path | None, options: typing.Mapping[str, typing.Any] | N
     preset_name = settings["preset"].value
 
     # 4. What the preset sets, and what the machine sets in its place.
-    of_preset = preset_settings(preset_name, values)
-    of_machine = machine_settings(of_preset, values)
-    for name, (value, reason) in of_preset.items():
+    preset_values = preset_settings(preset_name, values)
+    machine_values = machine_settings(preset_values, values)
+    for name, (value, reason) in preset_values.items():
         settings[name] = Setting(value, "preset", f"{preset_name}: {reason}")
-    for name, (value, reason) in of_machine.items():
+    for name, (value, reason) in machine_values.items():
         settings[name] = Setting(value, "machine", reason)
     return settings
 
@@ -299,7 +299,13 @@ class _Parser(HfArgumentParser):
 
 
 def _convert_values(values: dict) -> dict:
-    """The values of a run's settings: scalars as `HfArgumentParser` reads them, lists and mappings as in YAML."""
+    """
+    The values of a run's settings, each of the type of its field.
+
+    A value that has the type already stays as YAML gives it. Any other scalar is written as an option of a command
+    line, `--name=value`, which upstream's parser reads: so a recipe converts `3` to `3.0` and rejects wrong values in
+    the same way as transformers' scripts. Lists and mappings have no such form, and must have the type.
+    """
     parser = _Parser((ScriptArguments, DFlashTrainingArguments), allow_abbrev=False)
     converted = {}
     scalars = []  # for the parser
@@ -310,7 +316,7 @@ def _convert_values(values: dict) -> dict:
         elif value is None or isinstance(value, dict | list):
             names = [kind.__name__ for kind in allowed if isinstance(kind, type) and kind is not type(None)]
             raise ValueError(f"{name}={value!r} must be of type {' or '.join(names)}.")
-        elif value is False and bool not in allowed:  # YAML reads `no` as a truth value
+        elif value is False and bool not in allowed:  # YAML reads the word `no`, as in `eval_strategy: no`, as false
             scalars.append(f"--{name}=no")
         else:
             scalars.append(f"--{name}={value}")

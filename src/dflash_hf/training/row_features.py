@@ -55,10 +55,13 @@ def replace_rows_by_features(
 
 
 def _draw_rows_to_store(rows, script: ScriptArguments, args):
-    """The rows whose features a run stores, in random order: as many as asked, or as it can read."""
+    """
+    The rows whose features a run stores, in random order: as many as the recipe says, or as many as its steps read. A
+    run with stored features draws from all rows, so that it finds those that are stored.
+    """
     count = script.store_rows
     stored_before = Path(args.output_dir, FOLDER, "train", MANIFEST).is_file()
-    if count == -1 and args.max_steps > 0 and not stored_before:  # else those that are stored come first
+    if count == -1 and args.max_steps > 0 and not stored_before:
         count = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
     if count > 0:
@@ -98,6 +101,6 @@ def store_rows(rows, folder: Path, trainer, script, encoder, should_stop: Callab
     layer_ids = trainer.draft.config.target_layer_ids
     dtype = str(target.dtype).removeprefix("torch.")
     manifest = manifest_of(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
-    collator = DFlashCollator(0, encoder.reader)
+    collator = DFlashCollator(0, encoder.template.reader)
     shard_bytes = _SHARD_TOKENS * manifest.token_bytes
     store_features(target, rows, folder, manifest, shard_bytes=shard_bytes, should_stop=should_stop, collator=collator)

@@ -62,31 +62,56 @@ def lengths_of(dataset) -> torch.Tensor:
 
 
 def _is_table(dataset) -> bool:
-    """Whether a dataset is an Arrow table with the two columns."""
+    """Whether the rows of a dataset are those of an Arrow table: it has the two columns, and no transform."""
     columns = getattr(dataset, "column_names", None)
-    return hasattr(dataset, "with_format") and columns is not None and {"input_ids", "loss_mask"} <= set(columns)
+    if not hasattr(dataset, "with_format") or columns is None:
+        return False
+    is_transformed = dataset.format["type"] == "custom"  # by `set_transform`: rows are not what is in the table
+    return {"input_ids", "loss_mask"} <= set(columns) and not is_transformed
 
 
 def _read_batches(dataset) -> Iterator[_Batch]:
     """All rows of a dataset, checked, in batches."""
     if len(dataset) == 0:
         raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
-    return _read_table(dataset) if _is_table(dataset) else _read_list(dataset)
-
-
-def _read_table(dataset) -> Iterator[_Batch]:
-    """The rows of an Arrow table, all of them checked."""
+    if not _is_table(dataset):
+        for first in range(0, len(dataset), _BATCH):
+            yield _batch_of_rows(dataset, range(first, min(first + _BATCH, len(dataset))))
+        return
     for number, table in enumerate(dataset.with_format("arrow").iter(_BATCH)):
-        first = number * _BATCH
-        columns = [_read_column(table, name) for name in ("input_ids", "loss_mask")]
-        is_fit = False
-        if all(column is not None for column in columns):
-            (ids, lengths), (mask, mask_lengths) = columns
-            is_fit = torch.equal(lengths, mask_lengths) and _is_fit_mask(mask, lengths)
-        if not is_fit:  # row by row, to name the row that cannot be trained on
-            for index in range(first, first + table.num_rows):
-                check_example(dataset[index], f"Row {index}")
-        yield _Batch(ids, mask, lengths)
+        batch = _batch_of_table(table)
+        if batch is None:  # row by row, to name the row that cannot be trained on
+            first = number * _BATCH
+            batch = _batch_of_rows(dataset, range(first, first + table.num_rows))
+        yield batch
+
+
+def _batch_of_rows(dataset, indices: range) -> _Batch:
+    """
+    Some rows of a dataset, read one by one.
+
+    Raises:
+        `ValueError`: [`~dflash_hf.data.examples.check_example`] rejects one.
+    """
+    rows = [dataset[index] for index in indices]
+    for index, row in zip(indices, rows, strict=True):
+        check_example(row, f"Row {index}")
+    ids = torch.cat([torch.as_tensor(row["input_ids"]) for row in rows])
+    mask = torch.cat([torch.as_tensor(row["loss_mask"]) for row in rows])
+    return _Batch(ids, mask, torch.tensor([len(row["input_ids"]) for row in rows]))
+
+
+def _batch_of_table(table) -> _Batch | None:
+    """The rows of an Arrow table; `None` if any of them cannot be trained on."""
+    ids_and_lengths = _read_column(table, "input_ids")
+    mask_and_lengths = _read_column(table, "loss_mask")
+    if ids_and_lengths is None or mask_and_lengths is None:
+        return None
+    ids, lengths = ids_and_lengths
+    mask, mask_lengths = mask_and_lengths
+    if not torch.equal(lengths, mask_lengths) or not _is_fit_mask(mask, lengths):
+        return None
+    return _Batch(ids, mask, lengths)
 
 
 def _is_fit_mask(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
@@ -97,25 +122,22 @@ def _is_fit_mask(mask: torch.Tensor, lengths: torch.Tensor) -> bool:
 
 
 def _read_column(table, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The values of a column of lists, one list after the other, and the length of each; `None` if any is null."""
+    """
+    The numbers in a column of lists, one list after the other, and the length of each; `None` if the column holds
+    anything else, or a null.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     column = table.column(name).combine_chunks()
+    types = pa.types
+    if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
+        return None
     values = column.flatten()
     if column.null_count or values.null_count:
         return None
-    if pa.types.is_boolean(values.type):  # bits, which torch does not read
+    if types.is_boolean(values.type):  # bits, which torch does not read
         values = values.cast(pa.int8())
+    if not types.is_integer(values.type) and not types.is_floating(values.type):
+        return None
     return torch.from_dlpack(values), torch.from_dlpack(pc.list_value_length(column)).long()
-
-
-def _read_list(dataset) -> Iterator[_Batch]:
-    """The rows of any other dataset, all of them checked."""
-    for start in range(0, len(dataset), _BATCH):
-        rows = [dataset[index] for index in range(start, min(start + _BATCH, len(dataset)))]
-        for index, row in enumerate(rows, start):
-            check_example(row, f"Row {index}")
-        ids = torch.cat([torch.as_tensor(row["input_ids"]) for row in rows])
-        mask = torch.cat([torch.as_tensor(row["loss_mask"]) for row in rows])
-        yield _Batch(ids, mask, torch.tensor([len(row["input_ids"]) for row in rows]))

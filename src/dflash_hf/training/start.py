@@ -42,10 +42,10 @@ def make_draft(script: ScriptArguments, target, encoder, say):
     else:
         draft = _make_fresh_draft(script, target, encoder.mask_token_id, say)
     dflash_config = dict(draft.config.dflash_config)
-    kwargs = encoder.chat_template_kwargs
+    kwargs = encoder.template.chat_template_kwargs
     if kwargs or dflash_config.get("chat_template_kwargs") is not None:
         dflash_config["chat_template_kwargs"] = kwargs
-    dflash_config["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    dflash_config["trained_with"] = digests_of_tokenizer(encoder.template.tokenizer)
     draft.config.dflash_config = dflash_config
     return draft
 

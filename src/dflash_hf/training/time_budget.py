@@ -1,9 +1,18 @@
 """
 A run that ends by the clock (`max_minutes`).
 
-[`TimeBudget`] counts the time. Two adapters connect it to transformers: [`TimeBudgetScheduler`] sets the learning rate
-by it and saves it with a checkpoint, [`TimeBudgetCallback`] ends training when it is spent. `DFlashTrainer` makes the
-three of them together, for each call of `train`.
+The life of the time of a run, from the command to the last step:
+
+1. `dflash train` covers everything by the limit. [`~dflash_hf.training.train.train`] reads the clock when it begins;
+   before the first step it reserves the seconds that have passed, such as for loading and for storing features, and
+   those that evaluating held-out rows and saving will take.
+2. `DFlashTrainer.train(reserved_seconds=...)` makes the [`TimeBudget`] of what is left, and adds a
+   [`TimeBudgetCallback`]. Each call makes its own.
+3. Upstream calls `DFlashTrainer.create_scheduler`, which makes a [`TimeBudgetScheduler`]. In a resumed run, upstream
+   then loads its state from the checkpoint: the time that was spent.
+4. The clock of the budget starts with the first step ([`TimeBudgetCallback.on_train_begin`]). After each step upstream
+   calls the scheduler, which counts the time and sets the learning rate, and then the callback, which ends training
+   if another step would end too late.
 """
 
 import math
@@ -56,7 +65,7 @@ class TimeBudget:
         self._use_time_of_first_process()
 
     def _use_time_of_first_process(self) -> None:
-        """So all processes have the same learning rate and the same last step."""
+        """Take the time of the first process, so that all have the same learning rate and the same last step."""
         state = PartialState()
         if state.num_processes > 1:
             times = torch.tensor([self.elapsed, self.typical_step, self.seconds], device=state.device)
@@ -92,10 +101,11 @@ class TimeBudget:
 
 class TimeBudgetScheduler(LambdaLR):
     """
-    The learning rate after a share of the time. Its steps count the time, and its state holds what was spent.
+    The learning rate after a share of the time. Each of its steps counts the time, and its state has the time that was
+    spent.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): Whose learning rates it sets.
+        optimizer (`torch.optim.Optimizer`): The optimizer whose learning rates it sets.
         budget (`TimeBudget`): The time of the run.
     """
 
@@ -132,7 +142,7 @@ class TimeBudgetScheduler(LambdaLR):
 
 class TimeBudgetCallback(TrainerCallback):
     """
-    Ends training when the time is over; the number of steps is not known in advance.
+    Ends training when the budget is spent; the number of steps is not known in advance.
 
     Args:
         budget (`TimeBudget`): The time of the run, which a [`TimeBudgetScheduler`] counts.
@@ -142,11 +152,11 @@ class TimeBudgetCallback(TrainerCallback):
         self.budget = budget
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Exclude the time until now."""
+        """Start the clock of the budget."""
         self.budget.resume()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """End training, with a last line of the log, when the time is over."""
+        """End training, with a last line of the log, when the budget is spent."""
         if self.budget.is_over:
             control.should_training_stop = True
             control.should_log = True

@@ -21,7 +21,7 @@ from dflash_hf.data.images import ImageReader, load_image_reader
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.data.template import digests_of_tokenizer
+from dflash_hf.data.template import ChatTemplate, digests_of_tokenizer
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
@@ -70,13 +70,14 @@ class Run:
 
     Args:
         script (`ScriptArguments`): Target, drafter and data.
-        args (`DFlashTrainingArguments`): The trainer's arguments.
+        args (`DFlashTrainingArguments`): The trainer's arguments. Their `resume_from_checkpoint` is always `None`:
+            `checkpoint` is the one to resume from.
         folder (`Path`): The `output_dir`.
         is_new (`bool`): Whether it starts over, so that what an earlier run left in `folder` is removed.
         checkpoint (`str`, *optional*): The checkpoint to resume from.
         target_config (`dict`): The target's configuration.
         say (`Callable`): Prints a line about what the run does; only in the first process.
-        warn (`Callable`): Prints a line about what it does otherwise than one might expect; likewise.
+        warn (`Callable`): Prints a warning; only in the first process.
         start_time (`float`): When it began, by the clock of [`TimeBudget`], whose limit covers all of it.
     """
 
@@ -106,10 +107,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Sources:
-    """The rows of a run as they are in their files, `None` with stored features, and what encodes them."""
+    """The rows of a run as they are in their files, and what encodes them."""
 
-    rows: object
-    eval_rows: object
+    rows: object  # `None` for a run on stored features
+    eval_rows: object  # also `None` without evaluation data
     tokenizer: object
     image_reader: ImageReader | None
 
@@ -205,7 +206,8 @@ def _load_sources(run: Run) -> Sources:
         script.trust_remote_code,
         allow_no_vocabulary=rows is None or "input_ids" in rows[0],  # only texts need a vocabulary
     )
-    reader = load_image_reader(script.target, run.target_config, tokenizer, run.loading)  # and its template
+    reader = load_image_reader(script.target, run.target_config, tokenizer, run.loading)
+    # From here on the tokenizer may have the chat template of the image reader.
     for features in script.feature_folders:
         check_stored(StoredFeatures(features), run.args.has_teacher, **digests_of_tokenizer(tokenizer))
     return Sources(rows, eval_rows, tokenizer, reader)
@@ -238,16 +240,25 @@ def _load_rows(script: ScriptArguments) -> tuple:
 def _make_encoder(run: Run, target, sources: Sources) -> RowEncoder:
     """What makes examples of a run's rows."""
     script = run.script
-    tokenizer = sources.tokenizer
-    kwargs_of_features = {
-        folder: FeatureManifest.load(Path(folder)).chat_template_kwargs for folder in script.feature_folders
-    }
-    draft_loading = Loading(draft_revision=script.draft_revision)
-    draft_config = load_draft_config(script.draft, draft_loading) if script.draft else None
-    kwargs = template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, run.warn)
-    mask_token_id = mask_token_of(script, target, tokenizer)
-    vocab_size = target.get_input_embeddings().weight.shape[0]
-    return RowEncoder(tokenizer, kwargs, sources.image_reader, script.max_length, mask_token_id, vocab_size)
+    template = ChatTemplate(sources.tokenizer, _template_kwargs(run), sources.image_reader)
+    return RowEncoder(
+        template,
+        max_length=script.max_length,
+        mask_token_id=mask_token_of(script, target, sources.tokenizer),
+        vocab_size=target.get_input_embeddings().weight.shape[0],
+    )
+
+
+def _template_kwargs(run: Run) -> dict:
+    """The arguments of the chat template: the run's own, or those of its data, its stored features or its drafter."""
+    script = run.script
+    kwargs_of_features = {}
+    for folder in script.feature_folders:
+        kwargs_of_features[folder] = FeatureManifest.load(Path(folder)).chat_template_kwargs
+    draft_config = None
+    if script.draft:
+        draft_config = load_draft_config(script.draft, Loading(draft_revision=script.draft_revision))
+    return template_kwargs(script.chat_template_kwargs, script.data, kwargs_of_features, draft_config, run.warn)
 
 
 def _prepare_data(run: Run, sources: Sources, encoder: RowEncoder) -> TrainingData:
@@ -329,7 +340,7 @@ def _make_trainer(run: Run, draft, target, encoder: RowEncoder, data: TrainingDa
     if script.features:
         drop_layers(target, run.args.device)
     model = add_adapter(draft, script.peft_config) if script.peft_config else draft
-    collator = DFlashCollator(0, encoder.reader)
+    collator = DFlashCollator(0, encoder.template.reader)
     trainer = DFlashTrainer(
         model, target, run.args, data.rows, data.rows_to_evaluate, collator, card_facts=data.card_facts
     )

@@ -14,30 +14,35 @@ from transformers.utils import logging
 
 from dflash_hf._io.errors import DetailedError
 from dflash_hf._io.weights import is_finite
-from dflash_hf.data.examples import DFlashCollator, has_rows
+from dflash_hf.data.examples import has_rows
 from dflash_hf.pairs.loading import load_for_training
-from dflash_hf.targets.digests import digest_of_target
 from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_forward
 from dflash_hf.targets.logits import check_logits
 from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.block_attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
-from dflash_hf.training.features import StoredFeatures, check_stored, parts_of, stored_output
+from dflash_hf.training.features import stored_output
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.rows import lengths_of, validate_and_count
 from dflash_hf.training.time_budget import TimeBudget, TimeBudgetCallback, TimeBudgetScheduler
 from dflash_hf.training.trainer_card import save_facts
+from dflash_hf.training.trainer_setup import (
+    check_arguments,
+    check_datasets,
+    default_collator,
+    record_trained_length,
+    set_trainable_parameters,
+    to_training_dtype,
+)
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
-# Arguments of upstream's Trainer that this one would ignore.
-_UNSUPPORTED_KWARGS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init")
+_MIN_TIME_SHARE = 0.01  # of `max_minutes`, for training, even if more than all of it is reserved
 
 
 class NotFiniteError(DetailedError):
@@ -48,11 +53,17 @@ class DFlashTrainer(AtomicTrainer):
     """
     Trains a drafter against a frozen target.
 
-    The target belongs to the trainer, not to the model, so that checkpoints do not contain it. Besides `Trainer`'s
-    metrics, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all earlier slots are
-    correct), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced; and with a head `simulated_tau_argmax`, for each slot's argmax without the head. `dflash eval`
-    measures the real tau of a checkpoint.
+    The target belongs to the trainer, not to the model, so that checkpoints do not contain it. The drafter belongs to
+    the trainer, too: construction sets the dtype of its weights, their `requires_grad` and its `trained_length`.
+
+    Besides `Trainer`'s metrics, each log line has these, of teacher-forced blocks:
+
+    - `accuracy`, and `accuracy_k` of each slot `k`: the share of tokens that are drafted right;
+    - `acceptance_k`: the accuracy of slot `k` in blocks whose earlier slots are all right;
+    - `simulated_tau`: the mean over blocks of the accepted prefix plus the bonus token;
+    - `simulated_tau_argmax`, with a token head: the same for the argmax of each slot, without the head.
+
+    `dflash eval` measures the real tau of a checkpoint.
 
     Args:
         model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
@@ -96,14 +107,15 @@ class DFlashTrainer(AtomicTrainer):
         check_fit(model.config, target)
         check_datasets(train_dataset, eval_dataset, args, model.config, target)
 
-        # 2. The drafter: the dtype of its weights, which of them are trained, and on sequences of which length.
+        # 2. The drafter, which from here on belongs to the trainer: the dtype of its weights, which of them are
+        # trained, and on sequences of which length.
         adapted = is_adapted(model)
         self.draft = model.get_base_model() if adapted else model
         self.draft.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
         to_training_dtype(self.draft, args)
-        choose_trained_parameters(self.draft, args, adapted)
+        set_trainable_parameters(self.draft, args, adapted)
         if not args.head_only:
-            note_trained_length(self.draft.config, train_dataset)
+            record_trained_length(self.draft.config, train_dataset)
         if self.draft.config.has_token_head and not adapted and args.ddp_find_unused_parameters is None:
             # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
             args = copy.copy(args)  # the caller may use them for a drafter without a head
@@ -127,8 +139,7 @@ class DFlashTrainer(AtomicTrainer):
         self.card_facts = dict(card_facts or {})
         self.statistics = Statistics.zeros(args.device)  # since the last line of the log
         self.eval_statistics = Statistics.zeros(args.device)
-        self.time_budget: TimeBudget | None = None  # during a run with `max_minutes`
-        self._reserved_seconds = 0.0  # see `train`
+        self.time_budget: TimeBudget | None = None  # of the latest run, if it had `max_minutes`
         self.add_callback(StepCountCallback())
         if args.max_minutes is not None and self.pop_callback(ProgressCallback) is not None:
             self.add_callback(OpenEndedProgressCallback())
@@ -160,18 +171,12 @@ class DFlashTrainer(AtomicTrainer):
         return super().create_optimizer(*args)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As upstream, or over time with `max_minutes`."""
-        self.time_budget = None  # an earlier run may have had a time limit
-        self.remove_callback(TimeBudgetCallback)
-        if self.args.max_minutes is None or self.lr_scheduler is not None:
+        """As upstream, or over the time of [`train`] with `max_minutes`."""
+        if self.time_budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        seconds = 60 * self.args.max_minutes
-        seconds_left = max(seconds - self._reserved_seconds, 0.01 * seconds)
-        self.time_budget = TimeBudget(seconds_left, self.args.warmup_steps)
         optimizer = self.optimizer if optimizer is None else optimizer
         self.lr_scheduler: LambdaLR = TimeBudgetScheduler(optimizer, self.time_budget)
-        self._created_lr_scheduler = True  # another call of `train` has its own time
-        self.add_callback(TimeBudgetCallback(self.time_budget))
+        self._created_lr_scheduler = True  # upstream drops it before another run
         return self.lr_scheduler
 
     def make_objective(self) -> Objective:
@@ -331,19 +336,32 @@ class DFlashTrainer(AtomicTrainer):
             reserved_seconds (`float`): Part of `max_minutes` for work before and after training, such as loading.
             args, kwargs: As upstream.
         """
+        # 1. The checkpoint to resume from.
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             check_same_drafter(checkpoint, self.draft)
         self.latest = None if checkpoint is None else checkpoint.resolve()
-        freeze(self.target)  # it may have been trained in between
+
+        # 2. The models: the caller may have changed either since construction.
+        freeze(self.target)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
-        self.statistics = Statistics.zeros(self.args.device)  # an earlier run may have ended in NaN
+
+        # 3. What belongs to one run: its loss, its figures and its time. The time begins with upstream's loop.
         self.objective = self.make_objective()
-        self._reserved_seconds = reserved_seconds
+        self.statistics = Statistics.zeros(self.args.device)
+        self.remove_callback(TimeBudgetCallback)
+        self.time_budget = None
+        if self.args.max_minutes is not None:
+            seconds = 60 * self.args.max_minutes
+            seconds_left = max(seconds - reserved_seconds, _MIN_TIME_SHARE * seconds)
+            self.time_budget = TimeBudget(seconds_left, self.args.warmup_steps)
+            self.add_callback(TimeBudgetCallback(self.time_budget))
+
+        # 4. Upstream's loop.
         with groups_as_masks(self.draft.config):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
@@ -368,139 +386,3 @@ def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, A
         images=images,
         with_last_hidden_state=args.has_teacher,
     )
-
-
-def default_collator(target) -> DFlashCollator:
-    """A collator that pads with the target's padding token, or 0."""
-    pad_token_id = target.config.get_text_config().pad_token_id
-    return DFlashCollator(0 if pad_token_id is None else pad_token_id)
-
-
-def check_datasets(train_dataset, eval_dataset, args, draft_config, target) -> None:
-    """
-    Check the rows of a trainer. A stream has none that could be checked.
-
-    Args:
-        train_dataset, eval_dataset: As those of [`DFlashTrainer`], or `None`.
-        args (`DFlashTrainingArguments`): Its loss decides what stored features must hold.
-        draft_config (`DFlashDraftConfig`): Stored features must have its `target_layer_ids`.
-        target (`PreTrainedModel`): Stored features must be those of its weights.
-
-    Raises:
-        `ValueError`: rows cannot be trained on, or stored features, whose rows were checked when they were stored,
-            are those of something else.
-    """
-    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    for dataset in (train_dataset, *eval_datasets):
-        if dataset is None:
-            continue
-        parts = parts_of(dataset)
-        if all(isinstance(part, StoredFeatures) for part in parts):
-            weights = getattr(target, "weights_digest", None) or digest_of_target(target)
-            for part in parts:
-                check_stored(part, args.has_teacher, weights, layer_ids=draft_config.target_layer_ids)
-        elif has_rows(dataset):
-            validate_and_count(dataset)
-
-
-def note_trained_length(draft_config, train_dataset) -> None:
-    """Write the length of the longest row that a drafter has seen into its configuration, if it has the field."""
-    trained_length = draft_config.trained_length
-    if trained_length is not None and train_dataset is not None and has_rows(train_dataset):
-        draft_config.trained_length = max(trained_length, longest_row(train_dataset))
-
-
-def longest_row(dataset) -> int:
-    """Tokens of the longest row."""
-    longest = 0
-    for part in parts_of(dataset):
-        lengths = part.lengths if isinstance(part, StoredFeatures) else lengths_of(part)
-        longest = max(longest, int(lengths.max()))
-    return longest
-
-
-def check_arguments(args, train_dataset, kwargs: dict) -> None:
-    """
-    Check a trainer's arguments against each other.
-
-    Raises:
-        `ValueError`: `args` are not those of drafters, one of `kwargs`, upstream's, would be ignored, or two
-            contradict each other.
-    """
-    if not isinstance(args, DFlashTrainingArguments):
-        raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
-    for name in _UNSUPPORTED_KWARGS:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} does not apply to DFlashTrainer, which is given the drafter as `model` and has its own loss "
-                "(loss_type) and metrics; leave it out."
-            )
-    limit = f"max_minutes={args.max_minutes}"
-    if args.max_minutes is not None and (kwargs.get("optimizers") or (None, None))[1] is not None:
-        raise ValueError(
-            f"{limit} sets the learning rate over time: leave the scheduler out of `optimizers`, or train by steps."
-        )
-    if args.max_minutes is not None and train_dataset is not None and not hasattr(train_dataset, "__len__"):
-        raise ValueError(
-            f"{limit} cannot be used with a stream, whose passes have no length: set max_steps instead, or pass a "
-            "dataset with a length."
-        )
-
-
-def to_training_dtype(draft, args) -> None:
-    """Convert a drafter in half precision to fp32 if it is trained in mixed precision, which needs fp32 weights."""
-    if (args.bf16 or args.fp16) and draft.dtype in (torch.bfloat16, torch.float16):
-        logger.info(f"The drafter's {draft.dtype} weights are trained in fp32, with autocast.")
-        draft.float()
-
-
-def choose_trained_parameters(draft, args, adapted: bool) -> None:
-    """
-    Set `requires_grad` of a drafter's parameters by `args.head_only`, and warn of a token head that is not trained.
-
-    Args:
-        draft (`DFlashDraftModel`): The drafter, without an adapter.
-        args (`DFlashTrainingArguments`): The run's.
-        adapted (`bool`): Whether an adapter on it is trained.
-
-    Raises:
-        `ValueError`: its head cannot be trained as `args.head_only` says.
-    """
-    config = draft.config
-    head = config.token_head_class
-    if head.needs_teacher(config) and not args.has_teacher:
-        logger.warning(
-            f"Part of the {head.name} learns from the target's distribution only and is not trained "
-            f"with loss_type={args.loss_type}; use dspark or kl."
-        )
-    with torch.device("meta"):
-        module_names = set(head.build_modules(config))
-    if args.head_only:
-        if not module_names or adapted:
-            raise ValueError(
-                "head_only=True trains the head of a drafter, and no adapter: set the fields of a head, such as "
-                "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
-                "16}), and leave out peft_config."
-            )
-        draft.requires_grad_(False)
-        for name in module_names:
-            getattr(draft, name).requires_grad_(True)
-    elif module_names and adapted:
-        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
-    elif module_names:
-        _check_more_than_head_is_trained(draft, module_names)
-    if config.has_own_lm_head:
-        draft.lm_head.requires_grad_(False)  # its rows are those of the target's head
-
-
-def _check_more_than_head_is_trained(draft, head_modules: set[str]) -> None:
-    """
-    Raises:
-        `ValueError`: an earlier run with `head_only` has left everything but the head's modules frozen.
-    """
-    trained = {name.split(".")[0] for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    if trained and trained <= head_modules:
-        raise ValueError(
-            "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
-            "`model.requires_grad_(True)`, or set head_only=True again."
-        )

@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from dflash_hf.training.arguments import DFlashOptions, check_values
+from dflash_hf.training.losses import LOSSES, Loss
 
 
 # Arguments of transformers that must stay off, and what they would do.
@@ -41,8 +42,9 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
             `warmup_steps` is a share of it, below 1.
-        block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
-            skips tiles that no block sees; CUDA only. `"auto"`: flex if supported.
+        block_attention (`str`): `"dense"`: groups of neighbouring blocks attend one after another, each with a mask
+            over the keys that its blocks may see (`training/block_attention.py`); on any device. `"flex"`: flex
+            attention, which skips tiles that no block sees; CUDA only. `"auto"`: flex if supported, or dense.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -64,21 +66,14 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
     )
 
     @property
-    def weighting(self) -> str:
-        """How the tokens of a block are weighed: `"dpace"`, `"auf"`, or else `"decay"`."""
-        name = self.loss_type.partition("_")[0]
-        return name if name in ("dpace", "auf") else "decay"
+    def loss(self) -> Loss:
+        """What `loss_type` stands for."""
+        return LOSSES[self.loss_type]
 
     @property
     def has_teacher(self) -> bool:
         """Whether the drafter is compared with the target's distribution instead of labels."""
-        return self.loss_kind != "ce"
-
-    @property
-    def loss_kind(self) -> str:
-        """How a token is compared, a key of `dflash_hf.training.losses.LOSS_TERMS`."""
-        kind = self.loss_type.rpartition("_")[2]
-        return "ce" if kind == self.weighting else kind
+        return self.loss.kind != "ce"
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,7 +95,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
                     f"warmup_steps={self.warmup_steps:g} counts steps, but with max_minutes the learning rate follows "
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
-            self.num_train_epochs = 1e6  # the time limit ends training long before
+            self.num_train_epochs = 1e6  # so that the time limit ends training; logs and the bar show time instead
         minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
         check_values(self, DFlashOptions, minima)
         if self.max_steps == 0 or self.max_steps < 0 and not self.num_train_epochs > 0:
