@@ -357,13 +357,28 @@ def _has_default(config: DFlashDraftConfig, field: str) -> bool:
 
 
 class _NestedForm(dict):
-    """What `config.dflash_config` returns: a dictionary of the moment, so that an item set in it would be lost."""
+    """
+    What `config.dflash_config` returns: a snapshot. Changing it would not change the configuration, so every change in
+    place is an error; a copy is an ordinary dictionary.
+    """
 
-    def __setitem__(self, key, value):
+    def _refuse_change(self, *args, **kwargs):
         raise TypeError(
-            f"dflash_config[{key!r}] = {value!r} would not change the configuration: set its field, such as "
+            "A change of `config.dflash_config` in place would not change the configuration: set a field, such as "
             "`config.block_size`, or assign other keys: `config.dflash_config = {**config.dflash_config, key: value}`."
         )
+
+    __setitem__ = _refuse_change
+    __delitem__ = _refuse_change
+    __ior__ = _refuse_change
+    clear = _refuse_change
+    pop = _refuse_change
+    popitem = _refuse_change
+    setdefault = _refuse_change
+    update = _refuse_change
+
+    def copy(self):
+        return dict(self)
 
     def __reduce__(self):
         """Copies and pickles are dictionaries."""
