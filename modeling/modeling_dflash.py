@@ -279,7 +279,7 @@ class BlockConvolution(nn.Module):
         delta = delta.unflatten(1, (-1, block_size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
         base = self.base_kernel[int(after)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
         output = (base[0] + delta[:, :, :, 0]) * blocks
-        for tap in range(1, self.taps):
+        for tap in range(1, min(self.taps, block_size)):  # in a shorter block, later taps read only zeros
             shifted = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap; zeros before slot 0
             output = output + (base[tap] + delta[:, :, :, tap]) * shifted
         return output.flatten(1, 2).flatten(-2)
