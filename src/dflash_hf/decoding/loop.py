@@ -125,8 +125,8 @@ def decode(
             drafter.read(features, acceptance)
             policy.update_candidate_strategy(state, candidates, acceptance)
 
-    if streamer is not None:
-        streamer.end()
+    if timed_streamer is not None:
+        timed_streamer.end()
     policy.finish()
     if graphs is not None:
         graphs.log_failures()

@@ -1,6 +1,7 @@
 """The clock that rounds are timed with, and the time that a streamer takes, which is excluded from a round's."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,12 +17,15 @@ class TimedStreamer:
     """
     The streamer of a call, timed: a policy that times rounds subtracts `seconds`.
 
+    A streamer has `put` and `end`, as transformers' `BaseStreamer`. It may also have `next_round(num_drafted)`, which
+    is called before the tokens of each round, to tell drafted tokens from the target's own.
+
     Args:
         streamer (`BaseStreamer`): Receives every token; its other attributes are also attributes of this one.
         device (`torch.device`): The target's device, as for [`clock`].
 
     Attributes:
-        seconds (`float`): Time spent in `put` so far.
+        seconds (`float`): Time spent in these three methods so far.
     """
 
     def __init__(self, streamer, device: torch.device):
@@ -30,10 +34,24 @@ class TimedStreamer:
         self.seconds = 0.0
 
     def __getattr__(self, name: str):
+        if name == "streamer":  # not set yet, in a copy that is being made
+            raise AttributeError(name)
         return getattr(self.streamer, name)
 
     def put(self, value: torch.Tensor) -> None:
         """Pass on tokens `[n]` or `[R, n]`."""
+        self._time(self.streamer.put, value)
+
+    def next_round(self, num_drafted: int) -> None:
+        """Announce a round, to a streamer that asks for it: the tokens that it verifies, without the anchor."""
+        if hasattr(self.streamer, "next_round"):
+            self._time(self.streamer.next_round, num_drafted)
+
+    def end(self) -> None:
+        """The last token was put."""
+        self._time(self.streamer.end)
+
+    def _time(self, method: Callable, *arguments) -> None:
         started = clock(self.device)
-        self.streamer.put(value)
+        method(*arguments)
         self.seconds += clock(self.device) - started
