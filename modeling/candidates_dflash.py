@@ -175,9 +175,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         output = self.draft(embeds, features, position_ids=positions, past_key_values=self.cache)
         self.cache.crop(-num_slots)
         # 3. The tokens of the slots that draft, from left to right.
-        hidden = self.draft.drafting_slots(output.last_hidden_state)[:, :num_drafted]
+        hidden = self.draft.states_of_drafting_slots(output.last_hidden_state)[:, :num_drafted]
         logits = self.draft.draft_logits(hidden, self.target.get_output_embeddings())
-        previous_ids = self.draft.in_vocabulary(anchors.to(features.device))
+        previous_ids = self.draft.clamp_to_vocabulary(anchors.to(features.device))
         tokens = self.token_head.decode_block(previous_ids, hidden, logits, self.draft.target_ids)
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
 

@@ -390,11 +390,11 @@ class DFlashDraftModel(PreTrainedModel):
         masks = anchors.new_full((len(anchors), num_slots - 1), self.config.mask_token_id)
         return self.embed(target, torch.cat([anchors[:, None], masks], dim=1))
 
-    def drafting_slots(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def states_of_drafting_slots(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Those of a block's hidden states `[R, slots, H]` that draft a token; the anchor's slot may draft none."""
         return hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
 
-    def in_vocabulary(self, ids: torch.LongTensor) -> torch.LongTensor:
+    def clamp_to_vocabulary(self, ids: torch.LongTensor) -> torch.LongTensor:
         """
         Ids that a token head can embed: a target whose embedding was padded may sample ids past the vocabulary that
         the drafter was trained on.

@@ -1,6 +1,8 @@
 """What `decode` asks of a draft policy: in which order, and what its summary may hold."""
 
 import copy
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +166,26 @@ def test_prompt_leaves_the_calls_arguments_alone(chunk):
     before, after = arguments
     assert before.keys() == after.keys() and "logits_to_keep" in before
     assert all(before[name] is after[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("positions", "generated", "room", "trees"),
+    [
+        (math.inf, 5, 25, True),  # no limit
+        (40, 5, 25, True),  # beyond the text
+        (29, 5, 25, True),  # the text ends at the last position
+        (28, 5, 24, False),
+        (5, 5, 1, False),  # the anchor has the last position
+        (4, 5, 25, True),  # the text has passed them
+        (-3, 5, 25, True),  # the prompt had
+    ],
+)
+def test_room_ends_at_the_last_position(positions, generated, room, trees):
+    """The first of 30 tokens is in the position after the prompt, and the anchor is the last that was generated."""
+    capabilities = SimpleNamespace(trees=True)
+    call = SimpleNamespace(positions_after_prompt=positions, capabilities=capabilities)
+    policy = DraftPolicy(call, SimpleNamespace(graph=None, block_tokens=4))
+    state = SimpleNamespace(longest=generated, remaining_tokens=30 - generated)
+    assert policy.room(state) == room and policy.supports_trees(state) == trees
+    capabilities.trees = False
+    assert not policy.supports_trees(state)

@@ -17,7 +17,7 @@ from support.scripted_draft import recognising
 from transformers import DynamicCache
 
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
@@ -94,8 +94,8 @@ def test_ring_continues_after_a_cut_conversation(length, cut, fits, target):
     offset = torch.zeros(1, 1, dtype=torch.long)
     cache = DynamicCache()
 
-    def read(start: int, stop: int, continued=None) -> Drafter:
-        drafter = Drafter(draft, target)
+    def read(start: int, stop: int, continued=None) -> DraftSession:
+        drafter = DraftSession(draft, target)
         drafter.context.append(features[:, start:stop])
         drafter.context.prefill([0], stop, offset, continued)
         return drafter

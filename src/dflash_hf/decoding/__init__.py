@@ -29,7 +29,7 @@ What belongs to one call. `decode` creates it, and nothing of it is shared with 
 - `GenerationState` owns the sequences.
 - `SlotSession` owns the `SlotCache` of the target. It takes the keys and values out of the caller's cache, leaves that
   cache empty during the call, and moves them back in `write_back`.
-- `Drafter` owns its `DraftContext`: the drafter's `SlotCache`, and features that the drafter has not read yet.
+- `DraftSession` owns its `DraftContext`: the drafter's `SlotCache`, and features that the drafter has not read yet.
 - `FeatureTap` owns its hooks on the target's layers, which do nothing outside of this call's forwards.
 - `DraftPolicy` owns what it has learned in this call, until `finish`.
 

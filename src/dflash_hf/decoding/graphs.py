@@ -77,8 +77,8 @@ class CallGraphs:
 def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
     """The models of a call, each with a reason why its forward cannot be compiled, or `None`."""
     nodes = call.draft.decoding_config.tree_nodes or 0
-    if call.selector.max_new_tokens + nodes + call.draft.config.max_block_tokens >= call.positions_left:
-        yield call.target, f"the text may pass its {call.positions_left + call.prompt_length} positions"
+    if call.selector.max_new_tokens + nodes + call.draft.config.max_block_tokens >= call.positions_after_prompt:
+        yield call.target, f"the text may exceed its {call.positions_after_prompt + call.prompt_length} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"
     for model in (call.target, call.draft):

@@ -11,8 +11,8 @@ The life of one draw. Draw `i` is `[R, V]`: the noise that `generate` would draw
 
 1. *Drawn*, when somebody first needs it: `_draw(i)` takes it from the generator, in order, and keeps the generator's
    state before it. A draw that memory has no room for is dropped, and drawn again from that state.
-2. *Drafted with.* `Drafter.logits` adds it to the draft logits as Gumbel noise (`gumbel`), so that the likeliest token
-   is the one that the drafter would draw.
+2. *Drafted with.* `DraftSession.logits` adds it to the draft logits as Gumbel noise (`gumbel`), so that the likeliest
+   token is the one that the drafter would draw.
 3. *Sampled with.* `TokenSelector` uses the same draw for the target's choice: of whole drafts at once (`perturb`), or
    token by token (`sample`).
 4. *Forgotten.* After each round `GenerationState` calls `forget`, once all rows have generated token `i`.

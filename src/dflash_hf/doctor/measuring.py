@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.doctor.case import Text, Texts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive_mask
@@ -119,7 +119,7 @@ def changed_draft(draft: DFlashDraftModel, fields: dict) -> DFlashDraftModel:
     return changed.requires_grad_(False).eval()
 
 
-class _DrafterWithHead(Drafter):
+class _SessionWithHead(DraftSession):
     """A drafter in one call whose draft logits come from a head that may not be the target's."""
 
     def __init__(self, draft: DFlashDraftModel, target, output_head: nn.Module):
@@ -171,7 +171,7 @@ def draft_blocks(
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
 
     # 2. Its tokens, with another head where the experiment has one.
-    drafter = _DrafterWithHead(draft, target, change.output_head or target.get_output_embeddings())
+    drafter = _SessionWithHead(draft, target, change.output_head or target.get_output_embeddings())
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
     tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
