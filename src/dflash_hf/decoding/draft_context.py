@@ -6,12 +6,14 @@ The life of a feature. The target's forward over the prompt passes it to [`Draft
 accepted tokens to the `pending` ones: reading one token costs as much as reading many, so they wait for the next block
 and are read in the same forward. At the end `free` drops everything, or `keep_for` keeps it as a [`KeptContext`].
 
-Columns, indices, slots and positions are those of `slots.py`, in the drafter's own cache: an index counts from the
-first token that the drafter has read, which is in slot 0. That is the row's first token, unless the call continues a
-cache without its features. If such a cache holds 3 tokens, the drafter's index 0 is index 3 of
-the target, `first_index` is 3, and `first_positions` are the target's plus 3.
+Columns, indices, slots and positions are counted as in `slots.py`, but in the drafter's own cache: an index counts
+from the first token that the drafter has read, which is in slot 0. This is the row's first token, unless the call
+continues a cache whose features the drafter has not seen. If such a cache holds 3 tokens, the drafter's index 0 is
+index 3 of the target, `first_index` is 3, and `first_positions` are the target's plus 3.
 """
 
+import copy
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -24,15 +26,10 @@ from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
 
 PROMPT_CHUNK = 2048  # prompt tokens, over all rows, that are projected at once: bounds memory
-MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; then they are read without one
+MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; more are read without a block
 # With a window, tokens at the start of each row that a drafter attends to besides those in the window ("attention
-# sinks"). Unlike `config.attention_sink_bias`, which is a key without a token.
+# sinks"). Not to be confused with `config.attention_sink_bias`, a key without a token.
 SINK_TOKENS = 4
-
-# For each cache that a call returned, and each drafter, what the drafter has read of its tokens. The call that
-# continues the cache takes it out; otherwise it lives as long as both. Calls in several threads may share it: `pop`
-# gives a context to one of them.
-KEPT_CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 @dataclass(kw_only=True)
@@ -40,8 +37,8 @@ class KeptContext:
     """
     The context of a finished call of one row, for the call that continues its cache.
 
-    Whoever takes `cache` owns it and sets the attribute to `None`. Otherwise its slots are freed with this object:
-    layers and cache refer to each other, and would wait for the garbage collector.
+    Whoever takes `cache` owns it and sets the attribute to `None`. If nobody does, its slots are freed with this
+    object: layers and cache refer to each other, and would wait for the garbage collector.
     """
 
     first_index: int  # index of the first token that the drafter read, in the target's cache
@@ -52,6 +49,51 @@ class KeptContext:
     def __del__(self):
         if self.cache is not None:
             self.cache.free()
+
+
+class KeptContexts:
+    """
+    For each cache that a call returned, and each drafter, the context of that call. The call that continues the cache
+    takes the context out; until then it lives as long as both the cache and the drafter.
+
+    All methods may be called by several threads at once.
+    """
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        # Cache -> drafter -> `KeptContext`.
+        self._of_caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def keep(self, cache, draft, context: KeptContext) -> None:
+        """Keep a drafter's context with a cache."""
+        with self._lock:
+            self._of_caches.setdefault(cache, weakref.WeakKeyDictionary())[draft] = context
+
+    def take(self, cache, draft) -> KeptContext | None:
+        """A drafter's context of a cache, which now belongs to the caller; `None` if there is none."""
+        with self._lock:
+            contexts = self._of_caches.get(cache)
+            return None if contexts is None else contexts.pop(draft, None)
+
+    def of_cache(self, cache) -> list[KeptContext]:
+        """The contexts of all drafters of a cache. They stay where they are."""
+        with self._lock:
+            return list(self._of_caches.get(cache, {}).values())
+
+    def move(self, source, destination) -> None:
+        """Keep the contexts of a cache with another one, which continues it."""
+        with self._lock:
+            if source in self._of_caches:
+                self._of_caches[destination] = self._of_caches.pop(source)
+
+    def copy(self, source, destination) -> None:
+        """Keep copies of a cache's contexts with another cache: calls write into the contexts that they take."""
+        with self._lock:
+            if source in self._of_caches:
+                self._of_caches[destination] = copy.deepcopy(self._of_caches[source])
+
+
+KEPT_CONTEXTS = KeptContexts()
 
 
 class DraftContext:
@@ -155,7 +197,7 @@ class DraftContext:
         """The context of the call that returned this cache."""
         if continued_cache is None:
             return None
-        return KEPT_CONTEXTS.get(continued_cache, {}).pop(self.draft, None)
+        return KEPT_CONTEXTS.take(continued_cache, self.draft)
 
     def _can_continue(self, previous: KeptContext, past_length: int, ring: Ring | None) -> bool:
         """Whether a context has all `past_length` tokens of a cache, in slots that nothing later was written to."""
@@ -271,7 +313,7 @@ class DraftContext:
         kept_context = KeptContext(
             first_index=self.first_index, length=self.lengths[0], pending=self.pending, cache=self.cache
         )
-        KEPT_CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept_context
+        KEPT_CONTEXTS.keep(cache, self.draft, kept_context)
 
     def to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the drafter's device, and, if floating, in its dtype."""
