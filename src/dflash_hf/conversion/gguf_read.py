@@ -101,7 +101,7 @@ def gguf_config(file: str | Path) -> dict:
             "enable_confidence_head": "conf_proj.weight" in tensors,
         }
     return {
-        "architectures": [(PathSelector if PathSelector.is_set(config.get) else TokenHead).architecture],
+        "architectures": [(PathSelector if PathSelector.is_configured(config) else TokenHead).architecture],
         "model_type": "qwen3",
         **config,
         "target_layer_ids": [i - 1 for i in get("target_layers", [])],

@@ -53,7 +53,8 @@ Threads. Any number of calls may decode at once, with the same target and drafte
 configuration or the caller's arguments. Module globals that calls share, and what guards them:
 
 - Hooks on a target's modules (`targets.features._shared_hooks`): counted under a lock, so that they stay while any
-  call needs them. For whom they work is in context variables (`targets.features`, `recurrent`): every thread has its own.
+  call needs them. For whom they work is in context variables (`targets.features`, `recurrent`): every thread has its
+  own.
 - `recurrent._stateful`: a lock. `probe._capabilities` and `graphs._graphs` need none, since results do not depend on
   who computes them; at worst the work is done twice. Dynamo compiles under a lock of its own.
 - `draft_context.KEPT_CONTEXTS`: a lock. One call takes a kept context; another one that continues the same cache does

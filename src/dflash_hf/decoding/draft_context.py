@@ -297,7 +297,7 @@ class DraftContext:
                 visible = visible & (key >= 0)
             return self.to_draft(additive_mask(visible, self.dtype)[:, None])
 
-        return self.draft.config.by_layer_type(mask)
+        return self.draft.config.map_layer_types(mask)
 
     # ------------------------------------------------------------------------------------------------- after the call
 

@@ -166,7 +166,7 @@ def draft_blocks(
     hidden = draft(
         noise_embeds=draft.embed(change.target or target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
-        attention_mask=config.by_layer_type(mask_of_layer_type),
+        attention_mask=config.map_layer_types(mask_of_layer_type),
         position_ids=blocks.position_ids,
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
 

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.layouts.errors import require
 from dflash_hf.layouts.head_schemas import schema_of
-from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
+from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, sizes_of_parts
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
@@ -37,7 +37,7 @@ def check_fields(config):
     upstream = {field.name for field in fields(PreTrainedConfig)}
     own = [field for field in fields(config) if field.name not in upstream]
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in own}
-    kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
+    kinds_of |= dict.fromkeys(chain(*sizes_of_parts()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
@@ -67,7 +67,7 @@ def check_fields(config):
 
 def check_parts(config):
     """The fields of an optional part are set together, and fit the other sizes; at most one token head is set."""
-    for part in parts_by_sizes():
+    for part in sizes_of_parts():
         sizes = {key: getattr(config, key) for key in part}
         require(all(sizes.values()) or not any(sizes.values()), "set together, or not at all", **sizes)
     width = config.hidden_size
@@ -82,7 +82,7 @@ def check_parts(config):
     reduced = config.draft_vocab_size
     fits = reduced is None or (vocabulary is not None and reduced <= vocabulary)
     require(fits, f"at most vocab_size={vocabulary}, the target's", draft_vocab_size=reduced)
-    heads = [head for head in TOKEN_HEADS if head.is_set(lambda field: getattr(config, field))]
+    heads = [head for head in TOKEN_HEADS if head.is_configured(vars(config))]
     if len(heads) > 1:
         raise ValueError(
             f"{' and '.join(next(iter(head.fields)) for head in heads)} are set, but a drafter has one head: "

@@ -175,7 +175,7 @@ class Objective:
                 return block_groups(*rule)
             return additive_mask(block_mask(*rule), self.draft.dtype)
 
-        return self.config.by_layer_type(mask)
+        return self.config.map_layer_types(mask)
 
     def head_losses(self, hidden, labels, counted, previous_ids, teacher, progress: float = 0.0) -> TokenLosses:
         """
