@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.masks import in_window, indices_in_slots
+from dflash_hf.decoding.masks import indices_in_slots, is_within
 from dflash_hf.decoding.slots import Ring, SlotCache
 from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
@@ -165,33 +165,41 @@ class DraftContext:
                 context of that call is continued, as far as the cache still holds its tokens.
         """
         past_length = prompt_length - self.appended_length
-        ring = None
-        if self.window is not None:
-            # The margin keeps a block and what is read before it from overwriting keys inside the window.
-            margin = 2 * (self.draft.config.max_block_tokens + MAX_PENDING)
-            ring = Ring(self.window, self.window + margin, SINK_TOKENS)
+        ring = self._ring()
         pads = torch.tensor(padding, device=first_positions.device)[:, None]  # [R, 1]
-        start = (past_length - pads).clamp(min=0)  # [R, 1], the target's index of the first token that is read
         previous = self._take_previous(continued_cache)
         if previous is not None and padding == [0] and self._can_continue(previous, past_length, ring):
-            self.cache = previous.cache
-            previous.cache = None
-            self.first_index = previous.first_index
-            # Of what was pending, the tokens that the prefilled cache still holds.
-            cut = past_length - previous.first_index
-            for states, indices in previous.pending:
-                self.pending.append((states, indices.masked_fill(indices >= cut, -1)))
-            start = torch.full_like(start, previous.first_index)
+            self._continue(previous, past_length)
+            # [R, 1], the target's index of the token in slot 0 of the drafter.
+            first_indices = torch.full_like(pads, previous.first_index)
         else:
             previous = None  # frees its slots before others are allocated
             self.first_index = max(past_length - padding[0], 0)
             capacity = prompt_length + self.draft.config.max_block_tokens
             self.cache = SlotCache(len(padding), capacity, ring, self.fixed_shapes)
+            first_indices = (past_length - pads).clamp(min=0)
         row_positions = first_positions if first_positions.dim() == 2 else first_positions[0]  # [R, 1]
-        self.first_positions = row_positions + start
-        self.lengths = (prompt_length - pads - start)[:, 0].tolist()
+        self.first_positions = row_positions + first_indices
+        self.lengths = (prompt_length - pads - first_indices)[:, 0].tolist()
         appended_columns = torch.arange(past_length, prompt_length, device=pads.device)
-        self._write_prompt(appended_columns - pads - start)
+        self._write_prompt(appended_columns - pads - first_indices)
+
+    def _ring(self) -> Ring | None:
+        """The slots that a drafter with a window reuses; `None` without a window."""
+        if self.window is None:
+            return None
+        # The margin keeps a block and what is read before it from overwriting keys inside the window.
+        margin = 2 * (self.draft.config.max_block_tokens + MAX_PENDING)
+        return Ring(self.window, self.window + margin, SINK_TOKENS)
+
+    def _continue(self, previous: KeptContext, past_length: int) -> None:
+        """Take over a context, as far as the prefilled cache of `past_length` columns still holds its tokens."""
+        self.cache = previous.cache
+        previous.cache = None
+        self.first_index = previous.first_index
+        num_cached = past_length - previous.first_index  # of the context's tokens, those that the cache still holds
+        for features, indices in previous.pending:
+            self.pending.append((features, indices.masked_fill(indices >= num_cached, -1)))
 
     def _take_previous(self, continued_cache) -> KeptContext | None:
         """The context of the call that returned this cache."""
@@ -207,8 +215,9 @@ class DraftContext:
         if previous.cache.ring != ring or previous.cache.fixed_shapes != self.fixed_shapes:
             return False
         max_dropped = previous.length
-        if ring is not None and previous.length + self.draft.config.block_size > ring.size:  # slots are reused
-            max_dropped = ring.size - ring.window - self.draft.config.block_size
+        num_slots = self.draft.config.block_size  # of a block, which were written after the last token
+        if ring is not None and previous.length + num_slots > ring.size:  # slots are reused
+            max_dropped = ring.size - ring.window - num_slots
         dropped = previous.first_index + previous.length - past_length
         return 0 <= dropped <= max_dropped
 
@@ -224,12 +233,12 @@ class DraftContext:
 
     # ------------------------------------------------------------------------------------------------------- a round
 
-    def block_inputs(self, size: int) -> dict:
-        """Arguments of the drafter's forward: all that is pending, and a block of `size` slots after it."""
+    def block_inputs(self, num_slots: int) -> dict:
+        """Arguments of the drafter's forward: all that is pending, and a block of `num_slots` slots after it."""
         features, pending_indices = self._take_pending()
         start = torch.tensor(self.lengths, device=self.device)[:, None]
-        block_indices = start + torch.arange(size, device=start.device)  # [R, B]
-        self.cache.reserve(max(self.lengths) + size)
+        block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
+        self.cache.reserve(max(self.lengths) + num_slots)
         groups = [block_indices] if features is None else [pending_indices, block_indices]
         self.cache.set_next_indices(*groups)
         positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
@@ -292,7 +301,7 @@ class DraftContext:
 
         def mask(window, causal: bool) -> torch.Tensor:
             last_visible = block_indices if causal else last.expand_as(block_indices)
-            visible = (key <= last_visible[:, :, None]) & in_window(key, block_indices[:, :, None], window)
+            visible = (key <= last_visible[:, :, None]) & is_within(key, block_indices[:, :, None], window)
             if ring is not None:
                 visible = visible & (key >= 0)
             return self.to_draft(additive_mask(visible, self.dtype)[:, None])

@@ -114,7 +114,7 @@ def decode(
     policy = policy_for(call, draft_session)
     with prefilled(call, draft_session, policy, graphs) as (session, state):
         while not state.done:
-            with session.without_gradients():
+            with session.inference_context():
                 # 1. Draft: a block, or whatever the policy prefers.
                 candidates = policy.get_candidates(state)
                 # 2. Verify: one forward of the target.

@@ -24,7 +24,7 @@ _OTHER_ASSISTANTS = {
 
 
 def policy_for(call: GenerateCall, draft_session: DraftSession) -> DraftPolicy:
-    """The policy of a call: the user's own, the one for the sizes in its settings, or the fastest sizes."""
+    """The policy of a call: the user's own, the one for the sizes in its settings, or the adaptive one."""
     warn_if_emulated(call.target)
     warn_if_emulated(call.draft)
     _warn_about_ignored_settings(call.config)
