@@ -77,11 +77,14 @@ class GenerationState:
         """
         Write the longest path of candidates on which the target agrees, and the target's next token.
 
+        A streamer may have a method `next_round(num_drafted)`, to mark drafted tokens. It is called before the tokens
+        of each round with the number of candidates, anchor excluded.
+
         Args:
             candidates (`Block` or `Tree`): `[R, n]` tokens.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
         """
-        if self.selector.streamer is not None:
+        if hasattr(self.selector.streamer, "next_round"):
             self.selector.streamer.next_round(candidates.tokens.shape[1] - 1)
         paths: list[list[int]] = [[] for _ in self.lengths]
         try:

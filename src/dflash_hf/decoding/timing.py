@@ -1,5 +1,6 @@
 """The clock that rounds are timed with, and the time that a streamer takes, which is excluded from a round's."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -17,15 +18,13 @@ class TimedStreamer:
     """
     The streamer of a call, timed: a policy that times rounds subtracts `seconds`.
 
-    A streamer has `put` and `end`, as transformers' `BaseStreamer`. It may also have `next_round(num_drafted)`, which
-    is called before the tokens of each round, to tell drafted tokens from the target's own.
-
     Args:
-        streamer (`BaseStreamer`): Receives every token; its other attributes are also attributes of this one.
+        streamer (`BaseStreamer`): Its attributes are also attributes of this one, and its methods are timed: `put`,
+            `end`, and those that it may have besides, such as `next_round`, see [`GenerationState.accept`].
         device (`torch.device`): The target's device, as for [`clock`].
 
     Attributes:
-        seconds (`float`): Time spent in these three methods so far.
+        seconds (`float`): Time spent in these methods so far.
     """
 
     def __init__(self, streamer, device: torch.device):
@@ -36,22 +35,12 @@ class TimedStreamer:
     def __getattr__(self, name: str):
         if name == "streamer":  # not set yet, in a copy that is being made
             raise AttributeError(name)
-        return getattr(self.streamer, name)
+        attribute = getattr(self.streamer, name)
+        return functools.partial(self._time, attribute) if callable(attribute) else attribute
 
-    def put(self, value: torch.Tensor) -> None:
-        """Pass on tokens `[n]` or `[R, n]`."""
-        self._time(self.streamer.put, value)
-
-    def next_round(self, num_drafted: int) -> None:
-        """Announce a round, to a streamer that asks for it: the tokens that it verifies, without the anchor."""
-        if hasattr(self.streamer, "next_round"):
-            self._time(self.streamer.next_round, num_drafted)
-
-    def end(self) -> None:
-        """The last token was put."""
-        self._time(self.streamer.end)
-
-    def _time(self, method: Callable, *arguments) -> None:
+    def _time(self, method: Callable, *arguments):
         started = clock(self.device)
-        method(*arguments)
-        self.seconds += clock(self.device) - started
+        try:
+            return method(*arguments)
+        finally:
+            self.seconds += clock(self.device) - started
