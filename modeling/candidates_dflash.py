@@ -68,7 +68,7 @@ STATELESS_PROCESSORS = (
     logits_process.ExponentialDecayLengthPenalty,
 )
 UPSTREAM_ASSISTANT_TOKENS = 20  # upstream's default of `num_assistant_tokens`
-# Arguments of a target's forward that upstream's loop advances correctly over several tokens.
+# Arguments of a target's forward that upstream's loop updates correctly when it commits several tokens at once.
 _SUPPORTED_ARGUMENTS = {CACHE_NAME, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 
 # The generator that reads features in this thread or task. Calls of the same target may run in others.
@@ -89,8 +89,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             and maximum: `draft.config.max_block_tokens`.
     """
 
+    # Both are read by upstream's loop. A generator that requires outputs runs after the prompt's forward.
     requires_model_outputs = True
-    # Read by upstream. Not `output_hidden_states`: its last entry is taken after the final norm.
+    # Not `output_hidden_states`: its last entry is taken after the final norm.
     model_kwargs_overrides: dict = {}
 
     def __init__(self, draft, target, max_length: int, block_tokens: int | None = None):
@@ -175,9 +176,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         output = self.draft(embeds, features, position_ids=positions, past_key_values=self.cache)
         self.cache.crop(-num_slots)
         # 3. The tokens of the slots that draft, from left to right.
-        hidden = self.draft.drafting_slots(output.last_hidden_state)[:, :num_drafted]
+        hidden = self.draft.states_of_drafting_slots(output.last_hidden_state)[:, :num_drafted]
         logits = self.draft.draft_logits(hidden, self.target.get_output_embeddings())
-        previous_ids = self.draft.in_vocabulary(anchors.to(features.device))
+        previous_ids = self.draft.clamp_to_vocabulary(anchors.to(features.device))
         tokens = self.token_head.decode_block(previous_ids, hidden, logits, self.draft.target_ids)
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
 
@@ -254,7 +255,7 @@ def _fallback_reasons(
     name = type(target).__name__
     # 1. The call.
     if len(input_ids) > 1:
-        yield f"{len(input_ids)} rows, and this loop has one"
+        yield f"{len(input_ids)} rows; this loop decodes one"
     if not model_kwargs.get("use_cache", True):
         yield "use_cache=False"
     if synced_gpus:
@@ -268,16 +269,17 @@ def _fallback_reasons(
         if key not in _SUPPORTED_ARGUMENTS and value is not None:
             yield f"{key} is passed to the target"
     # Upstream's loop calls processors for tokens that it rejects later, and criteria once for several tokens.
-    for rule in processors_and_criteria:
-        if type(rule) not in (*STATELESS_PROCESSORS, MaxLengthCriteria, EosTokenCriteria):
-            yield f"{type(rule).__name__} may keep state, or may stop in the middle of a block"
+    for processor_or_criterion in processors_and_criteria:
+        if type(processor_or_criterion) not in (*STATELESS_PROCESSORS, MaxLengthCriteria, EosTokenCriteria):
+            yield f"{type(processor_or_criterion).__name__} may keep state, or may stop in the middle of a block"
     # 2. The cache. Recurrent states cannot be cropped: up to transformers 5.23 that silently changed the text.
     cache = model_kwargs.get(CACHE_NAME)
     layers = [] if cache is None else cache.layers
     is_plain = type(cache) is DynamicCache and not cache.offloading
     if not is_plain or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        kinds = sorted({type(layer).__name__ for layer in layers})
-        yield f"{name} has a {type(cache).__name__} of {', '.join(kinds) or 'its own kind'}, which cannot be cropped"
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        layer_kinds = f"of {kinds}" if kinds else "without layers"
+        yield f"{name} has a {type(cache).__name__} {layer_kinds}, which cannot be cropped"
     elif cache.get_seq_length() > 0:
         yield "the cache holds tokens that the drafter has not read"
     # 3. The target.

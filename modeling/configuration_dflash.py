@@ -20,6 +20,7 @@ transformers 4 expects.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -60,21 +61,21 @@ class ConfigKey(NamedTuple):
         nested_name (`str`, *optional*): The key's name in `dflash_config`, where some projects write it. If a file has
             it in both places, the nested one wins, as in the engines. `None`: it is read at the top level only.
         written (`str`): Where it is written: `TOP_LEVEL`, `NESTED` or `BOTH`.
-        if_default (`bool`): Whether it is written even if the field has its default.
+        always_written (`bool`): Whether it is written even if the field has its default.
     """
 
     field: str
     nested_name: str | None
     written: str
-    if_default: bool = False
+    always_written: bool = False
 
 
 _KEYS = (
-    ConfigKey("block_size", "block_size", BOTH, if_default=True),
-    ConfigKey("mask_token_id", "mask_token_id", BOTH, if_default=True),
-    ConfigKey("target_layer_ids", "target_layer_ids", BOTH, if_default=True),
-    ConfigKey("num_target_layers", "num_target_layers", TOP_LEVEL, if_default=True),
-    ConfigKey("sliding_window", "swa_window_size", TOP_LEVEL, if_default=True),
+    ConfigKey("block_size", "block_size", BOTH, always_written=True),
+    ConfigKey("mask_token_id", "mask_token_id", BOTH, always_written=True),
+    ConfigKey("target_layer_ids", "target_layer_ids", BOTH, always_written=True),
+    ConfigKey("num_target_layers", "num_target_layers", TOP_LEVEL, always_written=True),
+    ConfigKey("sliding_window", "swa_window_size", TOP_LEVEL, always_written=True),
     ConfigKey("has_embed_tokens", "has_embed_tokens", TOP_LEVEL),
     ConfigKey("is_causal", None, TOP_LEVEL),
     ConfigKey("draft_vocab_size", None, TOP_LEVEL),
@@ -101,13 +102,13 @@ def nested_fields() -> dict[str, str]:
     return {key.nested_name: key.field for key in config_keys() if key.nested_name is not None}
 
 
-def part_keys() -> tuple[str, ...]:
+def part_fields() -> tuple[str, ...]:
     """Fields of a drafter's optional parts: DFlash 2's convolution, and a token head."""
     return (*CONVOLUTION_KEYS, *head_fields())
 
 
-def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
-    """The fields of each optional part that are sizes. A file says 0 if it lacks the part."""
+def sizes_of_parts() -> tuple[tuple[str, ...], ...]:
+    """The fields of each optional part that are sizes. A file says 0 if the drafter lacks the part."""
     return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
 
@@ -116,9 +117,9 @@ class DFlashDraftConfig(PreTrainedConfig):
     Configuration of a [`DFlashDraftModel`].
 
     Args:
-        block_size (`int`, defaults to 16): Slots of a block, including that of the anchor.
+        block_size (`int`, defaults to 16): Slots of a block, the anchor's included.
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
-            own slot included (DSpark), instead of the token at `anchor + k`. Such a block is called *anchor-first*.
+            own slot included (DSpark), instead of the token at `anchor + k`. Default: false.
         mask_token_id (`int`): Id whose embedding fills all slots but the anchor's; a row of the target's embedding.
         target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 the input of the
             first. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
@@ -126,8 +127,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
         layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
         sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
-        is_causal (`bool`): Causality *inside* the block for all layers. `None`: sliding layers are causal, full layers
-            bidirectional.
+        is_causal (`bool`): Causality *inside* the block for all layers. `None`, the default: sliding layers are
+            causal, full layers bidirectional.
         draft_vocab_size (`int`): Size of a reduced vocabulary, for which the drafter has its own LM head.
         conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
             that share a dynamic kernel. `None`: no convolution.
@@ -220,14 +221,14 @@ class DFlashDraftConfig(PreTrainedConfig):
         Args:
             kwargs (`dict`): The constructor's arguments without a field, for subclasses, which may change it.
         """
-        nested = copy.deepcopy(self.__dict__["dflash_config"])
+        nested = copy.deepcopy(_stored_nested(self))
         for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
         if nested.get("shift_label") is not None:  # Domino's name of the field
             self.sample_from_anchor = nested.pop("shift_label")
         self.dflash_config = nested
-        for sizes in parts_by_sizes():
+        for sizes in sizes_of_parts():
             for key in sizes:
                 if getattr(self, key) == 0:
                     setattr(self, key, None)
@@ -273,7 +274,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     def token_head_class(self) -> type[TokenHead]:
         """Class of the drafter's token head; [`TokenHead`] itself takes the argmax of the draft logits."""
         for head in TOKEN_HEADS:
-            if head.is_set(lambda field: getattr(self, field, None)):
+            if head.is_configured(vars(self)):
                 return head
         return TokenHead
 
@@ -289,27 +290,31 @@ class DFlashDraftConfig(PreTrainedConfig):
             return self.block_size + 1
         return self.block_size
 
+    def num_slots(self, num_tokens: int) -> int:
+        """Slots of a block of `num_tokens` tokens, anchor included; one slot fewer if the anchor's also drafts."""
+        return num_tokens - (self.max_block_tokens - self.block_size)
+
     @property
     def has_own_lm_head(self) -> bool:
         """Whether the drafter has its own LM head, over a reduced vocabulary, instead of the target's."""
         return self.draft_vocab_size is not None
 
     def layer_is_causal(self, layer_idx: int) -> bool:
-        """Whether layer `layer_idx` is causal inside the block (context keys are always in the past)."""
+        """Whether layer `layer_idx` is causal inside the block (the context always precedes the block)."""
         if self.is_causal is not None:
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
 
-    def by_layer_type(self, factory) -> dict:
+    def map_layer_types(self, make: Callable) -> dict:
         """
-        Layer type -> `factory(window, is_causal)`, for what all layers of a type share, such as a mask. `window`:
+        Layer type -> `make(window, is_causal)`, for what all layers of a type share, such as a mask. `window`:
         tokens that a query sees, or `None`; `is_causal`: whether a slot sees only the slots before it and itself.
         """
         values = {}
         for layer_idx, layer_type in enumerate(self.layer_types):
             if layer_type not in values:
                 window = self.sliding_window if layer_type == "sliding_attention" else None
-                values[layer_type] = factory(window, self.layer_is_causal(layer_idx))
+                values[layer_type] = make(window, self.layer_is_causal(layer_idx))
         return values
 
     def to_dict(self) -> dict:
@@ -321,7 +326,7 @@ class DFlashDraftConfig(PreTrainedConfig):
             architecture = "DFlash2DraftModel"
         output["architectures"] = [architecture]
         for key in config_keys():
-            is_omitted = not key.if_default and _has_default(self, key.field)
+            is_omitted = not key.always_written and _has_default(self, key.field)
             if key.written == NESTED or is_omitted:
                 del output[key.field]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
@@ -357,17 +362,37 @@ def _has_default(config: DFlashDraftConfig, field: str) -> bool:
 
 
 class _NestedForm(dict):
-    """What `config.dflash_config` returns: a dictionary of the moment, so that an item set in it would be lost."""
+    """
+    What `config.dflash_config` returns: a snapshot. Changing it would not change the configuration, so every change in
+    place is an error; a copy is an ordinary dictionary.
+    """
 
-    def __setitem__(self, key, value):
+    def _refuse_change(self, *args, **kwargs):
         raise TypeError(
-            f"dflash_config[{key!r}] = {value!r} would not change the configuration: set its field, such as "
+            "A change of `config.dflash_config` in place would not change the configuration: set a field, such as "
             "`config.block_size`, or assign other keys: `config.dflash_config = {**config.dflash_config, key: value}`."
         )
+
+    __setitem__ = _refuse_change
+    __delitem__ = _refuse_change
+    __ior__ = _refuse_change
+    clear = _refuse_change
+    pop = _refuse_change
+    popitem = _refuse_change
+    setdefault = _refuse_change
+    update = _refuse_change
+
+    def copy(self):
+        return dict(self)
 
     def __reduce__(self):
         """Copies and pickles are dictionaries."""
         return dict, (dict(self),)
+
+
+def _stored_nested(config: DFlashDraftConfig) -> dict:
+    """`dflash_config` as it was assigned."""
+    return config.__dict__["dflash_config"]
 
 
 def _nested_form(config: DFlashDraftConfig) -> dict:
@@ -376,12 +401,12 @@ def _nested_form(config: DFlashDraftConfig) -> dict:
     object that remote code creates, and reads these keys only here. Keys that have a field get the field's value; the
     others are those that were assigned or read from a file.
     """
-    nested = dict(config.__dict__["dflash_config"])
+    nested = dict(_stored_nested(config))
     for key in config_keys():
         if key.nested_name is None or key.written == TOP_LEVEL:
             continue
         nested.pop(key.nested_name, None)
-        if key.if_default or not _has_default(config, key.field):
+        if key.always_written or not _has_default(config, key.field):
             nested[key.nested_name] = getattr(config, key.field)
     if "causal_head" in nested:  # JetSpec's name of `is_causal`
         nested["causal_head"] = bool(config.is_causal)
@@ -389,7 +414,10 @@ def _nested_form(config: DFlashDraftConfig) -> dict:
 
 
 def _set_nested_form(config: DFlashDraftConfig, nested: dict | None) -> None:
-    """Keeps the keys without a field; the others set their fields at construction only."""
+    """
+    Stores the dictionary as it is. Keys with a field set it at construction only; later, reading overrides them with
+    the field's value.
+    """
     config.__dict__["dflash_config"] = {} if nested is None else nested
 
 

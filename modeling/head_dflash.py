@@ -1,12 +1,13 @@
 """
 The base class of token heads. A token head chooses the tokens of a block from the hidden states of its slots and their
-draft logits. It is not the LM head, which computes these logits, nor an attention head. The base class takes the
-argmax of each slot. Every other token head has a file of its own: parameters, initial values, scores and loss.
+draft logits. It is not the LM head, which computes these logits, nor an attention head, and its *queries* are not
+queries of attention. The base class takes the argmax of each slot. Every other token head has a file of its own:
+parameters, initial values, scores and loss.
 
 One parallel pass of the drafter gives the hidden state `h_k` of every slot. `decode_block` then goes through the slots
 from left to right. With `U_k` the draft logits of a slot and `x_{k-1}` the previous token:
 
-    query_k, state = step(state, x_{k-1}, h_k)     a small vector, independent of the vocabulary; no attention query
+    query_k, state = step(state, x_{k-1}, h_k)     a small vector, independent of the vocabulary
     S_k            = scores(query_k, ids, U_k)     over the whole vocabulary, or over the candidates of the slot
 
 The token is the argmax of `S_k`. When the target samples, `U_k` may include the noise of its next sample. In training
@@ -15,6 +16,7 @@ frozen LM head, so that the logits of all slots are never in memory at once.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -33,16 +35,15 @@ class TokenHead:
         architecture (`str`): Name in the `architectures` of a drafter's `config.json`.
         fields (`dict`): Configuration fields of this head and their defaults; a file nests them in `dflash_config`. A
             drafter has this head if the first of them is set.
-        sizes (`tuple[str]`): Those of the fields that are sizes: all are positive integers, or all are 0 or unset.
-        order (`float`): How many previous tokens the scores of a slot depend on: 0, 1 (then there is no state), or
-            `ALL_PREVIOUS`, infinity. An instance may override it, if the head has several variants.
-        drafts_last_slot (`bool`): Whether the last slot of a block with `sample_from_anchor` drafts a token, or is
-            only trained.
+        sizes (`tuple[str]`): The fields that are sizes: all are positive integers, or all are 0 or unset.
+        order (`int` or `math.inf`): How many previous tokens the scores of a slot depend on: 0, 1 (then there is no
+            state), or `ALL_PREVIOUS`. An instance may override it, if the head has several variants.
+        drafts_last_slot (`bool`): With `sample_from_anchor`: whether the last slot of a block drafts a token. If not,
+            it is trained, but no draft uses it.
         preset (`dict`): The configuration fields that `--head NAME` of `dflash train` sets for this head, and their
-            values; only the trainer reads it. NAME is the architecture without `DraftModel`, in lower case, unless
-            published drafters have another name. Empty: `--head` does not offer it.
-        preset_loss_type (`str`, *optional*): The `loss_type` that `--head NAME` sets; only the trainer reads it.
-            `None`: that of the run.
+            values. NAME is the architecture without `DraftModel`, in lower case, unless published drafters have
+            another name. Empty: `--head` does not offer it.
+        preset_loss_type (`str`, *optional*): The `loss_type` that `--head NAME` sets. `None`: the run's own.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
@@ -57,6 +58,9 @@ class TokenHead:
     sizes: tuple[str, ...] = ()
     order: float = 0
     drafts_last_slot = True
+    # Only the trainer reads `preset`, `preset_loss_type`, `loss` and `needs_teacher`; drafting with a published file
+    # never does. They are published all the same because a head is one file: were they tables of the trainer, a new
+    # head would need a line in each of them.
     preset: dict = {}
     preset_loss_type: str | None = None
 
@@ -66,9 +70,10 @@ class TokenHead:
         self.embed = embed
 
     @classmethod
-    def is_set(cls, get) -> bool:
-        """Whether a configuration sets this head; `get(field)` returns the value of a field, or `None`."""
-        return bool(cls.fields) and bool(get(next(iter(cls.fields))))
+    def is_configured(cls, values: Mapping) -> bool:
+        """Whether a drafter with these configuration fields has this head; fields may be missing."""
+        first_field = next(iter(cls.fields), None)
+        return bool(values.get(first_field))
 
     @classmethod
     def extra_nested_keys(cls, config) -> dict:
@@ -108,22 +113,23 @@ class TokenHead:
     def init_weights(cls, module: nn.Module, config) -> None:
         """Initialise one of the head's modules or submodules, so that a new head drafts the argmax of each slot."""
 
-    def loss(self, rows, progress: float) -> torch.Tensor:
+    def loss(self, tokens, progress: float) -> torch.Tensor:
         """
-        The training loss of each drafted token, `[M]`, differentiable. Called by the trainer only.
+        The training loss of each drafted token, `[M]`, differentiable.
 
         Args:
-            rows (`dflash_hf.training.losses.DraftedTokens`): Scores, logits, labels and teacher of `M` drafted tokens.
+            tokens (`dflash_hf.training.losses.DraftedTokens`): Scores, logits, labels and teacher of `M` drafted
+                tokens.
             progress (`float`): Progress of the run, from 0 to 1.
         """
-        if rows.ids is None:
-            return rows.divergence(rows.scores)
+        if tokens.ids is None:
+            return tokens.divergence(tokens.scores)
         # A head with candidates learns to choose among them; the draft logits have the same loss as without a head.
-        return rows.divergence(rows.logits) + rows.selection()
+        return tokens.divergence(tokens.logits) + tokens.selection()
 
     @classmethod
     def needs_teacher(cls, config) -> bool:
-        """Whether its loss needs the target's distribution (`rows.teacher`)."""
+        """Whether its loss needs the target's distribution (`tokens.teacher`)."""
         return False
 
     @property
@@ -196,7 +202,7 @@ class TokenHead:
         # 1. Slots that do not depend on each other are decoded together.
         if self.order == 0:
             return target_ids(logits.argmax(dim=-1))
-        # 2. Otherwise one slot after the other, each given the tokens before it.
+        # 2. Other slots are decoded one after the other, each given the tokens before it.
         ids, logits = self.candidates(logits)
         ids = target_ids(ids).to(hidden.device).expand_as(logits)  # [R, n, k]
         logits = logits.to(hidden.device)

@@ -43,7 +43,8 @@ class DominoHead(TokenHead):
     """
 
     name = "Domino head"
-    architecture = "DFlashDraftModel"  # SGLang finds it by this name
+    # SGLang loads Domino drafters under the plain drafter's name, and recognises them by `projector_type`.
+    architecture = "DFlashDraftModel"
     sizes = ("gru_hidden_dim", "emb_dim")
     fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
     order = TokenHead.ALL_PREVIOUS
@@ -77,9 +78,9 @@ class DominoHead(TokenHead):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
-    def loss(self, rows, progress: float) -> torch.Tensor:
+    def loss(self, tokens, progress: float) -> torch.Tensor:
         """The loss of the draft logits at the start of the run, of the corrected ones at its end; linear between."""
-        return progress * rows.divergence(rows.scores) + (1.0 - progress) * rows.divergence(rows.logits)
+        return progress * tokens.divergence(tokens.scores) + (1.0 - progress) * tokens.divergence(tokens.logits)
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor:
         """

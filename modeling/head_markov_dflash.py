@@ -1,5 +1,7 @@
 """DSpark's token head: a low-rank bias that depends on the previous token, and a confidence."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -67,8 +69,9 @@ class MarkovHead(TokenHead):
             self.order = 1
 
     @classmethod
-    def is_set(cls, get) -> bool:
-        return bool(get("markov_rank") or get("enable_confidence_head"))
+    def is_configured(cls, values: Mapping) -> bool:
+        """A drafter may have the confidence alone, without a bias."""
+        return bool(values.get("markov_rank") or values.get("enable_confidence_head"))
 
     @classmethod
     def write_config(cls, output: dict, config) -> None:
@@ -96,14 +99,14 @@ class MarkovHead(TokenHead):
         if isinstance(module, MarkovTables):
             init.zeros_(module.markov_w2.weight)
 
-    def loss(self, rows, progress: float) -> torch.Tensor:
+    def loss(self, tokens, progress: float) -> torch.Tensor:
         """The run's loss and the cross-entropy of the confidence with the overlap of target `p` and drafter `q`."""
-        loss = rows.divergence(rows.scores)
-        if not self.config.enable_confidence_head or rows.teacher is None:
+        loss = tokens.divergence(tokens.scores)
+        if not self.config.enable_confidence_head or tokens.teacher is None:
             return loss
         # The overlap is the probability that rejection sampling accepts the token.
-        acceptance = 1.0 - rows.distance(rows.scores.detach())
-        confidence = rows.query[..., self.rank].to(acceptance)  # after the input of `W2`, see `step`
+        acceptance = 1.0 - tokens.distance(tokens.scores.detach())
+        confidence = tokens.query[..., self.rank].to(acceptance)  # it follows the `rank` inputs of `W2`, see `step`
         entropy = nn.functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
         return loss + entropy
 
@@ -118,7 +121,7 @@ class MarkovHead(TokenHead):
         return torch.zeros(len(anchors), self.rank, dtype=weight.dtype, device=weight.device)
 
     def step(self, state, previous_ids: torch.LongTensor, hidden: torch.Tensor):
-        """The query is the input of `W2`, then the logit of the confidence; a drafter may lack either."""
+        """The query is the input of `W2`, followed by the logit of the confidence; a drafter may lack either."""
         parts = []
         confidence_inputs = [hidden]
         if self.variant is not None:

@@ -102,10 +102,10 @@ def drafter_of(assistant_model):
             f"assistant_model={str(assistant_model)!r} is a name; `generate` takes a model, so load the drafter: "
             f"`AutoModel.from_pretrained({str(assistant_model)!r})`."
         )
-    wrapped = _wrapped_by(assistant_model)
+    wrapped = _unwrap_once(assistant_model)
     while wrapped is not None:
         assistant_model = wrapped
-        wrapped = _wrapped_by(assistant_model)
+        wrapped = _unwrap_once(assistant_model)
     if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
         return assistant_model
     config = getattr(assistant_model, "config", None)
@@ -117,8 +117,8 @@ def drafter_of(assistant_model):
     return None
 
 
-def _wrapped_by(model):
-    """The model inside a wrapper; `None` if it is not a wrapper."""
+def _unwrap_once(model):
+    """The model inside a wrapper; `None` if `model` is not a wrapper."""
     if callable(getattr(type(model), "get_base_model", None)):  # PEFT; the adapters stay, inside the base model
         return model.get_base_model()
     modules = getattr(model, "_modules", {})
@@ -126,7 +126,9 @@ def _wrapped_by(model):
 
 
 def _drafter_of_call(generation_config, assistant_model):
-    """The drafter that decodes a call; `None` if upstream does, also on request by `speculation_type="dflash"`."""
+    """
+    The drafter that decodes a call; `None` if transformers decodes it, as `speculation_type="dflash"` requests.
+    """
     if assistant_model is None or isinstance(assistant_model, CandidateGenerator):
         return None
     if getattr(generation_config, "speculation_type", None) == "dflash":
@@ -155,7 +157,7 @@ def _wrap_decoding(original):
         if draft is not None:
             kwargs.pop("assistant_model")
             return draft.dflash_decode(self, *args, **kwargs)
-        generator = kwargs.get("assistant_model")
+        generator = kwargs.get("assistant_model")  # a candidate generator also arrives as the assistant
         reads_features = callable(getattr(type(generator), "reading_features", None))
         if reads_features and not generator.is_reading:
             with generator.reading_features():

@@ -13,8 +13,8 @@ These files are saved beside a drafter's weights and run without the package `df
 returns its subclasses instead, which have the same names:
 
     published, in this folder                 with the package
-    configuration_dflash.DFlashDraftConfig <- layouts.configuration.DFlashDraftConfig   reads every layout, and checks
-    modeling_dflash.DFlashDraftModel       <- drafter.DFlashDraftModel                  loads every layout; own loop
+    configuration_dflash.DFlashDraftConfig <- layouts.configuration.DFlashDraftConfig   reads and checks every layout
+    modeling_dflash.DFlashDraftModel       <- drafter.DFlashDraftModel                  loads them; decodes by itself
 
 Only the package's drafter has a `decoding_config`. Both use the token heads of this folder, `TokenHead` and its
 subclasses, and both save the same files.
@@ -23,9 +23,12 @@ Shapes: `N` sequences (`R` rows in decoding), `B` slots of a block, `Q` queries 
 for `A` blocks of a sequence in training), `C` tokens of the context that are not in the cache, `L` layers of the
 target whose outputs are read, `H` hidden size, `V` vocabulary size.
 
+Words: the target's *features* of a token are the outputs of some of its layers, side by side; `context_hidden_states`
+holds those of the tokens before a block. The *context* is what `project_context` makes of them.
+
 Precision: weights and activations have the drafter's dtype, draft logits that of the LM head. Three things are
-computed in fp32 whatever the dtype: cosines and sines of the rotary embedding, which are then cast; RMS norms, inside;
-and the sum of draft logits and a token head's correction.
+computed in fp32 whatever the dtype: cosines and sines of the rotary embedding, which are then cast; RMS norms,
+internally; and the sum of draft logits and a token head's correction.
 """
 
 import copy
@@ -76,7 +79,7 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
 
 
 def additive_mask(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask from a boolean one, true where visible, which eager attention would *add* as 0 and 1."""
+    """An additive mask from a boolean one, true = visible: eager attention would add the booleans as 0 and 1."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
@@ -84,8 +87,8 @@ def additive_mask(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor
 class DFlashRotaryEmbedding(GlmRotaryEmbedding):
     """
     Cosines and sines for the rotated channels of a head. GLM's class supports `partial_rotary_factor`; Qwen3's always
-    rotates the whole head. The frequencies stay in fp32: rounded to bf16 they are off by several positions at 10k
-    tokens.
+    rotates the whole head. The frequencies stay in fp32: rounded to bf16, angles at 10k tokens are wrong by several
+    positions.
     """
 
     def _apply(self, fn, recurse=True):
@@ -129,15 +132,15 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.v_head_dim, config.hidden_size, bias=bias)
         self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.value_dim = config.v_head_dim
+        self.v_head_dim = config.v_head_dim
         self.value_scale = config.attention_value_scale
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
 
-    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    def project_keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         """Keys `[N, kv_heads, T, head_dim]` and values `[N, kv_heads, T, v_head_dim]` of `states` `[N, T, H]`."""
         keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        values = self.v_proj(states).unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, (-1, self.v_head_dim)).transpose(1, 2)
         if self.value_scale != 1.0:
             values = values * self.value_scale
         return apply_rotary(keys, cos, sin), values
@@ -157,15 +160,11 @@ class DFlashAttention(nn.Module):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, Q, head_dim]
         query = apply_rotary(query, cos[:, -num_queries:], sin[:, -num_queries:])
-        key, value = self.keys_values(states, cos, sin)
+        key, value = self.project_keys_values(states, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        # Training and decoding with the package pass masks of their own. If no mask is passed, as by transformers' own
-        # loop, the block's keys are the last ones.
-        if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
-            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], query)
-
+        attention_mask, implementation = self._resolve_mask(attention_mask, key, query)
         if self.config.attention_sink_bias:
             if isinstance(attention_mask, BlockMask):
                 raise ValueError(
@@ -173,9 +172,7 @@ class DFlashAttention(nn.Module):
                     "pass an additive mask."
                 )
             key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
-        implementation = self.config._attn_implementation
-        if isinstance(attention_mask, BlockMask):  # in training; only flex attention reads it, in one dtype
-            implementation = "flex_attention"
+        if isinstance(attention_mask, BlockMask):  # flex attention takes one dtype; norms and rotation may change it
             query = query.to(value.dtype)
             key = key.to(value.dtype)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -191,6 +188,21 @@ class DFlashAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _resolve_mask(self, attention_mask, key, query):
+        """
+        The mask that attention gets, and the attention implementation. The forms of a mask:
+
+        - `None` or padding `[N, keys]`, as in transformers' own loop: the default mask, for a block whose keys are the
+          last ones;
+        - an additive mask `[N, 1, Q, keys]`, as in decoding with the package: taken as it is;
+        - a `BlockMask`, as in training with the package: only flex attention reads it.
+        """
+        if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
+            attention_mask = self._default_mask(attention_mask, key.shape[2], query)
+        if isinstance(attention_mask, BlockMask):
+            return attention_mask, "flex_attention"
+        return attention_mask, self.config._attn_implementation
 
     def _with_sink(self, key, value, attention_mask, query):
         """
@@ -208,7 +220,7 @@ class DFlashAttention(nn.Module):
         value = nn.functional.pad(value, one_more_key)
         return key, value, torch.cat([mask, sink], dim=-1)  # the mask: [N, heads, Q, keys + 1]
 
-    def _mask_from_padding(self, padding, num_keys, query):
+    def _default_mask(self, padding, num_keys, query):
         """
         The additive mask `[N, 1, B, keys]` of a block whose keys are the last of `num_keys`; `None` if every slot sees
         all keys. `padding`: `[N, keys]`, 0 for padding, or `None`; `query`: `[N, heads, B, head_dim]`.
@@ -219,11 +231,11 @@ class DFlashAttention(nn.Module):
         if not (is_padded or self.causal_in_block or (window is not None and num_keys > window)):
             return None
         key_index = torch.arange(num_keys, device=query.device)
-        slot_index = torch.arange(num_keys - block_size, num_keys, device=query.device)[:, None]  # [B, 1]
-        last_visible = slot_index if self.causal_in_block else num_keys - 1
+        query_index = torch.arange(num_keys - block_size, num_keys, device=query.device)[:, None]  # [B, 1]
+        last_visible = query_index if self.causal_in_block else num_keys - 1
         visible = key_index <= last_visible
         if window is not None:
-            visible = visible & (slot_index - key_index < window)
+            visible = visible & (query_index - key_index < window)
         mask = additive_mask(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
         if is_padded:
             mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
@@ -249,7 +261,8 @@ class BlockConvolution(nn.Module):
         self.taps = config.conv_kernel_size
         self.group_size = config.conv_group_size
         self.groups = config.hidden_size // config.conv_group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before, after the sublayer
+        # [0]: applied before the sublayer, [1]: after it.
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
     def corrections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,12 +270,12 @@ class BlockConvolution(nn.Module):
         delta = self.kernel_projection(hidden_states).unflatten(-1, (2, self.taps, self.groups))
         return delta[:, :, 0], delta[:, :, 1]
 
-    def forward(self, hidden_states: torch.Tensor, delta: torch.Tensor, after: bool) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, delta: torch.Tensor, after_sublayer: bool) -> torch.Tensor:
         """
         Args:
             hidden_states (`torch.Tensor`): `[N, Q, H]`, `Q` a single block or a whole number of them side by side.
             delta (`torch.Tensor`): `[N, Q, taps, G]`, from `corrections`.
-            after (`bool`): Whether `hidden_states` are the sublayer's output, not its input.
+            after_sublayer (`bool`): Whether `hidden_states` are the sublayer's output, not its input.
 
         Raises:
             `ValueError`: a length that is not a whole number of blocks.
@@ -277,9 +290,9 @@ class BlockConvolution(nn.Module):
         blocks = hidden_states.unflatten(-1, (self.groups, self.group_size))  # [N, Q, G, C/G]
         blocks = blocks.unflatten(1, (-1, block_size))  # [N, blocks, B, G, C/G]
         delta = delta.unflatten(1, (-1, block_size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
-        base = self.base_kernel[int(after)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
+        base = self.base_kernel[int(after_sublayer)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
         output = (base[0] + delta[:, :, :, 0]) * blocks
-        for tap in range(1, self.taps):
+        for tap in range(1, min(self.taps, block_size)):  # in a shorter block, later taps read only zeros
             shifted = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap; zeros before slot 0
             output = output + (base[tap] + delta[:, :, :, tap]) * shifted
         return output.flatten(1, 2).flatten(-2)
@@ -315,8 +328,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         if convolution is None:
             return sublayer(normed)
         delta_before, delta_after = convolution.corrections(normed)  # both from the input of the sublayer
-        output = sublayer(convolution(normed, delta_before, after=False))
-        return convolution(output, delta_after, after=True)
+        output = sublayer(convolution(normed, delta_before, after_sublayer=False))
+        return convolution(output, delta_after, after_sublayer=True)
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -373,7 +386,9 @@ class DFlashDraftModel(PreTrainedModel):
         if not self.config.has_embed_tokens:
             return raw_embedding(target, input_ids.to(execution_device(target.get_input_embeddings())))
         weight = self.embed_tokens.weight
-        ids = input_ids.to(weight.device).clamp(max=len(weight) - 1)  # the target's embedding may have been extended
+        # A target whose embedding was extended may have ids past the drafter's table. Its last row stands in for them,
+        # which may lower acceptance, but does not change the text.
+        ids = input_ids.to(weight.device).clamp(max=len(weight) - 1)
         return raw_embedding(self, ids)
 
     def embed_block(self, target, anchors: torch.LongTensor, num_tokens: int) -> torch.Tensor:
@@ -385,16 +400,18 @@ class DFlashDraftModel(PreTrainedModel):
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
             num_tokens (`int`): Tokens of the block, anchor included; a whole block has `config.max_block_tokens`.
         """
-        # With `sample_from_anchor` all slots draft a token, so that there is one slot less than tokens.
-        num_slots = num_tokens - (self.config.max_block_tokens - self.config.block_size)
+        num_slots = self.config.num_slots(num_tokens)
         masks = anchors.new_full((len(anchors), num_slots - 1), self.config.mask_token_id)
         return self.embed(target, torch.cat([anchors[:, None], masks], dim=1))
 
-    def drafting_slots(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Those of a block's hidden states `[R, slots, H]` that draft a token; the anchor's slot may draft none."""
+    def states_of_drafting_slots(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        The hidden states of the slots that draft a token, from those of all slots `[R, slots, H]`: without the
+        anchor's slot, unless `config.sample_from_anchor`.
+        """
         return hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
 
-    def in_vocabulary(self, ids: torch.LongTensor) -> torch.LongTensor:
+    def clamp_to_vocabulary(self, ids: torch.LongTensor) -> torch.LongTensor:
         """
         Ids that a token head can embed: a target whose embedding was padded may sample ids past the vocabulary that
         the drafter was trained on.
@@ -404,8 +421,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
-        Logits `[..., V]` over the drafter's vocabulary, or over its first tokens if the target's LM head has lost the
-        rows of the others.
+        Logits `[..., V]` over the drafter's vocabulary; without its last tokens if the target's LM head is smaller.
 
         Args:
             hidden_states (`torch.Tensor`): `[..., H]`, after the final norm.
@@ -438,8 +454,8 @@ class DFlashDraftModel(PreTrainedModel):
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """
-        From target features `[N, C, L * H_target]` to the context `[N, C, H]`, of which every layer computes keys and
-        values.
+        From the target's features `[N, C, L * H_target]` to the context `[N, C, H]`, from which every layer computes
+        keys and values.
 
         Raises:
             `ValueError`: features of the wrong width.
@@ -533,8 +549,8 @@ class DFlashDraftModel(PreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
         """
         As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
-        mask embedding, if it has one, in the file that engines read. For a drafter with adapters, only the active
-        adapter is saved.
+        mask embedding, if it has one, in the file that engines read. Of a drafter with adapters, upstream saves the
+        active adapter alone.
         """
         if self._hf_peft_config_loaded:
             return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)

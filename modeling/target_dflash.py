@@ -33,8 +33,8 @@ def check_pair(target, config) -> None:
         width = embedding.weight.shape[1]
     if target.config.is_encoder_decoder or width is None or getattr(lm_head, "in_features", width) != width:
         raise ValueError(
-            f"{name} cannot have a drafter, which shares the embedding and the head of a decoder-only target, single "
-            f"layers of one width; here they are {embedding} and {lm_head}. Load the target with "
+            f"{name} cannot have a drafter: that needs a decoder-only target whose embedding and LM head are single "
+            f"layers of equal width, but they are {embedding} and {lm_head}. Load the target with "
             "`AutoModelForCausalLM`, or call `generate` without `assistant_model`."
         )
     text_config = target.config.get_text_config()
@@ -87,8 +87,8 @@ def pair_mismatches(config, target: TargetSizes) -> Iterator[tuple[str, str]]:
     rows = target.embedding_rows
     if rows is not None:
         vocab_size = config.vocab_size or rows
-        was_resized = abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
-        if vocab_size != target.vocab_size and not was_resized:
+        is_within_resize = abs(vocab_size - rows) <= vocab_size * MAX_RESIZED_SHARE
+        if vocab_size != target.vocab_size and not is_within_resize:
             yield "vocab_size", f"{vocab_size}, not {rows}"
         if config.mask_token_id >= rows:
             yield "mask_token_id", f"{config.mask_token_id} of {rows} embeddings"
@@ -127,8 +127,8 @@ def decoder_layers(target) -> nn.ModuleList:
 
 def length_dependent_rope(target_config) -> dict[str, dict]:
     """
-    Those of a target's rotary parameters whose frequencies depend on the length of the text, by `rope_type`. A draft
-    lengthens the text, so that its verification may use other frequencies than decoding token by token.
+    A target's rotary parameters whose frequencies depend on the length of the text, by `rope_type`. A draft lengthens
+    the text, so that its verification may use other frequencies than decoding token by token.
     """
     parameters = getattr(target_config.get_text_config(decoder=True), "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # of Gemma 3, for example

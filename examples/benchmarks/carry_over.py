@@ -28,7 +28,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.template import ChatTemplate
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.smollm2 import data_folder, load_pair
@@ -98,7 +98,7 @@ class Arm:
         options = {"output_dir": "unused", "use_cpu": True, "bf16": True, "report_to": "none", "loss_type": "dpace_kl"}
         self.objective = DFlow(self.model.draft, target, DFlashTrainingArguments(**options), with_rejected)
         self.objective.sees_rejected = seen
-        self.drafter = Drafter(self.model.draft, target)
+        self.drafter = DraftSession(self.model.draft, target)
 
     def optimise(self, rate: float) -> None:
         groups = [{"params": list(self.model.draft.parameters()), "lr": rate}]

@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from dflash_hf.decoding import draft_context
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.draft_context import DraftContext
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.slots import SlotCache
@@ -108,7 +108,7 @@ class Conversation:
     def lines(self):
         """Yields a line for each depth, question and way: the tokens that each block committed."""
         target = self.pair.target
-        drafter = Drafter(self.pair.draft, self.pair.target)
+        drafter = DraftSession(self.pair.draft, self.pair.target)
         drafter.context = Windowed(self.pair.draft)
         drafter.context.prefill([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
@@ -183,7 +183,7 @@ def times(pair: LoadedPair, repeats: int = 30) -> None:
     zero = torch.zeros(1, 1, dtype=torch.long)
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
-        drafters[window] = Drafter(with_decoding_config(pair.draft, window=window), pair.target)
+        drafters[window] = DraftSession(with_decoding_config(pair.draft, window=window), pair.target)
         drafters[window].context.prefill([0], 0, zero)
         drafters[window].context.cache.reserve(8192)
     cache = SlotCache(1, 8191)

@@ -25,7 +25,7 @@ class Unforeseen(AdaptiveLength):
     """Drafts what is likeliest."""
 
     def get_candidates(self, state):
-        self.drafter.noise = None
+        self.draft_session.noise = None
         return super().get_candidates(state)
 
 

@@ -218,7 +218,7 @@ class Trial:
             policy = Replayed(fake_call(text, device, sampled), SimpleNamespace(block_tokens=BLOCK))
             while not text.done:
                 draft = policy.get_candidates(text)
-                passed += device.round(len(rows), draft.tokens.shape[1] - 1, policy.round.size.drafted)
+                passed += device.round(len(rows), draft.tokens.shape[1] - 1, policy.round.size.by_drafter)
                 policy.update_candidate_strategy(text, draft, text.accept(draft))
             policy.finish()
         return passed
@@ -299,7 +299,7 @@ class PerRank(AdaptiveLength):
             ranks = self.statistics.ranks
             for row, count in enumerate(acceptance.counts):
                 path = acceptance.path[row, :count].tolist()
-                for node in range(1, self.round.size.tokens + 1) if count else ():
+                for node in range(1, self.round.size.num_drafted + 1) if count else ():
                     ranks[node - 1] += ((node in path) - ranks[node - 1]) / self.MEMORY
         super().update_candidate_strategy(state, candidates, acceptance)
 
@@ -346,13 +346,14 @@ class Affine(LatencyModel):
 
     def latencies(self, rows, context, max_draft, drafted):
         measured = self._measured(rows, context)
-        unit = self._unit(rows, measured)
+        unit = self._seconds_without_draft(rows, measured)
         points = [(size, seconds / unit, 8.0) for size, (seconds, _) in measured.items()]
         for tokens in (0, 1, max_draft):
             for by_drafter in (False, True):
                 size = DraftSize(tokens, by_drafter)
                 points.append((size, self._assumed(rows, size), 0.5))
-        features = torch.tensor([[1, size.tokens > 0, size.tokens, size.drafted] for size, _, _ in points]).double()
+        rows_of_features = [[1, size.num_drafted > 0, size.num_drafted, size.by_drafter] for size, _, _ in points]
+        features = torch.tensor(rows_of_features).double()
         weights = torch.tensor([[weight] for _, _, weight in points]).double().sqrt()
         values = torch.tensor([[value] for _, value, _ in points]).double()
         plain, verifying, per_token, drafting = (
@@ -386,13 +387,13 @@ class Doubling(DraftStatistics):
 
     def _back_off(self, latency):
         failures = self.__dict__.setdefault("failures", 0)
-        speed = self.tokens / self.time
+        speed = self.tokens / self.relative_time
         if speed >= 1:
             self.failures = 0
-        elif self.time > 1.5 * latency:
+        elif self.relative_time > 1.5 * latency:
             self.tokens = latency * speed
-            self.time = latency
-            self.rounds_off = 4 * 2**failures
+            self.relative_time = latency
+            self.rounds_to_pause = 4 * 2**failures
             self.failures = min(failures + 1, 6)
 
 
@@ -416,8 +417,8 @@ CONSTANTS = [
     (adaptive.DraftStatistics, "DECAY", (0.8,)),
     (adaptive.DraftStatistics, "MAX_LOSS", (0.005, 0.05)),
     (adaptive.AdaptiveLength, "LOOKUP_ROWS", (1, 8)),
-    (adaptive.AdaptiveLength, "CPU_LIMITS", (adaptive.NodeLimits(8, 32, 2),)),
-    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", (adaptive.NodeLimits(16, 512, 16),)),
+    (adaptive.AdaptiveLength, "CPU_LIMITS", (adaptive.CandidateLimits(8, 32, 2),)),
+    (adaptive.AdaptiveLength, "ACCELERATOR_LIMITS", (adaptive.CandidateLimits(16, 512, 16),)),
     (latency.LatencyModel, "MIN_SAMPLES", (1, 8)),
     (latency.LatencyModel, "MAX_SAMPLES", (8,)),
     (latency.LatencyModel, "OCTAVE_WEIGHT", (0.05, 0.5)),

@@ -109,7 +109,7 @@ class Costs:
 
 
 class World:
-    """A drafter, as [`Drafter`], and what the target says."""
+    """A drafter, as [`DraftSession`], and what the target says."""
 
     OTHERS = 500  # tokens that share what the candidates leave
     token_head = SimpleNamespace(order=0)
@@ -170,7 +170,7 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
     """Rounds of `NEW` tokens for each row, of chosen sizes or of whole blocks."""
     world, left = World(sure, others, rows), [NEW] * rows
     if policy is not None:
-        policy.drafter = world
+        policy.draft_session = world
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     text = SimpleNamespace(
         unfinished=[True] * rows,
@@ -183,7 +183,7 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
     )
     while not text.done:
         draft = world.block() if policy is None else policy.get_candidates(text)
-        drafted = policy is None or policy.round.size.drafted
+        drafted = policy is None or policy.round.size.by_drafter
         counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
         size = draft.tokens.shape[1] - 1 if drafted else -1
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
@@ -234,7 +234,7 @@ class Simulated(AdaptiveLength):
         super().__init__(call, SimpleNamespace(block_tokens=BLOCK))
         self.lookups = []
         self.statistics = statistics  # not a copy: `finish`, which keeps it for later calls, is not called
-        self.statistics.begin(self._latencies(0, drafted=True)[2])
+        self.statistics.assume_unless_measured(self._latencies(0, drafted=True)[2])
 
     def _shared_latency_model(self) -> LatencyModel:
         return self.known

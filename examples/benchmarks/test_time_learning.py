@@ -31,7 +31,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.template import ChatTemplate
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
@@ -291,7 +291,7 @@ class Past:
 class Learner:
     """Updates a private drafter from verified rounds."""
 
-    def __init__(self, draft, parameters, drafter: Drafter, settings: Settings):
+    def __init__(self, draft, parameters, drafter: DraftSession, settings: Settings):
         self.draft = draft
         self.parameters = parameters
         self.drafter = drafter
@@ -379,7 +379,7 @@ class Learner:
         return hidden.unflatten(1, (-1, size))[0, :, 1:]
 
 
-class Drafting(Drafter):
+class Drafting(DraftSession):
     """Keeps the hidden states of the last draft; with a window, the drafter sees the last tokens only."""
 
     def __init__(self, draft, target, window: int = 0):

@@ -147,7 +147,7 @@ class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
         cos, sin = rotary(context, position_ids)
         for layer in self.layers:
             attention = layer.self_attn
-            cache.update(*attention.keys_values(context, cos, sin), attention.layer_idx)
+            cache.update(*attention.project_keys_values(context, cos, sin), attention.layer_idx)
 
     def check_decoding_config(self) -> None:
         """

@@ -17,7 +17,12 @@ from dflash_hf.decoding import latency as latency_module
 from dflash_hf.decoding import timing
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
-from dflash_hf.decoding.calibration import AcceptanceCalibration, expected_accepted, node_probabilities, outcomes
+from dflash_hf.decoding.calibration import (
+    AcceptanceCalibration,
+    acceptance_outcomes,
+    expected_accepted,
+    node_probabilities,
+)
 from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.timing import TimedStreamer
@@ -243,6 +248,28 @@ def test_latencies_are_those_that_were_measured():
     assert model.latencies(1, 100, 16, drafted=False)[0] == 1.0
 
 
+class Quantised(torch.nn.Linear):
+    """Stands for a layer of another kind, packed or quantised."""
+
+
+@pytest.mark.parametrize("changed", ["target", "draft"])
+def test_latencies_belong_to_dtype_and_kinds_of_layers(changed):
+    """Those of an fp32 drafter were taken for those of a packed one, whose forward costs less."""
+    target = make_target()
+    draft = make_draft(target)
+    model = {"target": target, "draft": draft}[changed]
+    plain = latency_model_of(target, draft)
+    layer = next(module for module in model.modules() if type(module) is torch.nn.Linear)
+    layer.__class__ = Quantised
+    packed = latency_model_of(target, draft)
+    model.to(torch.bfloat16)
+    in_bf16 = latency_model_of(target, draft)
+    assert len({id(each) for each in (plain, packed, in_bf16)}) == 3
+    model.to(torch.float32)
+    layer.__class__ = torch.nn.Linear
+    assert latency_model_of(target, draft) is plain
+
+
 def test_few_samples_are_not_believed():
     model = measured({(0, False): 0.020})
     assumed = model.latencies(1, 100, 16, drafted=True)
@@ -367,12 +394,19 @@ def test_expected_tokens_sum_path_chances():
 def test_outcomes_are_children_of_accepted_nodes():
     tree = small_tree()
     probabilities = node_probabilities(tree)
-    rejected = list(outcomes(tree, probabilities, Acceptance([1]), [True]))
+    rejected = list(acceptance_outcomes(tree, probabilities, Acceptance([1]), [True]))
     assert [accepted for _, accepted in rejected] == [False, False]
     accepted = Acceptance([3], torch.tensor([[0, 1, 3]]))
-    assert [was_accepted for _, was_accepted in outcomes(tree, probabilities, accepted, [True])] == [True, False, True]
+    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, probabilities, accepted, [True])] == [
+        True,
+        False,
+        True,
+    ]
     ended = Acceptance([2], torch.tensor([[0, 1]]))
-    assert [was_accepted for _, was_accepted in outcomes(tree, probabilities, ended, [False])] == [True, False]
+    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, probabilities, ended, [False])] == [
+        True,
+        False,
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ back-off
@@ -381,14 +415,14 @@ def test_outcomes_are_children_of_accepted_nodes():
 @pytest.mark.parametrize("latency", [1.1, 1.3, 2.0, 4.0])
 def test_useless_drafter_loses_little_and_recovers(latency):
     statistics = DraftStatistics()
-    statistics.begin(latency)
+    statistics.assume_unless_measured(latency)
 
     def speed(tokens: float, rounds: int) -> float:
         written = 0.0
         seconds = 0.0
         for _ in range(rounds):
-            if statistics.rounds_off:
-                statistics.rounds_off -= 1
+            if statistics.rounds_to_pause:
+                statistics.rounds_to_pause -= 1
                 written += 1.0
                 seconds += 1.0
             else:

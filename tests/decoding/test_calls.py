@@ -16,7 +16,7 @@ from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipel
 
 from dflash_hf.decoding import recurrent
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer, recurrent_states
 from dflash_hf.targets.features import cache_argument
 
@@ -351,8 +351,8 @@ def test_context_is_cut_with_its_cache(target, draft):
     offset = torch.zeros(1, 1, dtype=torch.long)
     cache = DynamicCache()
 
-    def opened(columns: int, past: int, continued=None) -> Drafter:
-        drafter = Drafter(draft, target)
+    def opened(columns: int, past: int, continued=None) -> DraftSession:
+        drafter = DraftSession(draft, target)
         drafter.context.append(features[:, past:columns])
         drafter.context.prefill([0], columns, offset, continued)
         return drafter

@@ -108,7 +108,7 @@ def test_unknown_backend_is_an_error(pair):
         target.generate(prompt(8), max_new_tokens=4, assistant_model=draft)
 
 
-@pytest.mark.parametrize(("family", "reason"), [("qwen3_next", "recurrent"), ("gpt2", "may pass its 256 positions")])
+@pytest.mark.parametrize(("family", "reason"), [("qwen3_next", "recurrent"), ("gpt2", "may exceed its 256 positions")])
 def test_eager_decoding_names_its_reason(family, reason, caplog):
     target = make_target(family, torch.float64, attn=None)
     draft = make_draft(target, block_size=6)

@@ -14,7 +14,7 @@ from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from transformers.models.qwen3 import modeling_qwen3
 
-from dflash_hf.decoding.graphs import ModelGraphs, why_not_compiled
+from dflash_hf.decoding.graphs import ModelGraphs, no_graph_reason
 
 
 PROMPT = {"input_ids": (torch.arange(9) * 7 % 90 + 2)[None]}
@@ -180,17 +180,17 @@ def test_drafters_adapter_is_compiled_again(pair):
 
 
 def test_hooks_and_replaced_forwards_decode_eagerly(pair, caplog):
-    """`why_not_compiled` names what graphs would not see; feature taps are part of each graph's key."""
+    """`no_graph_reason` names what graphs would not see; feature taps are part of each graph's key."""
     target, draft = pair
-    assert why_not_compiled(target) is None
+    assert no_graph_reason(target) is None
     with contextlib.closing(_Hook(target.model.norm)):
-        assert why_not_compiled(target) == "a hook is registered on a Qwen3RMSNorm"
+        assert no_graph_reason(target) == "a hook is registered on a Qwen3RMSNorm"
     target.model.norm.forward = target.model.norm.forward
-    assert why_not_compiled(target) == "the forward of a Qwen3RMSNorm is replaced"
+    assert no_graph_reason(target) == "the forward of a Qwen3RMSNorm is replaced"
     del target.model.norm.forward
     handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
     try:
-        assert why_not_compiled(target) == "a hook is registered on all modules"
+        assert no_graph_reason(target) == "a hook is registered on all modules"
     finally:
         handle.remove()
     model = lora(target, "a")

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.targets.features import FeatureTap
@@ -93,7 +93,7 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
         draft = pretended(draft, draft_device)
         ids = torch.ones(2, 7, dtype=torch.long, device=target_device)
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
-        drafter = Drafter(draft, target)
+        drafter = DraftSession(draft, target)
         cache = DynamicCache(config=target.config)
         with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.context.append) as tap, tap.running():
             target(input_ids=ids, past_key_values=cache)

@@ -191,7 +191,7 @@ def test_autocast_capabilities_hold_under_autocast():
 
 def test_probe_detects_a_wrong_state(monkeypatch):
     """The rejected tokens stay in the state."""
-    monkeypatch.setattr(ReplaySession, "_advance", lambda self, path: None)
+    monkeypatch.setattr(ReplaySession, "_replay", lambda self, path: None)
     assert capabilities_of(make_target("qwen3_5_text")).session is None
 
 

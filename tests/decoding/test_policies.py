@@ -1,11 +1,16 @@
 """What `decode` asks of a draft policy: in which order, and what its summary may hold."""
 
+import copy
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DraftPolicy
+from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.timing import TimedStreamer
 
 
@@ -96,8 +101,49 @@ def test_time_in_the_streamer_is_measured(monkeypatch):
     output = call(Kept, streamer=collecting)
     (timed,) = streamers
     assert isinstance(timed, TimedStreamer) and timed.streamer is collecting and timed.ends == 1
-    assert timed.seconds == NEW  # one tick for each token
+    assert timed.seconds == NEW + 1  # one tick for each token, and one for the end
     assert collecting.tokens == output[0].tolist()
+
+
+class SlowStreamer(BaseStreamer):
+    """Takes time in every method; nothing else does."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def put(self, value):
+        self.seconds += 1
+
+    def next_round(self, num_drafted):
+        self.seconds += 10
+
+    def end(self):
+        self.seconds += 100
+
+
+def test_rounds_are_timed_without_the_streamer(monkeypatch):
+    """The time of `next_round`, in which `dflash generate` writes text, made rounds with drafts look slow."""
+    streamer = SlowStreamer()
+    for module in ("timing", "latency"):
+        monkeypatch.setattr(f"dflash_hf.decoding.{module}.clock", lambda device: streamer.seconds)
+    policies = []
+
+    class Kept(AdaptiveLength):
+        def __init__(self, call, drafter):
+            super().__init__(call, drafter)
+            policies.append(self)
+
+    call(Kept, streamer=streamer)
+    (policy,) = policies
+    assert policy.timer.rounds and not any(seconds for _, _, seconds in policy.timer.rounds)
+    assert policy.call.selector.streamer.seconds == streamer.seconds - 1 > 100  # `generate` itself puts the prompt
+
+
+def test_timed_streamer_can_be_copied():
+    """A copy asks for attributes before it has any, which was an endless recursion."""
+    streamer = SlowStreamer()
+    copied = copy.copy(TimedStreamer(streamer, torch.device("cpu")))
+    assert copied.streamer is streamer and not hasattr(copied, "missing")
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
@@ -120,3 +166,26 @@ def test_prompt_leaves_the_calls_arguments_alone(chunk):
     before, after = arguments
     assert before.keys() == after.keys() and "logits_to_keep" in before
     assert all(before[name] is after[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("positions", "generated", "room", "trees"),
+    [
+        (math.inf, 5, 25, True),  # no limit
+        (40, 5, 25, True),  # beyond the text
+        (29, 5, 25, True),  # the text ends at the last position
+        (28, 5, 24, False),
+        (5, 5, 1, False),  # the anchor has the last position
+        (4, 5, 25, True),  # the text has passed them
+        (-3, 5, 25, True),  # the prompt had
+    ],
+)
+def test_room_ends_at_the_last_position(positions, generated, room, trees):
+    """The first of 30 tokens is in the position after the prompt, and the anchor is the last that was generated."""
+    capabilities = SimpleNamespace(trees=True)
+    call = SimpleNamespace(positions_after_prompt=positions, capabilities=capabilities)
+    policy = DraftPolicy(call, SimpleNamespace(graph=None, block_tokens=4))
+    state = SimpleNamespace(longest=generated, remaining_tokens=30 - generated)
+    assert policy.room(state) == room and policy.supports_trees(state) == trees
+    capabilities.trees = False
+    assert not policy.supports_trees(state)

@@ -36,7 +36,7 @@ def read(prompt, generated=()) -> PromptLookup:
 )
 def test_text_is_copied_where_it_repeats_itself(text, limit, copied):
     for read_before in (len(text), len(text) // 2):
-        tokens, expected = read(text[:read_before], text[read_before:]).candidates(limit)
+        tokens, expected = read(text[:read_before], text[read_before:]).propose(limit)
         assert tokens == copied and len(expected) == len(tokens) + 1
         assert expected == sorted(expected) and expected[0] == 0.0
 
@@ -52,14 +52,14 @@ def test_copied_passage_occurred_before(seed):
         passage = passage + 1 if passage is not None and text[passage] == token else None
         if passage is None:
             passage = max((i for i in range(2, end) if text[i - 2 : i] == text[end - 2 : end]), default=None)
-        tokens, _ = lookup.candidates(1)
+        tokens, _ = lookup.propose(1)
         assert tokens == ([] if passage is None else [text[passage]])
 
 
 def test_calibration_learns_from_generated_text():
     fresh, good = read(LOOP * 9), read(LOOP, LOOP * 9)
     bad = read([], [token for number in range(9) for token in (1, 2, 10 + number)] + [1, 2])
-    expected = [lookup.candidates(4)[1] for lookup in (bad, fresh, good)]
+    expected = [lookup.propose(4)[1] for lookup in (bad, fresh, good)]
     assert expected[0][1] < 0.15 < expected[1][1] < expected[2][1] and expected[2][4] > 3.3
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dflash_hf.decoding import slots as slots_module
 from dflash_hf.decoding.acceptance import Block
-from dflash_hf.decoding.masks import LayerMaskRule, in_window, verification_mask
+from dflash_hf.decoding.masks import LayerMaskRule, is_within, verification_mask
 from dflash_hf.decoding.slots import Ring, SlotCache
 
 
@@ -128,7 +128,7 @@ def test_mask_of_a_block_may_look_ahead(causal):
     slots = torch.tensor([[5, 6, 7], [0, 1, 2]])
     slots_of_keys = torch.arange(9)
     last = slots if causal else slots[:, -1:].expand_as(slots)
-    seen = (slots_of_keys <= last[:, :, None]) & in_window(slots_of_keys, slots[:, :, None], 4)
+    seen = (slots_of_keys <= last[:, :, None]) & is_within(slots_of_keys, slots[:, :, None], 4)
     for row, i, key in itertools.product(range(2), range(3), range(9)):
         query = int(slots[row, i])
         expected = key <= (query if causal else int(slots[row, -1])) and query - key < 4

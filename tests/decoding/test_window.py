@@ -7,6 +7,7 @@ import copy
 import gc
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 from transformers import DynamicCache
 
-from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext, KeptContexts
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 
@@ -94,8 +95,8 @@ def test_ring_continues_after_a_cut_conversation(length, cut, fits, target):
     offset = torch.zeros(1, 1, dtype=torch.long)
     cache = DynamicCache()
 
-    def read(start: int, stop: int, continued=None) -> Drafter:
-        drafter = Drafter(draft, target)
+    def read(start: int, stop: int, continued=None) -> DraftSession:
+        drafter = DraftSession(draft, target)
         drafter.context.append(features[:, start:stop])
         drafter.context.prefill([0], stop, offset, continued)
         return drafter
@@ -120,13 +121,53 @@ def test_contexts_are_freed_with_their_caches(target):
             output = target.generate(
                 torch.arange(2, 30)[None], assistant_model=draft, max_new_tokens=8, return_dict_in_generate=True
             )
-            (context,) = KEPT_CONTEXTS[getattr(output, CACHE_NAME)].values()
+            (context,) = KEPT_CONTEXTS.of_cache(getattr(output, CACHE_NAME))
             buffer = weakref.ref(context.cache.layers[0].keys)
             assert buffer() is not None
             del context, output
             assert buffer() is None
     finally:
         gc.enable()
+
+
+def test_threads_share_kept_contexts():
+    """Each context is taken once; looking at those of a cache while another thread took one was an error."""
+    contexts = KeptContexts()
+    caches = [DynamicCache() for _ in range(4)]
+    drafts = [torch.nn.Identity() for _ in range(4)]
+    taken = []
+
+    def work(number: int) -> None:
+        for step in range(400):
+            cache = caches[step % len(caches)]
+            context = KeptContext(first_index=number, length=step, pending=[])
+            contexts.keep(cache, drafts[number], context)
+            assert context in contexts.of_cache(cache)
+            contexts.copy(cache, DynamicCache())
+            taken.append(contexts.take(cache, drafts[number]))
+            assert taken[-1] is context and contexts.take(cache, drafts[number]) is None
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(drafts)) as pool:
+            list(pool.map(work, range(len(drafts))))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({id(context) for context in taken}) == len(taken) == 1600
+    assert not any(contexts.of_cache(cache) for cache in caches)
+
+
+def test_moved_contexts_leave_their_cache():
+    contexts = KeptContexts()
+    draft = torch.nn.Identity()
+    source = DynamicCache()
+    destination = DynamicCache()
+    context = KeptContext(first_index=0, length=0, pending=[])
+    contexts.move(source, destination)  # nothing to move
+    contexts.keep(source, draft, context)
+    contexts.move(source, destination)
+    assert contexts.take(source, draft) is None and contexts.take(destination, draft) is context
 
 
 def test_context_that_failed_to_copy_can_be_freed(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import operator
 import pickle
 
 import pytest
@@ -71,11 +72,11 @@ def test_reading_nested_keys_changes_nothing():
     config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
     config.output_multiplier = 2.0
     before = copy.deepcopy(vars(config))
-    with pytest.raises(TypeError, match=r"config.dflash_config = \{\*\*config.dflash_config, key: value\}"):
-        config.dflash_config["loss"] = "ce"
     for copied in (
         config.dflash_config,
+        copy.copy(config.dflash_config),
         copy.deepcopy(config.dflash_config),
+        config.dflash_config.copy(),
         pickle.loads(pickle.dumps(config.dflash_config)),
     ):
         assert isinstance(copied, dict) and copied["loss"] == "kl"
@@ -83,6 +84,28 @@ def test_reading_nested_keys_changes_nothing():
     config.to_dict()
     assert config.dflash_config["output_multiplier"] == 2.0 and config.dflash_config["loss"] == "kl"
     assert vars(config) == before
+
+
+CHANGES_IN_PLACE = {
+    "item": lambda nested: operator.setitem(nested, "loss", "ce"),
+    "update": lambda nested: nested.update(loss="ce"),
+    "or": lambda nested: operator.ior(nested, {"loss": "ce"}),
+    "setdefault": lambda nested: nested.setdefault("new", 1),
+    "pop": lambda nested: nested.pop("loss"),
+    "popitem": lambda nested: nested.popitem(),
+    "del": lambda nested: operator.delitem(nested, "loss"),
+    "clear": lambda nested: nested.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_IN_PLACE)
+def test_nested_keys_refuse_changes_in_place(change):
+    """All but a set item were lost without an error, since each access makes a new dictionary."""
+    config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
+    before = dict(config.dflash_config)
+    with pytest.raises(TypeError, match=r"config.dflash_config = \{\*\*config.dflash_config, key: value\}"):
+        CHANGES_IN_PLACE[change](config.dflash_config)
+    assert config.dflash_config == before
 
 
 @pytest.mark.parametrize(

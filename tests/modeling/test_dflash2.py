@@ -16,9 +16,10 @@ from dflash_hf.training.block_mask import block_mask
 
 
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [4, 12, 3], ids=["one block", "three blocks", "part of a block"])
+@pytest.mark.parametrize("length", [4, 12, 3, 2, 1])
 @torch.no_grad()
 def test_convolution_equals_the_element_wise_oracle(taps, length):
+    """One block of four slots, three blocks, and shorter blocks: two slots were an error of shapes with four taps."""
     target = make_target()
     draft = make_draft2(target, conv_kernel_size=taps)
     convolution = draft.layers[0].attention_conv
@@ -29,10 +30,14 @@ def test_convolution_equals_the_element_wise_oracle(taps, length):
     for row, start in itertools.product(range(2), range(0, length, 4)):
         part = slice(start, start + 4)  # a block of its own
         expected = convolve(x[row, part], x[row, part], *kernel, 0, 4, taps)
-        torch.testing.assert_close(convolution(x, before, after=False)[row, part], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            convolution(x, before, after_sublayer=False)[row, part], expected, atol=1e-5, rtol=1e-5
+        )
         # After the sublayer its output is convolved, with corrections that come from its input.
         expected = convolve(output[row, part], x[row, part], *kernel, 1, 4, taps)
-        torch.testing.assert_close(convolution(output, after, after=True)[row, part], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            convolution(output, after, after_sublayer=True)[row, part], expected, atol=1e-5, rtol=1e-5
+        )
 
 
 @torch.no_grad()
@@ -40,15 +45,15 @@ def test_convolution_stays_inside_its_block():
     draft = make_draft2(make_target(), conv_kernel_size=3)
     convolution = draft.layers[0].mlp_conv
     x = torch.randn(1, 12, 32)
-    y = convolution(x, convolution.corrections(x)[0], after=False)
+    y = convolution(x, convolution.corrections(x)[0], after_sublayer=False)
     for slot in range(12):
         moved = x.clone()
         moved[0, slot] += 1.0
-        changed = (convolution(moved, convolution.corrections(moved)[0], after=False) != y).any(-1)[0]
+        changed = (convolution(moved, convolution.corrections(moved)[0], after_sublayer=False) != y).any(-1)[0]
         reached = [t for t in range(slot, 12) if t // 4 == slot // 4 and t - slot < 3]
         assert changed.nonzero().flatten().tolist() == reached
     with pytest.raises(ValueError, match="10 slots"):
-        convolution(x[:, :10], convolution.corrections(x[:, :10])[0], after=False)
+        convolution(x[:, :10], convolution.corrections(x[:, :10])[0], after_sublayer=False)
 
 
 @torch.no_grad()

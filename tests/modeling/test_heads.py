@@ -30,7 +30,7 @@ from support.trees import best_first, paths_of
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.conversion.convert import convert
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.trees import draft_tree
 from dflash_hf.hub.check import check
 from dflash_hf.layouts.head_schemas import HEAD_SCHEMAS, HeadSchema
@@ -108,7 +108,8 @@ def test_fresh_head_changes_no_draft(fields):
     states = [draft.eval()(*inputs).last_hidden_state for draft in (plain, fresh)]
     assert torch.equal(*states)
     anchors = torch.tensor([5, 9])
-    assert torch.equal(*(Drafter(draft, target).decode_block(anchors, states[0], [0, 0]) for draft in (plain, fresh)))
+    drafted = [DraftSession(draft, target).decode_block(anchors, states[0], [0, 0]) for draft in (plain, fresh)]
+    assert torch.equal(*drafted)
     prompts, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     of_fresh, of_plain = (target.generate(**prompts, **options, assistant_model=draft) for draft in (fresh, plain))

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.continuous_batching import continuous_api
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
+from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext
 from dflash_hf.decoding.state import GenerationState
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.prefix_caches import PrefixCaches
@@ -478,9 +478,11 @@ def test_prefix_is_copied_and_own_turn_is_taken(served):
     text = [*range(200)]
     keys = cache.layers[0].keys
     caches.keep(text, 150, cache)
-    KEPT_CONTEXTS[cache] = {}
+    context = KeptContext(first_index=0, length=199, pending=[])
+    KEPT_CONTEXTS.keep(cache, served.draft, context)
     taken, length = caches.take([*range(100), -1, -2])
-    assert KEPT_CONTEXTS[taken] == {} and KEPT_CONTEXTS[taken] is not KEPT_CONTEXTS[cache]  # drafters write into them
+    (copied,) = KEPT_CONTEXTS.of_cache(taken)
+    assert copied is not context and KEPT_CONTEXTS.of_cache(cache) == [context]  # calls write into what they take
     assert length == 100 == taken.get_seq_length() and cache.get_seq_length() == 199
     assert torch.equal(taken.layers[0].keys, keys[:, :, :100])
     taken.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
@@ -538,7 +540,7 @@ def test_memory_counts_contexts_of_drafters(decoder, served):
     """Those of a beginning that is shared are copies: eight of them took eight times as much."""
     answered(decoder, served, [0])
     (entry,) = decoder.prefix_caches.entries
-    layers = next(iter(KEPT_CONTEXTS[entry.cache].values())).cache.layers
+    layers = KEPT_CONTEXTS.of_cache(entry.cache)[0].cache.layers
     contexts = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     targets = sum(layer.keys.nbytes + layer.values.nbytes for layer in entry.cache.layers)
     assert contexts > 0 and sum(entry.storages.values()) >= targets + contexts

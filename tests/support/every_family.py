@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.session import SlotSession
 from support.pairs import make_draft
@@ -151,7 +151,7 @@ def recorded_gradients():
 
         return mock.patch.object(owner, name, watched)
 
-    with watch(SlotSession, "verify"), watch(Drafter, "hidden_states"), watch(Drafter, "logits"):
+    with watch(SlotSession, "verify"), watch(DraftSession, "hidden_states"), watch(DraftSession, "logits"):
         yield recorded
 
 

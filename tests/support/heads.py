@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from support.pairs import VOCAB, make_draft, make_draft2
 from support.recurrent_head import SIZES, RecurrentHead
 from support.reference import scores_after
@@ -54,16 +54,16 @@ WITH_STATES |= {"vanilla": vanilla, "recurrent over few": reduced}
 EVERY = {**PLAIN, **SELECTORS, **WITH_STATES}
 
 
-def opened(draft, target, features: torch.Tensor) -> Drafter:
+def opened(draft, target, features: torch.Tensor) -> DraftSession:
     """A drafter that has read the features `[R, S, L * H]` of a prompt without padding."""
-    drafter = Drafter(draft, target)
+    drafter = DraftSession(draft, target)
     rows, columns, _ = features.shape
     drafter.context.append(features)
     drafter.context.prefill([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
     return drafter
 
 
-def after_random_text(draft, target, rows: int = 2) -> tuple[Drafter, torch.LongTensor]:
+def after_random_text(draft, target, rows: int = 2) -> tuple[DraftSession, torch.LongTensor]:
     """A drafter that has read random features, and random anchors `[R]`."""
     random = torch.Generator().manual_seed(1)
     features = torch.randn(rows, 9, draft.fc.in_features, generator=random).to(target.dtype)

@@ -44,9 +44,9 @@ class RecurrentHead(TokenHead):
         if isinstance(module, Memory):
             init.zeros_(module.tokens.weight)
 
-    def loss(self, rows, progress):
+    def loss(self, tokens, progress):
         share = self.config.memory_share * progress
-        return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
+        return (1 - share) * tokens.divergence(tokens.scores) + share * tokens.divergence(tokens.logits)
 
     def start(self, anchors):
         return torch.zeros(len(anchors), self.config.memory_width, device=anchors.device, dtype=self.draft.dtype)

@@ -263,7 +263,7 @@ def _first_hidden_states(
         output = draft(
             noise_embeds=raw_embedding(target, noise),
             context_hidden_states=features.expand(len(anchors), -1, -1),
-            attention_mask=config.by_layer_type(mask),
+            attention_mask=config.map_layer_types(mask),
             position_ids=positions,
         )
         hidden.append(output.last_hidden_state[:, 1])

@@ -8,7 +8,7 @@ from support.reference import gru_step, markov_bias
 from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.training.blocks import build_blocks
 
 
@@ -138,7 +138,7 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     _, blocks, recorded = watched(make_trainer(tmp_path, target, rows, draft), monkeypatch)
     hidden, labels, counted, before, _ = recorded["args"][:5]
     losses = recorded["losses"]
-    drafter = Drafter(draft, target)
+    drafter = DraftSession(draft, target)
     compared = 0
     slots = slice(1, draft.config.max_block_tokens)
     for i, j in counted.any(-1).nonzero().tolist():

@@ -7,7 +7,7 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.training.metrics import Statistics
 
 
@@ -64,15 +64,15 @@ def test_training_accuracy_equals_decoding_accuracy(pair, prompts, tmp_path, mon
     """
     target, draft = pair
     size = draft.config.block_size
-    original = Drafter.draft_block
+    original = DraftSession.draft_block
     drafted = []
 
-    def record(self, anchors, draws, size):
+    def record(self, anchors, draws, num_drafted):
         draft = original(self, anchors, draws)
         drafted.append((self.context.lengths[0], draft.tokens[0].tolist()))
-        return draft._replace(tokens=draft.tokens[:, :size])
+        return draft._replace(tokens=draft.tokens[:, : 1 + num_drafted])
 
-    monkeypatch.setattr(Drafter, "draft_block", record)
+    monkeypatch.setattr(DraftSession, "draft_block", record)
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}

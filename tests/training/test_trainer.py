@@ -13,7 +13,7 @@ from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
 from dflash_hf.data.examples import DFlashCollator, make_example
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.drafter import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import raw_embedding
 from dflash_hf.targets.features import FeatureTap
@@ -195,9 +195,9 @@ def test_untrained_drafter_has_no_context_window(tmp_path):
     DFlashDraftModel(config).save_pretrained(tmp_path)
     assert config.trained_length == 0 and "trained_length" not in json.loads((tmp_path / "config.json").read_text())
     draft = DFlashDraftModel(config)
-    assert Drafter(draft, target).context.window is None
+    assert DraftSession(draft, target).context.window is None
     draft.config.trained_length = 7
-    assert Drafter(draft, target).context.window == 7
+    assert DraftSession(draft, target).context.window == 7
 
 
 def test_training_lowers_loss_and_raises_tau(tmp_path):

@@ -99,7 +99,7 @@ def gguf_config(file: str | Path) -> dict:
         if key not in values:
             raise ValueError(f"{file} is incomplete: it has no {ARCH}.{key}.")
     sizes = {field: values[key] for key, field in FIELD_OF_KEY.items() if key in values}
-    head_class = PathSelector if PathSelector.is_set(sizes.get) else TokenHead
+    head_class = PathSelector if PathSelector.is_configured(sizes) else TokenHead
     return {
         "architectures": [head_class.architecture],
         "model_type": "qwen3",

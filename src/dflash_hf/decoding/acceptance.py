@@ -14,8 +14,8 @@ MIN_ARGMAX_CHUNK = 32  # below, `argmax_token` does without chunks
 
 class Block(NamedTuple):
     """
-    Candidates that are one path of tokens for each row. A [`~dflash_hf.decoding.trees.Tree`] also has these attributes
-    and methods. Throughout, a *node* is the number of a token among the candidates; node 0 is the anchor.
+    One path of candidate tokens for each row. A [`~dflash_hf.decoding.trees.Tree`] also has these attributes and
+    methods. Throughout, a *node* is the number of a token among the candidates; node 0 is the anchor.
 
     Attributes:
         tokens (`torch.LongTensor`): `[R, n]` token ids, the anchor first: the last committed token of each row.
@@ -36,7 +36,8 @@ class Block(NamedTuple):
             target_tokens (`torch.LongTensor`): `[R, n]`, the target's choice after each candidate.
 
         Returns:
-            The number of its tokens, anchor included, `[R]`; and its nodes `[R, m]`, `None` for the first ones.
+            The number of tokens of the path `[R]`, anchor included; and its nodes `[R, m]`, or `None` if every row's
+            are 0, 1, 2, ...
         """
         matches = target_tokens[:, :-1] == self.tokens[:, 1:]
         return 1 + matches.long().cumprod(dim=1).sum(dim=1), None
@@ -54,7 +55,7 @@ class Acceptance(NamedTuple):
         counts (`list[int]`): Tokens committed in each row, the target's own (bonus) token included; 0 for rows that
             had ended before.
         path (`torch.LongTensor`, *optional*): `[R, m]`, the nodes of the accepted tokens, the anchor first; `None`:
-            the first nodes.
+            they are 0, 1, 2, ... in every row.
     """
 
     counts: list[int]
@@ -82,7 +83,7 @@ class Acceptance(NamedTuple):
 
 def argmax_token(scores: torch.Tensor) -> torch.LongTensor:
     """
-    As `argmax` over the vocabulary, the first of ties.
+    As `argmax` over the vocabulary; ties go to the lowest id.
 
     On a CPU `amax` alone is vectorised: it finds the chunk with the likeliest token, five to nine times as fast in
     fp32. `argmax` takes four times as long as `max` in bfloat16.

@@ -1,4 +1,4 @@
-"""Adapters of a model, as far as they change what its forward computes."""
+"""The adapters that change what a model's forward computes."""
 
 
 def adapters_of(model) -> tuple:

@@ -6,16 +6,22 @@ In each round, in this order:
 0. *Measurement.* Until the latency of a round without a draft is known, every fourth round is one.
 1. *Prompt lookup.* If the last tokens occurred before, verify what followed them there, if that is faster than recent
    rounds with drafts.
-2. *Back-off.* After rounds with drafts that were slower than target-only decoding, verify nothing, for so many rounds
-   that the next try costs at most `MAX_LOSS` of the time.
-3. *Draft.* The drafter's tree, its likeliest nodes first. `E(n)`, the expected accepted tokens of the first `n`, is
-   the sum of their paths' probabilities, calibrated by what was accepted so far; `T(n)`, the latency of a round that
-   verifies them, is measured. Each round commits one token of the target's own besides: verify the `n` with most
-   tokens per time, `(1 + E(n)) / T(n)`, possibly none of them.
+2. *Back-off.* After rounds with drafts that were slower than target-only decoding, pause: draft nothing for as many
+   rounds as keep the loss of the next try below `MAX_LOSS` of the time.
+3. *Draft.* The drafter's tree, its likeliest nodes first. `E(d)`, the expected accepted tokens of the first `d`
+   drafted nodes, is the sum of their paths' probabilities, calibrated by what was accepted so far; `T(d)`, the latency
+   of a round that verifies them, is measured. Each round also commits one token of the target's own: verify the `d`
+   with most tokens per time, `(1 + E(d)) / T(d)`, possibly none of them.
 
-What this loses against longer rules, and what each constant is worth: `examples/benchmarks/results/policy.md`, written
-by `examples/benchmarks/policy.py`, which replays recorded rounds with other constants.
-Latencies are in rounds without a draft, and lengths depend on no clock within a call: see `latency.py`.
+What this loses against more elaborate rules, and what each constant is worth:
+`examples/benchmarks/results/policy.md`, written by `examples/benchmarks/policy.py`, which replays recorded rounds with
+other constants.
+
+Latencies are in rounds without a draft, and lengths depend on no clock within a call: see `latency.py`. Lengths of
+drafts do not count the anchor; only [`CandidateLimits`] count it.
+
+Lengths are chosen on the host. So a round with a draft waits for the device not only for what was accepted, as every
+round does, but also for the probabilities and the shape of the tree, before the target's forward.
 """
 
 import copy
@@ -28,9 +34,14 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adapters import adapters_of
-from dflash_hf.decoding.calibration import AcceptanceCalibration, expected_accepted, node_probabilities, outcomes
+from dflash_hf.decoding.calibration import (
+    AcceptanceCalibration,
+    acceptance_outcomes,
+    expected_accepted,
+    node_probabilities,
+)
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.prompt_lookup import PromptLookup, copies_of_batch
@@ -49,7 +60,7 @@ class DraftStatistics:
     """What calls with a pair learn for later calls with as many rows, decoded in the same way (greedy, sampled)."""
 
     ASSUMED_TOKENS = 1.5  # tokens that a round with a draft commits in each row, before any was measured
-    ASSUMED_ROUNDS = 2  # the number of rounds that this counts as
+    ASSUMED_ROUNDS = 2  # weight of that assumption: it counts as much as so many measured rounds
     DECAY = 0.95  # of the weight of older rounds, with each new one
     MAX_LOSS = 0.02  # share of the time that drafting may lose against target-only decoding
     TYPICAL_DRAFT = 1  # tokens per row of the round whose latency is assumed
@@ -57,26 +68,26 @@ class DraftStatistics:
     calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
     lookup_calibration: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
     tokens: float = 0.0  # committed per row by rounds with drafts; older rounds count less
-    time: float = 0.0  # that these rounds took, in rounds without a draft
-    rounds_off: int = 0  # upcoming rounds without a draft: the back-off
+    relative_time: float = 0.0  # that these rounds took, in rounds without a draft
+    rounds_to_pause: int = 0  # upcoming rounds without a draft: the back-off
     warned: bool = False  # whether the warning that drafting does not pay was logged
 
     @property
     def speed(self) -> float:
-        """That of rounds with drafts, relative to target-only decoding; at least 1, since drafting is optional."""
-        return max(self.tokens / self.time, 1.0)
+        """Speed of rounds with drafts relative to target-only decoding; at least 1, since drafting is optional."""
+        return max(self.tokens / self.relative_time, 1.0)
 
-    def begin(self, latency: float) -> None:
-        """Assume how fast drafting is, unless it was measured; `latency` is that of a round with `TYPICAL_DRAFT`."""
-        if not self.time:
+    def assume_unless_measured(self, latency: float) -> None:
+        """Assume how fast drafting is, unless it was measured; `latency`: of a round with `TYPICAL_DRAFT` tokens."""
+        if not self.relative_time:
             self.tokens = self.ASSUMED_ROUNDS * self.ASSUMED_TOKENS
-            self.time = self.ASSUMED_ROUNDS * latency
+            self.relative_time = self.ASSUMED_ROUNDS * latency
             self._back_off(latency)
 
     def record(self, tokens: float, latency: float) -> None:
-        """Add a round with a draft."""
+        """Add a round with a draft: the tokens that it committed per row, and its latency."""
         self.tokens = self.DECAY * self.tokens + tokens
-        self.time = self.DECAY * self.time + latency
+        self.relative_time = self.DECAY * self.relative_time + latency
         self._back_off(latency)
 
     def _back_off(self, latency: float) -> None:
@@ -84,33 +95,41 @@ class DraftStatistics:
         If at least two recent rounds were slower than target-only decoding, do not draft until the loss of one more
         such round is `MAX_LOSS` of the time. Their average then weighs as one round: the next one decides again.
         """
-        speed = self.tokens / self.time
-        if speed < 1 and self.time > 1.5 * latency:
+        speed = self.tokens / self.relative_time
+        has_two_rounds = self.relative_time > 1.5 * latency
+        if speed < 1 and has_two_rounds:
             self.tokens = latency * speed
-            self.time = latency
-            self.rounds_off = math.ceil(latency * (1 - speed) / self.MAX_LOSS)
+            self.relative_time = latency
+            self.rounds_to_pause = math.ceil(latency * (1 - speed) / self.MAX_LOSS)
 
 
 @dataclass
-class Round:
-    """What the current round verifies, and what should come of it."""
+class PlannedRound:
+    """What the current round verifies, and what is expected of it."""
 
     size: DraftSize
-    latency: float  # in rounds without a draft
+    latency: float  # expected, in rounds without a draft
     started: float  # seconds
     tree: Tree | None = None  # of a round with a draft
-    probabilities: list[list[float]] | None = None  # [R][n] of its nodes, by the drafter
+    probabilities: list[list[float]] | None = None  # [R][n], the drafter's, of each node given its parent
 
 
-class NodeLimits(NamedTuple):
-    """Maximum tokens to verify, anchor included, in one row and in a batch; and what a row may have in any batch."""
+class CandidateLimits(NamedTuple):
+    """
+    Maximum number of candidates of a round, anchor included.
+
+    Attributes:
+        per_row (`int`): In one row.
+        per_batch (`int`): In all rows together.
+        minimum (`int`): What each row gets however many rows there are.
+    """
 
     per_row: int
     per_batch: int
     minimum: int
 
-    def of_batch(self, rows: int) -> int:
-        """Tokens in each of so many rows."""
+    def for_rows(self, rows: int) -> int:
+        """The limit for each row of a batch."""
         return max(min(self.per_row, self.per_batch // rows), self.minimum)
 
 
@@ -120,31 +139,31 @@ class AdaptiveLength(DraftPolicy):
 
     Args:
         call (`GenerateCall`): The call.
-        drafter (`Drafter`): Its drafter.
+        draft_session (`DraftSession`): The drafter in this call.
     """
 
     LOOKUP_ROWS = 4  # with more, one of them seldom repeats itself: a batch is as fast as its slowest row
-    CPU_LIMITS = NodeLimits(per_row=16, per_batch=32, minimum=2)
-    ACCELERATOR_LIMITS = NodeLimits(per_row=64, per_batch=512, minimum=16)
+    CPU_LIMITS = CandidateLimits(per_row=16, per_batch=32, minimum=2)
+    ACCELERATOR_LIMITS = CandidateLimits(per_row=64, per_batch=512, minimum=16)
 
-    def __init__(self, call: GenerateCall, drafter: Drafter):
-        super().__init__(call, drafter)
+    def __init__(self, call: GenerateCall, draft_session: DraftSession):
+        super().__init__(call, draft_session)
         device = call.target.device
         limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
-        self.max_nodes = limits.of_batch(call.rows) - 1  # besides the anchor
+        self.max_nodes = limits.for_rows(call.rows) - 1  # without the anchor
         # What earlier calls learned, as it is now: others may be learning at the same time.
         self.latency_model = self._shared_latency_model()
         self.latencies_at_start = self.latency_model.snapshot()
         self.curves: dict[tuple, list[float]] = {}  # of the snapshot
         self.key = (call.rows, call.config.do_sample, adapters_of(call.draft))
         self.statistics = copy.deepcopy(self._shared_statistics().get(self.key, DraftStatistics()))
-        self.statistics.begin(self._latencies(0, drafted=True)[DraftStatistics.TYPICAL_DRAFT])
+        self.statistics.assume_unless_measured(self._latencies(0, drafted=True)[DraftStatistics.TYPICAL_DRAFT])
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
         calibration = self.statistics.lookup_calibration
         prompts = call.prompt.tolist() if call.rows <= self.LOOKUP_ROWS else []
         self.lookups = [PromptLookup(prompt, vocab_size, calibration) for prompt in prompts]
-        self.round = Round(NO_DRAFT, 1.0, 0.0)
-        self.rounds: list[tuple[int, int, float]] = []  # tokens verified, tokens committed per row, latency
+        self.round = PlannedRound(NO_DRAFT, 1.0, 0.0)
+        self.rounds: list[tuple[int, int, float]] = []  # drafted tokens, tokens committed per row, latency
         self.timer = RoundTimer(device, call.selector.streamer)
 
     @property
@@ -152,16 +171,16 @@ class AdaptiveLength(DraftPolicy):
         return max(super().max_draft, self.max_nodes)
 
     def _shared_latency_model(self) -> LatencyModel:
-        """Extended when a call ends."""
+        """What the pair's calls measured; extended when a call ends."""
         return latency_model_of(self.call.target, self.call.draft)
 
     def _shared_statistics(self) -> dict[tuple, DraftStatistics]:
-        """Replaced when a call ends."""
+        """What the pair's calls learned, by their kind; replaced when a call ends."""
         by_target = _statistics.setdefault(self.call.draft, weakref.WeakKeyDictionary())
         return by_target.setdefault(self.call.target, {})
 
     def _latencies(self, written: int, drafted: bool) -> list[float]:
-        """Of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""
+        """The latencies of rounds after `written` generated tokens; see [`LatencyModel.latencies`]."""
         context_length = self.call.prompt_length + written
         key = (LatencyModel.bucket(context_length), drafted)
         if key not in self.curves:
@@ -175,36 +194,37 @@ class AdaptiveLength(DraftPolicy):
         started = self.timer.now()
         if not self.rounds:
             self._extend_lookups(state, [1] * self.call.rows)  # the prompt's forward wrote the first token
-        measures = self._measures_target(state)
-        if self.lookups and not measures:
+        is_measurement = self._is_measurement_round(state)
+        if self.lookups and not is_measurement:
             copied = self._copy(state, started)
             if copied is not None:
                 return copied
-        if measures or self.statistics.rounds_off or self.room(state) == 1:
-            self.statistics.rounds_off = max(self.statistics.rounds_off - 1, 0)
-            self.round = Round(NO_DRAFT, 1.0, started)
+        if is_measurement or self.statistics.rounds_to_pause or self.room(state) == 1:
+            self.statistics.rounds_to_pause = max(self.statistics.rounds_to_pause - 1, 0)
+            self.round = PlannedRound(NO_DRAFT, 1.0, started)
             return self.no_draft(state)
         return self._draft(state, started)
 
-    def _measures_target(self, state: GenerationState) -> bool:
-        """Whether this round is one without a draft to measure its latency: every fourth one, until it is known."""
-        if len(self.rounds) % 4 != 1 or self.statistics.rounds_off:
+    def _is_measurement_round(self, state: GenerationState) -> bool:
+        """Whether this round has no draft in order to measure its latency: every fourth one, until that is known."""
+        is_fourth = len(self.rounds) % 4 == 1  # rounds 1, 5, 9, ...: the timer does not keep round 0
+        if not is_fourth or self.statistics.rounds_to_pause:
             return False
         samples = self.latencies_at_start.count(self.call.rows, self.call.prompt_length + state.longest, NO_DRAFT)
         return samples + self.timer.count(NO_DRAFT) < LatencyModel.MIN_SAMPLES
 
     def _copy(self, state: GenerationState, started: float) -> Block | None:
         """The prompt lookup of all rows, if it is faster than drafting."""
-        limit = min(self.room(state) - 1, self.max_nodes)
-        candidates = [lookup.candidates(limit) for lookup in self.lookups]
-        tokens, expected = copies_of_batch(candidates, state.lengths, state.unfinished)
+        max_copied = min(self.room(state) - 1, self.max_nodes)
+        copies = [lookup.propose(max_copied) for lookup in self.lookups]
+        tokens, expected = copies_of_batch(copies, state.lengths, state.unfinished)
         latencies = self._latencies(state.longest, drafted=False)
         active = sum(state.unfinished)
         length = self.choose_length(expected, latencies, active)
         speed = (1 + expected[length] / active) / latencies[length]
         if length == 0 or speed <= self.statistics.speed:
             return None
-        self.round = Round(DraftSize(length, False), latencies[length], started)
+        self.round = PlannedRound(DraftSize(length, False), latencies[length], started)
         return self.copied(state, [row[:length] for row in tokens])
 
     def _draft(self, state: GenerationState, started: float) -> Block | Tree:
@@ -212,8 +232,8 @@ class AdaptiveLength(DraftPolicy):
         if self.supports_trees(state):
             drafted = self.draft_tree(state, self.max_nodes)
         else:
-            longest = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
-            drafted = self.draft_tree(state, min(longest, self.max_nodes), top_k=1)
+            longest_path = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
+            drafted = self.draft_tree(state, min(longest_path, self.max_nodes), top_k=1)
         probabilities = node_probabilities(drafted)
         expected = expected_accepted(
             drafted, probabilities, state.unfinished, state.remaining_tokens, self.statistics.calibration
@@ -221,18 +241,18 @@ class AdaptiveLength(DraftPolicy):
         latencies = self._latencies(state.longest, drafted=True)
         length = self.choose_length(expected, latencies, sum(state.unfinished))
         verified = drafted.first(1 + length)
-        self.round = Round(DraftSize(length, True), latencies[length], started, verified, probabilities)
+        self.round = PlannedRound(DraftSize(length, True), latencies[length], started, verified, probabilities)
         # A path in every row is verified as a block, which is faster; its nodes have the same numbers.
         block = verified.block
         return verified if block is None else block
 
     def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
         """
-        The number of tokens to verify in each row: that with most committed tokens per time.
+        The number of drafted tokens to verify in each row: the one with most committed tokens per time.
 
         Args:
-            expected (`list[float]`): Accepted tokens of the first 0, 1, ... tokens, over all rows.
-            latencies (`list[float]`): Of these rounds, at least as many.
+            expected (`list[float]`): Expected accepted tokens of the first 0, 1, ... drafted ones, over all rows.
+            latencies (`list[float]`): Latencies of these rounds, at least as many.
             active (`int`): Rows that have not ended.
         """
         speeds = [(active + tokens) / latency for tokens, latency in zip(expected, latencies)]
@@ -247,15 +267,23 @@ class AdaptiveLength(DraftPolicy):
         self.timer.record(self.call.prompt_length + max(lengths_before), current.size, current.started)
         self._extend_lookups(state, counts)
         tokens = self._progress(state, lengths_before, counts)
-        self.rounds.append((current.size.tokens, tokens, current.latency))
+        self.rounds.append((current.size.num_drafted, tokens, current.latency))
         if current.tree is None or current.probabilities is None:
             return
-        for probability, was_accepted in outcomes(current.tree, current.probabilities, acceptance, state.unfinished):
+        for probability, was_accepted in acceptance_outcomes(
+            current.tree, current.probabilities, acceptance, state.unfinished
+        ):
             self.statistics.calibration.record(probability, was_accepted)
         self.statistics.record(tokens, current.latency)
 
     def _progress(self, state: GenerationState, lengths_before: list[int], counts: list[int]) -> int:
-        """Tokens by which the slowest active row came closer to its end: a batch is done when that row is."""
+        """
+        Tokens by which the slowest active row came closer to its end: a batch is done when that row is.
+
+        An example: of three rows with a limit of 20 tokens, the first had 10, the second 12, and the third has ended.
+        The round commits 5 and 1 tokens, so they have 15 and 13. The slowest row had 10 tokens left, and now is
+        another one, with 7 left: the round counts as 3 tokens.
+        """
         shortest_before = min(length for length, count in zip(lengths_before, counts, strict=True) if count)
         left_before = self.call.selector.max_new_tokens - shortest_before
         left_after = 0 if state.done else state.remaining_tokens
@@ -270,7 +298,7 @@ class AdaptiveLength(DraftPolicy):
     # --------------------------------------------------------------------------------------------------- after a call
 
     def finish(self) -> None:
-        """Let later calls use what this one learned; of calls that run at the same time, the last to end counts."""
+        """Let later calls use what this one learned. If calls run at the same time, the last one's statistics stay."""
         self.latency_model.record(self.call.rows, self.timer.rounds)
         self._shared_statistics()[self.key] = self.statistics
         if self.rounds:
@@ -285,7 +313,7 @@ class AdaptiveLength(DraftPolicy):
 
     @property
     def _speedup(self) -> float:
-        """That of this call's rounds over rounds without a draft."""
+        """Speed of this call's rounds relative to rounds without a draft."""
         tokens = sum(tokens for _, tokens, _ in self.rounds)
         return tokens / sum(latency for _, _, latency in self.rounds)
 
@@ -294,13 +322,13 @@ class AdaptiveLength(DraftPolicy):
         statistics = self.statistics
         sizes = [size for size, _, _ in self.rounds]
         mostly_none = len(sizes) >= 16 and 2 * sizes.count(0) > len(sizes)
-        slow = any(statistics.calibration.observed) and statistics.tokens < statistics.time
-        made_up_for = self._speedup >= 1.1  # by prompt lookup
-        if not mostly_none or not slow or made_up_for or statistics.warned:
+        slow = any(statistics.calibration.observed) and statistics.tokens < statistics.relative_time
+        lookup_compensates = self._speedup >= 1.1
+        if not mostly_none or not slow or lookup_compensates or statistics.warned:
             return
         statistics.warned = True
         logger.warning(
             f"Decoding mostly without drafts: with {self.call.rows} row(s), rounds that draft are estimated at "
-            f"{statistics.tokens / statistics.time:.2f}x the speed of the target alone, given its acceptance and the "
-            "cost of rounds here. Set `draft.decoding_config.block_size` to draft in every round."
+            f"{statistics.tokens / statistics.relative_time:.2f}x the speed of the target alone, by the acceptance "
+            "and the latencies measured here. Set `draft.decoding_config.block_size` to draft in every round."
         )

@@ -1,4 +1,4 @@
-"""Which arguments of `generate` go to every forward of the target, and which to that over the prompt only."""
+"""Which arguments of `generate` go to every forward of the target, and which only to the forward over the prompt."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""How many tokens of a draft the target should accept: the drafter's probabilities, calibrated by what it accepted."""
+"""How many tokens of a draft the target is expected to accept: calibrated probabilities of the drafter."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -53,11 +53,11 @@ def expected_accepted(
     calibration: AcceptanceCalibration,
 ) -> list[float]:
     """
-    Tokens that verifying the first 0, 1, ... nodes of a tree should add, over all rows: the sum of the probabilities
-    that the target accepts the path to each of them.
+    How many tokens the target is expected to accept of the first 0, 1, ... drafted nodes of a tree, over all rows: the
+    sum of the probabilities that it accepts the path to each of them.
 
     Args:
-        tree (`Tree`): `n` nodes, the anchor included, the likeliest first.
+        tree (`Tree`): `n` candidates, the anchor first, then the likeliest nodes.
         probabilities (`list[list[float]]`): `[R][n]`, the drafter's, of each node given its parent.
         unfinished (`list[bool]`): Rows that have not ended.
         remaining_tokens (`int`): Maximum number of tokens that any of them may still generate.
@@ -68,25 +68,25 @@ def expected_accepted(
     """
     depths = tree.depths.tolist()
     parents = tree.parents.tolist()
-    nodes = len(depths[0])
-    accepted_at_node = [0.0] * nodes
+    num_candidates = len(depths[0])
+    accepted_at_node = [0.0] * num_candidates
     for row, is_unfinished in enumerate(unfinished):
         if not is_unfinished:
             continue
-        path_probabilities = [1.0] * nodes
-        for node in range(1, nodes):
+        path_probabilities = [1.0] * num_candidates
+        for node in range(1, num_candidates):
             path_probabilities[node] = path_probabilities[parents[row][node]] * calibration(probabilities[row][node])
             if depths[row][node] < remaining_tokens:
                 accepted_at_node[node] += path_probabilities[node]
     return list(accumulate(accepted_at_node))
 
 
-def outcomes(
+def acceptance_outcomes(
     tree: Tree, probabilities: list[list[float]], acceptance: Acceptance, unfinished: list[bool]
 ) -> Iterator[tuple[float, bool]]:
     """
-    What a round says about the drafter: the nodes whose parents were accepted. The last token of a row that ended
-    says nothing about those after it.
+    The outcomes of a round, from which calibration learns: for each node whose parent was accepted, whether it was
+    accepted too. In a row that ended, nothing is learned of the nodes after the last token.
 
     Args:
         tree (`Tree`): What was verified.

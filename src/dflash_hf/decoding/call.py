@@ -18,7 +18,7 @@ from dflash_hf.targets.features import cache_argument
 @dataclass(frozen=True)
 class GenerateCall:
     """
-    The models and arguments of a call. It refers to them, and nobody changes them during the call.
+    The models and arguments of a call. It only refers to them; they are not changed during the call.
 
     Args:
         target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.
@@ -68,8 +68,8 @@ class GenerateCall:
         return max(mask_length or cached_length(self.cache) + given_length, given_length)
 
     @functools.cached_property
-    def positions_left(self) -> float:
-        """Positions of the target's table that are left for new tokens; infinite if its configuration has no limit."""
+    def positions_after_prompt(self) -> float:
+        """Positions after the prompt, up to `max_position_embeddings`; infinite if the target has no such limit."""
         text_config = self.target.config.get_text_config(decoder=True)
         max_positions = getattr(text_config, "max_position_embeddings", None) or math.inf
         return max_positions - self.prompt_length

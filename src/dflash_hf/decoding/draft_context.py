@@ -6,33 +6,30 @@ The life of a feature. The target's forward over the prompt passes it to [`Draft
 accepted tokens to the `pending` ones: reading one token costs as much as reading many, so they wait for the next block
 and are read in the same forward. At the end `free` drops everything, or `keep_for` keeps it as a [`KeptContext`].
 
-Columns, indices, slots and positions are those of `slots.py`, in the drafter's own cache: an index counts from the
-first token that the drafter has read, which is in slot 0. That is the row's first token, unless the call continues a
-cache without its features. If such a cache holds 3 tokens, the drafter's index 0 is index 3 of
-the target, `first_index` is 3, and `first_positions` are the target's plus 3.
+Columns, indices, slots and positions are counted as in `slots.py`, but in the drafter's own cache: an index counts
+from the first token that the drafter has read, which is in slot 0. This is the row's first token, unless the call
+continues a cache whose features the drafter has not seen. If such a cache holds 3 tokens, the drafter's index 0 is
+index 3 of the target, `first_index` is 3, and `first_positions` are the target's plus 3.
 """
 
+import copy
+import threading
 import weakref
 from dataclasses import dataclass
 
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.masks import in_window, indices_in_slots
+from dflash_hf.decoding.masks import indices_in_slots, is_within
 from dflash_hf.decoding.slots import Ring, SlotCache
 from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
 
 PROMPT_CHUNK = 2048  # prompt tokens, over all rows, that are projected at once: bounds memory
-MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; then they are read without one
+MAX_PENDING = 32  # committed tokens of a row whose features wait for a block; more are read without a block
 # With a window, tokens at the start of each row that a drafter attends to besides those in the window ("attention
-# sinks"). Unlike `config.attention_sink_bias`, which is a key without a token.
+# sinks"). Not to be confused with `config.attention_sink_bias`, a key without a token.
 SINK_TOKENS = 4
-
-# For each cache that a call returned, and each drafter, what the drafter has read of its tokens. The call that
-# continues the cache takes it out; otherwise it lives as long as both. Calls in several threads may share it: `pop`
-# gives a context to one of them.
-KEPT_CONTEXTS: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 @dataclass(kw_only=True)
@@ -40,8 +37,8 @@ class KeptContext:
     """
     The context of a finished call of one row, for the call that continues its cache.
 
-    Whoever takes `cache` owns it and sets the attribute to `None`. Otherwise its slots are freed with this object:
-    layers and cache refer to each other, and would wait for the garbage collector.
+    Whoever takes `cache` owns it and sets the attribute to `None`. If nobody does, its slots are freed with this
+    object: layers and cache refer to each other, and would wait for the garbage collector.
     """
 
     first_index: int  # index of the first token that the drafter read, in the target's cache
@@ -52,6 +49,51 @@ class KeptContext:
     def __del__(self):
         if self.cache is not None:
             self.cache.free()
+
+
+class KeptContexts:
+    """
+    For each cache that a call returned, and each drafter, the context of that call. The call that continues the cache
+    takes the context out; until then it lives as long as both the cache and the drafter.
+
+    All methods may be called by several threads at once.
+    """
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        # Cache -> drafter -> `KeptContext`.
+        self._of_caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def keep(self, cache, draft, context: KeptContext) -> None:
+        """Keep a drafter's context with a cache."""
+        with self._lock:
+            self._of_caches.setdefault(cache, weakref.WeakKeyDictionary())[draft] = context
+
+    def take(self, cache, draft) -> KeptContext | None:
+        """A drafter's context of a cache, which now belongs to the caller; `None` if there is none."""
+        with self._lock:
+            contexts = self._of_caches.get(cache)
+            return None if contexts is None else contexts.pop(draft, None)
+
+    def of_cache(self, cache) -> list[KeptContext]:
+        """The contexts of all drafters of a cache. They stay where they are."""
+        with self._lock:
+            return list(self._of_caches.get(cache, {}).values())
+
+    def move(self, source, destination) -> None:
+        """Keep the contexts of a cache with another one, which continues it."""
+        with self._lock:
+            if source in self._of_caches:
+                self._of_caches[destination] = self._of_caches.pop(source)
+
+    def copy(self, source, destination) -> None:
+        """Keep copies of a cache's contexts with another cache: calls write into the contexts that they take."""
+        with self._lock:
+            if source in self._of_caches:
+                self._of_caches[destination] = copy.deepcopy(self._of_caches[source])
+
+
+KEPT_CONTEXTS = KeptContexts()
 
 
 class DraftContext:
@@ -123,39 +165,47 @@ class DraftContext:
                 context of that call is continued, as far as the cache still holds its tokens.
         """
         past_length = prompt_length - self.appended_length
-        ring = None
-        if self.window is not None:
-            # The margin keeps a block and what is read before it from overwriting keys inside the window.
-            margin = 2 * (self.draft.config.max_block_tokens + MAX_PENDING)
-            ring = Ring(self.window, self.window + margin, SINK_TOKENS)
+        ring = self._ring()
         pads = torch.tensor(padding, device=first_positions.device)[:, None]  # [R, 1]
-        start = (past_length - pads).clamp(min=0)  # [R, 1], the target's index of the first token that is read
         previous = self._take_previous(continued_cache)
         if previous is not None and padding == [0] and self._can_continue(previous, past_length, ring):
-            self.cache = previous.cache
-            previous.cache = None
-            self.first_index = previous.first_index
-            # Of what was pending, the tokens that the prefilled cache still holds.
-            cut = past_length - previous.first_index
-            for states, indices in previous.pending:
-                self.pending.append((states, indices.masked_fill(indices >= cut, -1)))
-            start = torch.full_like(start, previous.first_index)
+            self._continue(previous, past_length)
+            # [R, 1], the target's index of the token in slot 0 of the drafter.
+            first_indices = torch.full_like(pads, previous.first_index)
         else:
             previous = None  # frees its slots before others are allocated
             self.first_index = max(past_length - padding[0], 0)
             capacity = prompt_length + self.draft.config.max_block_tokens
             self.cache = SlotCache(len(padding), capacity, ring, self.fixed_shapes)
+            first_indices = (past_length - pads).clamp(min=0)
         row_positions = first_positions if first_positions.dim() == 2 else first_positions[0]  # [R, 1]
-        self.first_positions = row_positions + start
-        self.lengths = (prompt_length - pads - start)[:, 0].tolist()
+        self.first_positions = row_positions + first_indices
+        self.lengths = (prompt_length - pads - first_indices)[:, 0].tolist()
         appended_columns = torch.arange(past_length, prompt_length, device=pads.device)
-        self._write_prompt(appended_columns - pads - start)
+        self._write_prompt(appended_columns - pads - first_indices)
+
+    def _ring(self) -> Ring | None:
+        """The slots that a drafter with a window reuses; `None` without a window."""
+        if self.window is None:
+            return None
+        # The margin keeps a block and what is read before it from overwriting keys inside the window.
+        margin = 2 * (self.draft.config.max_block_tokens + MAX_PENDING)
+        return Ring(self.window, self.window + margin, SINK_TOKENS)
+
+    def _continue(self, previous: KeptContext, past_length: int) -> None:
+        """Take over a context, as far as the prefilled cache of `past_length` columns still holds its tokens."""
+        self.cache = previous.cache
+        previous.cache = None
+        self.first_index = previous.first_index
+        num_cached = past_length - previous.first_index  # of the context's tokens, those that the cache still holds
+        for features, indices in previous.pending:
+            self.pending.append((features, indices.masked_fill(indices >= num_cached, -1)))
 
     def _take_previous(self, continued_cache) -> KeptContext | None:
         """The context of the call that returned this cache."""
         if continued_cache is None:
             return None
-        return KEPT_CONTEXTS.get(continued_cache, {}).pop(self.draft, None)
+        return KEPT_CONTEXTS.take(continued_cache, self.draft)
 
     def _can_continue(self, previous: KeptContext, past_length: int, ring: Ring | None) -> bool:
         """Whether a context has all `past_length` tokens of a cache, in slots that nothing later was written to."""
@@ -165,8 +215,9 @@ class DraftContext:
         if previous.cache.ring != ring or previous.cache.fixed_shapes != self.fixed_shapes:
             return False
         max_dropped = previous.length
-        if ring is not None and previous.length + self.draft.config.block_size > ring.size:  # slots are reused
-            max_dropped = ring.size - ring.window - self.draft.config.block_size
+        num_slots = self.draft.config.block_size  # of a block, which were written after the last token
+        if ring is not None and previous.length + num_slots > ring.size:  # slots are reused
+            max_dropped = ring.size - ring.window - num_slots
         dropped = previous.first_index + previous.length - past_length
         return 0 <= dropped <= max_dropped
 
@@ -182,12 +233,12 @@ class DraftContext:
 
     # ------------------------------------------------------------------------------------------------------- a round
 
-    def block_inputs(self, size: int) -> dict:
-        """Arguments of the drafter's forward: all that is pending, and a block of `size` slots after it."""
+    def block_inputs(self, num_slots: int) -> dict:
+        """Arguments of the drafter's forward: all that is pending, and a block of `num_slots` slots after it."""
         features, pending_indices = self._take_pending()
         start = torch.tensor(self.lengths, device=self.device)[:, None]
-        block_indices = start + torch.arange(size, device=start.device)  # [R, B]
-        self.cache.reserve(max(self.lengths) + size)
+        block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
+        self.cache.reserve(max(self.lengths) + num_slots)
         groups = [block_indices] if features is None else [pending_indices, block_indices]
         self.cache.set_next_indices(*groups)
         positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
@@ -250,12 +301,12 @@ class DraftContext:
 
         def mask(window, causal: bool) -> torch.Tensor:
             last_visible = block_indices if causal else last.expand_as(block_indices)
-            visible = (key <= last_visible[:, :, None]) & in_window(key, block_indices[:, :, None], window)
+            visible = (key <= last_visible[:, :, None]) & is_within(key, block_indices[:, :, None], window)
             if ring is not None:
                 visible = visible & (key >= 0)
             return self.to_draft(additive_mask(visible, self.dtype)[:, None])
 
-        return self.draft.config.by_layer_type(mask)
+        return self.draft.config.map_layer_types(mask)
 
     # ------------------------------------------------------------------------------------------------- after the call
 
@@ -271,7 +322,7 @@ class DraftContext:
         kept_context = KeptContext(
             first_index=self.first_index, length=self.lengths[0], pending=self.pending, cache=self.cache
         )
-        KEPT_CONTEXTS.setdefault(cache, weakref.WeakKeyDictionary())[self.draft] = kept_context
+        KEPT_CONTEXTS.keep(cache, self.draft, kept_context)
 
     def to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the drafter's device, and, if floating, in its dtype."""

@@ -42,7 +42,8 @@ def _argument_reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | N
     name = type(target).__name__
     positions = call.model_kwargs.get("position_ids")
     mask = call.model_kwargs.get("attention_mask")
-    if call.prompt.device.type != target.device.type != "meta":  # "meta": weights are offloaded
+    is_offloaded = target.device.type == "meta"
+    if call.prompt.device.type != target.device.type and not is_offloaded:
         yield f"input_ids are on {call.prompt.device}, but {name} is on {target.device}"
     if torch.is_grad_enabled():  # by a caller who bypasses the decorator of `generate`
         yield "gradients are recorded"
@@ -62,7 +63,7 @@ def _argument_reasons(call: GenerateCall, synced_gpus: bool) -> Iterator[str | N
         if call.config.return_dict_in_generate and getattr(call.config, f"output_{output}"):
             yield f"{output.replace('_', ' ')} of each token are requested"
     if call.rows > 1:
-        yield call.selector.why_rows_advance_together()
+        yield call.selector.lockstep_reason()
 
 
 def _model_reasons(call: GenerateCall) -> Iterator[str | None]:
@@ -81,7 +82,7 @@ def _model_reasons(call: GenerateCall) -> Iterator[str | None]:
 
 
 def _cache_reason(call: GenerateCall) -> str | None:
-    """Why the tokens of a cache cannot be moved into slots: it is static, offloaded, or quantised. Else `None`."""
+    """Why the tokens of a cache cannot be moved into slots: it is static, offloaded, or quantised; or `None`."""
     cache = call.cache
     if call.capabilities.session.cache_class.can_adopt(cache) and not cache.offloading:
         return None
@@ -94,7 +95,7 @@ def _cache_reason(call: GenerateCall) -> str | None:
 
 
 def _rope_reason(call: GenerateCall, past_length: int) -> str | None:
-    """Why rotary frequencies that depend on the length of the text rule out drafting. Else `None`."""
+    """Why rotary frequencies that depend on the length of the text rule out drafting, or `None`."""
     tables = length_dependent_rope(call.target.config)
     if not tables:
         return None

@@ -2,7 +2,7 @@
 Compiled forwards: one graph of each model for drafts of one size and each bucket of slots, used for every prompt.
 
 What Dynamo does not guard must not change under a graph. Hooks and forwards replaced on an instance decode eagerly,
-with a line that says so (`why_not_compiled`). Everything else that a forward depends on without a guard is part of a
+with a line that says so (`no_graph_reason`). Everything else that a forward depends on without a guard is part of a
 graph's key: see [`ModelGraphs`].
 """
 
@@ -49,7 +49,7 @@ class CallGraphs:
         mode = call.draft.decoding_config.compile
         if not mode:
             return None
-        for model, reason in _obstacles(call):
+        for model, reason in _no_graph_reasons(call):
             if reason is not None:
                 logger.warning_once(f"The forwards of {type(model).__name__} are not compiled: {reason}.")
                 return None
@@ -74,21 +74,21 @@ class CallGraphs:
                 messages[self.mode] = ""
 
 
-def _obstacles(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
+def _no_graph_reasons(call: GenerateCall) -> Iterator[tuple[nn.Module, str | None]]:
     """The models of a call, each with a reason why its forward cannot be compiled, or `None`."""
     nodes = call.draft.decoding_config.tree_nodes or 0
-    if call.selector.max_new_tokens + nodes + call.draft.config.max_block_tokens >= call.positions_left:
-        yield call.target, f"the text may pass its {call.positions_left + call.prompt_length} positions"
+    if call.selector.max_new_tokens + nodes + call.draft.config.max_block_tokens >= call.positions_after_prompt:
+        yield call.target, f"the text may exceed its {call.positions_after_prompt + call.prompt_length} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"
     for model in (call.target, call.draft):
-        yield model, why_not_compiled(model)
+        yield model, no_graph_reason(model)
 
 
-def why_not_compiled(model: nn.Module) -> str | None:
+def no_graph_reason(model: nn.Module) -> str | None:
     """
-    What changes a model's forward without invalidating earlier graphs, or `None`: Dynamo guards no hooks (PEFT's
-    `adapter_names` are hooks), and not every replaced forward.
+    Why a model's forward is not compiled, or `None`: something changes it without invalidating earlier graphs. Dynamo
+    guards no hooks (PEFT's `adapter_names` are hooks), and not every replaced forward.
     """
     if global_hooks._has_any_global_hook():
         return "a hook is registered on all modules"
@@ -209,7 +209,7 @@ class CompiledForward:
 
 
 def _verify(target, tap, inputs: dict):
-    if not torch.compiler.is_dynamo_compiling():  # Dynamo is switched off, and this is not a graph
+    if not torch.compiler.is_dynamo_compiling():  # torch.compile is disabled: this runs as eager code
         with tap.running():
             logits = target(**inputs).logits
         return logits, tap.take()

@@ -1,5 +1,5 @@
 """
-The latency model: how long a round takes, by how many tokens it verifies in each row and whether they were drafted.
+The latency model: how long a round takes, by how many tokens it verifies in each row and where these come from.
 
 Measured during normal rounds, and averaged over similar sizes. What has not been measured is assumed. A call chooses
 its draft lengths by a snapshot taken at its start, so that a call that is repeated makes the same choices; what it
@@ -25,10 +25,10 @@ _latency_models: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 class DraftSize(NamedTuple):
-    """What a round verifies in each row, besides the last committed token."""
+    """What a round verifies in each row, besides the anchor."""
 
-    tokens: int
-    drafted: bool  # by the drafter, whose forward is part of the round; otherwise copied from the text
+    num_drafted: int
+    by_drafter: bool  # whose forward is part of the round; `False`: the tokens are copied from the text
 
 
 NO_DRAFT = DraftSize(0, False)
@@ -38,23 +38,31 @@ class LatencyModel:
     """
     Seconds per round of one pair on one device, by rows, context length and draft size.
 
+    What is assumed of a size is corrected by what was measured of other sizes `m`. With `unit` the seconds of a round
+    without a draft, all for the same rows and context length:
+
+        latency(size) = assumed(size) * mean over m of seconds(m) / (unit * assumed(m))
+
+    The mean is weighted: sizes of about as many tokens, and those with more samples, count most. So noise decides
+    little between lengths that cost about the same.
+
     Args:
-        drafter_share (`float`): The time of a drafter forward relative to a round without a draft, assumed until it
-            is measured: the ratio of their weights.
+        drafter_cost (`float`): The time of a drafter forward in rounds without a draft, assumed until it is measured:
+            the ratio of the weights that both read.
         processor (`str`): A key of `ASSUMED`.
     """
 
     MAX_SAMPLES = 24  # the newest of each draft size; the model follows a machine that changes
     MIN_SAMPLES = 3  # from which a draft size counts as measured: one sample may be an outlier
-    # What a measured draft size says of one with twice as many tokens, relative to what it says of itself.
+    # The weight of a measured size for sizes with twice or half as many tokens; for its own, 1.
     OCTAVE_WEIGHT = 0.25
     # Assumed until measured, in rounds without a draft: the overhead of verifying at all, and the latency of each
     # token of each row. Too low rather than too high: a length that is assumed to be cheap is tried, and then
     # measured; one that is assumed to be expensive never is.
     ASSUMED = {"cpu": (0.1, 0.05), "cpu with bf16 units": (0.05, 0.01), "accelerator": (0.05, 0.001)}
 
-    def __init__(self, drafter_share: float, processor: str):
-        self.drafter_share = drafter_share
+    def __init__(self, drafter_cost: float, processor: str):
+        self.drafter_cost = drafter_cost
         self.overhead, self.per_token = self.ASSUMED[processor]
         # (rows, bucket of context lengths) -> draft size -> seconds.
         self.samples: dict[tuple[int, int], dict[DraftSize, tuple[float, ...]]] = defaultdict(dict)
@@ -100,38 +108,41 @@ class LatencyModel:
 
     def latencies(self, rows: int, context_length: int, max_draft: int, drafted: bool) -> list[float]:
         """
-        Latencies of rounds that verify 0, 1, ... `max_draft` tokens in each row, in rounds without a draft.
+        Latencies of rounds with 0, 1, ... `max_draft` drafted tokens in each row, in rounds without a draft.
 
-        Each is what is assumed, times a correction: measured / assumed, averaged over the measured sizes. Sizes of
-        about as many tokens weigh most in it, so that noise decides little between lengths that cost about the same.
+        Args:
+            drafted (`bool`): Whether the drafter drafts them; `False`: they are copied.
         """
         measured = self._measured(rows, context_length)
-        unit = self._unit(rows, measured)
+        unit = self._seconds_without_draft(rows, measured)
         corrections = []
         for size, (seconds, count) in measured.items():
-            if size.drafted == drafted:
-                corrections.append((size.tokens, seconds / (unit * self._assumed(rows, size)), count))
+            if size.by_drafter == drafted:
+                corrections.append((size.num_drafted, seconds / (unit * self._assumed(rows, size)), count))
         latencies = []
-        for tokens in range(max_draft + 1):
-            latency = self._assumed(rows, DraftSize(tokens, drafted))
+        for num_drafted in range(max_draft + 1):
+            latency = self._assumed(rows, DraftSize(num_drafted, drafted))
             if corrections:
-                latency *= self._correction(corrections, tokens)
+                latency *= self._correction(corrections, num_drafted)
             latencies.append(latency)
         return latencies
 
-    def _correction(self, corrections: list[tuple[int, float, int]], tokens: int) -> float:
-        """The weighted mean of corrections: of so many tokens, the correction, its number of samples."""
+    def _correction(self, corrections: list[tuple[int, float, int]], num_drafted: int) -> float:
+        """
+        The weighted mean of corrections for a number of drafted tokens. Each correction comes with the number of
+        drafted tokens that it was measured with, before it, and its number of samples, after it.
+        """
         total = 0.0
         total_weight = 0.0
-        for measured_tokens, correction, count in corrections:
-            octaves = abs(math.log2((1 + tokens) / (1 + measured_tokens)))
+        for measured_drafted, correction, count in corrections:
+            octaves = abs(math.log2((1 + num_drafted) / (1 + measured_drafted)))
             weight = count * self.OCTAVE_WEIGHT**octaves
             total += weight * correction
             total_weight += weight
         return total / total_weight
 
-    def _unit(self, rows: int, measured: dict[DraftSize, tuple[float, int]]) -> float:
-        """Seconds of a round without a draft: measured, or else what the times of other sizes suggest."""
+    def _seconds_without_draft(self, rows: int, measured: dict[DraftSize, tuple[float, int]]) -> float:
+        """Seconds of a round without a draft: measured, or estimated from the times of other sizes."""
         if NO_DRAFT in measured:
             return measured[NO_DRAFT][0]
         if not measured:
@@ -141,10 +152,10 @@ class LatencyModel:
     def _assumed(self, rows: int, size: DraftSize) -> float:
         """The latency of a round, in rounds without a draft."""
         latency = 1.0
-        if size.tokens:
-            latency += self.overhead + self.per_token * rows * size.tokens
-        if size.drafted:
-            latency += self.drafter_share
+        if size.num_drafted:
+            latency += self.overhead + self.per_token * rows * size.num_drafted
+        if size.by_drafter:
+            latency += self.drafter_cost
         return latency
 
     def _measured(self, rows: int, context_length: int) -> dict[DraftSize, tuple[float, int]]:
@@ -162,26 +173,34 @@ class LatencyModel:
 
 
 def latency_model_of(target, draft) -> LatencyModel:
-    """That of a pair on this device, by dtype, kinds of layers (packed, quantised), adapters and threads."""
-    layers = frozenset(type(module) for module in target.modules())
+    """
+    The latency model of a pair as both models are now: whatever changes how fast either computes has a model of its
+    own.
+    """
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
-    key = (target.device, target.dtype, layers, adapters_of(draft), threads)
+    key = (threads, _computation_key(target), _computation_key(draft))
     models = _latency_models.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     if key not in models:
-        models[key] = LatencyModel(_drafter_share(target, draft), _processor(target))
+        models[key] = LatencyModel(_drafter_cost(target, draft), _processor(target))
     return models[key]
+
+
+def _computation_key(model) -> tuple:
+    """What a model's speed depends on: device, dtype, kinds of layers (packed, quantised), active adapters."""
+    layers = frozenset(type(module) for module in model.modules())
+    return model.device, model.dtype, layers, adapters_of(model)
 
 
 def _processor(target) -> str:
     """What computes the target, as a key of [`LatencyModel.ASSUMED`]."""
     if target.device.type != "cpu":
         return "accelerator"
-    has_units = target.dtype == torch.bfloat16 and not is_emulated(torch.bfloat16)
-    return "cpu with bf16 units" if has_units else "cpu"
+    is_bf16_in_hardware = target.dtype == torch.bfloat16 and not is_emulated(torch.bfloat16)
+    return "cpu with bf16 units" if is_bf16_in_hardware else "cpu"
 
 
-def _drafter_share(target, draft) -> float:
-    """The weights that a forward of the drafter reads, its head included, over the target's."""
+def _drafter_cost(target, draft) -> float:
+    """The weights that a forward of the drafter reads, LM head included, divided by those of the target."""
     weights = sum(parameter.numel() for parameter in draft.parameters())
     if not draft.config.has_own_lm_head:
         weights += target.get_output_embeddings().weight.numel()
@@ -189,7 +208,7 @@ def _drafter_share(target, draft) -> float:
 
 
 def lower_quartile(values) -> float:
-    """Other load makes rounds slower, never faster."""
+    """The lower quartile of times, which is typical: other load of the machine makes rounds slower, never faster."""
     return sorted(values)[len(values) // 4]
 
 
@@ -205,13 +224,13 @@ class RoundTimer:
     def __init__(self, device: torch.device, streamer: TimedStreamer | None = None):
         self.device = device
         self.streamer = streamer
-        self.rounds: list[tuple[int, DraftSize, float]] = []  # context length, draft size, seconds
+        self.rounds: list[tuple[int, DraftSize, float]] = []  # context length, draft size, seconds; not the first
         self.prompt_started = self.now()
         self.first_round_started: float | None = None
         self.ended = self.prompt_started
 
     def now(self) -> float:
-        """Seconds, without those spent in the streamer."""
+        """Seconds, without the time spent in the streamer."""
         seconds = clock(self.device)
         return seconds if self.streamer is None else seconds - self.streamer.seconds
 

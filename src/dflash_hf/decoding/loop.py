@@ -5,15 +5,16 @@ runs.
 First [`prefilled`] reads the prompt: the target computes its keys and values, which move into slots, and the features
 that become the drafter's context. Then rounds, until all rows have ended. One round, object by object:
 
-1. Draft. The [`DraftPolicy`] decides what to verify and has the [`Drafter`] draft it: the candidates, a `Block` or a
-   `Tree` of tokens `[R, n]`. The first is the anchor.
+1. Draft. The [`DraftPolicy`] decides what to verify and has the [`DraftSession`] draft it: the candidates, a `Block`
+   or a `Tree` of tokens `[R, n]`. The first is the anchor.
 2. Verify. The [`SlotSession`] runs one forward of the target over the candidates: logits `[R, n, V]` and features
    `[R, n, L * H]`.
 3. Accept. The [`GenerationState`] writes the longest path that agrees with the target's own choices, which the
    [`TokenSelector`] makes, and one token more, the target's own: an [`Acceptance`].
-4. Commit. The session keeps the slots of the accepted tokens, the drafter their features, and the policy learns.
+4. Commit. The `SlotSession` keeps the slots of the accepted tokens, the `DraftSession` keeps their features, and the
+   policy learns.
 
-In the end [`prefilled`] gives back what it took, in the order of its docstring. `dflash_hf.decoding` says which object
+On exit [`prefilled`] gives back what it took, in the order of its docstring. `dflash_hf.decoding` says which object
 lives how long.
 """
 
@@ -27,7 +28,7 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.arguments import extra_arguments
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.fallback import fallback_reason
 from dflash_hf.decoding.graphs import CallGraphs
 from dflash_hf.decoding.policies import SUMMARY_FIELDS, DraftPolicy
@@ -109,11 +110,11 @@ def decode(
 
     graphs = CallGraphs.for_call(call)
     drafter_graph = None if graphs is None else graphs.drafter_forward()
-    drafter = Drafter(draft, target, selector.noise, call.block_tokens, drafter_graph)
-    policy = policy_for(call, drafter)
-    with prefilled(call, drafter, policy, graphs) as (session, state):
+    draft_session = DraftSession(draft, target, selector.noise, call.block_tokens, drafter_graph)
+    policy = policy_for(call, draft_session)
+    with prefilled(call, draft_session, policy, graphs) as (session, state):
         while not state.done:
-            with session.without_gradients():
+            with session.inference_context():
                 # 1. Draft: a block, or whatever the policy prefers.
                 candidates = policy.get_candidates(state)
                 # 2. Verify: one forward of the target.
@@ -122,11 +123,11 @@ def decode(
             acceptance = state.accept(candidates, logits)
             # 4. Commit: what is not kept will be overwritten.
             session.keep(acceptance)
-            drafter.read(features, acceptance)
+            draft_session.read(features, acceptance)
             policy.update_candidate_strategy(state, candidates, acceptance)
 
-    if streamer is not None:
-        streamer.end()
+    if timed_streamer is not None:
+        timed_streamer.end()
     policy.finish()
     if graphs is not None:
         graphs.log_failures()
@@ -157,7 +158,7 @@ def _summary_of(policy: DraftPolicy) -> dict:
 
 
 @contextlib.contextmanager
-def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs: CallGraphs | None = None):
+def prefilled(call: GenerateCall, draft_session: DraftSession, policy: DraftPolicy, graphs: CallGraphs | None = None):
     """
     Run the prompt through the target as `generate` does; its features become the drafter's context. Then move its keys
     and values into slots.
@@ -176,7 +177,7 @@ def prefilled(call: GenerateCall, drafter: Drafter, policy: DraftPolicy, graphs:
     """
     returns_cache = call.config.return_dict_in_generate or getattr(call.cache, "_is_user_defined", False)
     state = GenerationState(call.prompt, call.selector)
-    context = drafter.context
+    context = draft_session.context
     with FeatureTap(call.target, call.draft.config.target_layer_ids, consume=context.append) as tap:
         # 1. One forward over the prompt. The drafter's context receives its features while it runs.
         past_length = cached_length(call.cache)

@@ -38,12 +38,13 @@ def verification_mask(
     Returns:
         `torch.Tensor` `[R, 1, n, K]`, to be added to the scores.
     """
+    # Transformers keeps the keys of chunked attention in a sliding-window layer whose window is the chunk.
     ring = cache.ring_of(rule.window or rule.chunk)
     key_indices = indices_in_slots(cache, ring, indices[:, -1:])  # [R or 1, K]
     if candidates.ancestors is None:
         key = key_indices[:, None]  # [R or 1, 1, K]
         query = indices[:, :, None]  # [R, n, 1]
-        visible = in_window(key, query, *rule) & (key <= query)
+        visible = is_within(key, query, *rule) & (key <= query)
     else:
         visible = _visible_in_tree(key_indices, indices, rule, candidates)
     if ring is not None:
@@ -61,10 +62,10 @@ def indices_in_slots(cache: SlotCache, ring, last: torch.LongTensor) -> torch.Lo
     return ring.indices(cache.num_attended_of(ring), last)
 
 
-def in_window(
+def is_within(
     key: torch.LongTensor, query: torch.LongTensor, window: int | None, chunk: int | None = None
 ) -> torch.BoolTensor:
-    """Whether indices `key` are in the window and in the chunk of indices `query`; both are broadcast."""
+    """Whether indices `key` are within the window and the chunk of indices `query`; both are broadcast."""
     visible = torch.ones_like(query - key, dtype=torch.bool)
     if window is not None:
         visible = visible & (query - key < window)
@@ -82,8 +83,8 @@ def _visible_in_tree(key_indices, indices, rule: LayerMaskRule, tree) -> torch.B
     is_node = (node >= 0) & (node < size)
     node = node.clamp(0, size - 1)
     visible = (key < start) | is_node & tree.ancestors.gather(2, node.expand(-1, size, -1))
-    # Windows and chunks count tokens of a node's own path: its index would be that of the anchor plus its depth.
+    # Windows and chunks count tokens of a node's own path, on which its index is the anchor's plus its depth.
     depth = tree.depths[:, None].gather(2, node)  # [R, 1, K]
-    key_position = torch.where(is_node, start + depth, key)
-    query_position = start + tree.depths[:, :, None]
-    return visible & in_window(key_position, query_position, *rule)
+    path_index_of_key = torch.where(is_node, start + depth, key)
+    path_index_of_query = start + tree.depths[:, :, None]
+    return visible & is_within(path_index_of_key, path_index_of_query, *rule)

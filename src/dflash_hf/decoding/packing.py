@@ -88,7 +88,7 @@ def _count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_count_optimizer_step)
 
 
-def _version(weight: torch.Tensor) -> tuple:
+def _fingerprint(weight: torch.Tensor) -> tuple:
     """Differs after a weight was changed in place or by an optimizer, moved, cast, or given other data."""
     writes = None if weight.is_inference() else weight._version
     steps = _optimizer_steps if weight.requires_grad else None
@@ -116,14 +116,16 @@ class _Pack:
     def renew(self, tokens: int) -> None:
         """Pack the current weight, for forwards over `tokens` tokens."""
         self.tokens = tokens
-        version = _version(self.weight)  # first: a change while the weight is copied is detected by the next forward
+        version = _fingerprint(
+            self.weight
+        )  # first: a change while the weight is copied is detected by the next forward
         storage = self.weight.untyped_storage()
         tensor = _reorder(self.weight.detach(), tokens) if _can_be_packed(self.weight) else None
         self.packed_copy = _PackedCopy(version, tensor, storage)
 
     def current(self) -> torch.Tensor | None:
         """The packed copy of the current weight; `None` if it can no longer be packed."""
-        if self.packed_copy.version != _version(self.weight):
+        if self.packed_copy.version != _fingerprint(self.weight):
             self.renew(self.tokens)
         return self.packed_copy.tensor
 
@@ -145,7 +147,10 @@ def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _unused_operator_name() -> str:
-    """An operator can be defined once in a process, but this file may be loaded several times."""
+    """
+    A name under which no operator is registered: one can be registered once in a process, but this file may be loaded
+    several times.
+    """
     names = (f"packed_linear_{number}" for number in itertools.count())
     return next(name for name in names if not hasattr(torch.ops.dflash_hf, name))
 

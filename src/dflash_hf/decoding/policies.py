@@ -4,14 +4,20 @@ Draft policies: what a round verifies.
 A policy has two methods, named as in upstream's `CandidateGenerator`: `get_candidates` drafts,
 `update_candidate_strategy` learns from what was accepted. Only the names and their purpose are shared: the arguments
 and results are this package's, for any number of rows, and neither can replace the other. No policy can change the
-output: the target verifies whatever it returns.
+output in fp32, since the target verifies whatever it returns; in bf16 and fp16 a forward over another number of tokens
+may round differently.
+
+Lengths of drafts (`length`, `max_draft`, the `nodes` of a tree) do not count the anchor; the candidates of a round
+(`n`, [`DraftPolicy.room`]) do. See *Counting* in `dflash_hf.decoding`.
 """
+
+import math
 
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.call import GenerateCall
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.state import GenerationState
 from dflash_hf.decoding.trees import Tree, draft_tree
 
@@ -29,17 +35,17 @@ class DraftPolicy:
 
     Args:
         call (`GenerateCall`): The call.
-        drafter (`Drafter`): Its drafter.
+        draft_session (`DraftSession`): The drafter in this call.
     """
 
-    def __init__(self, call: GenerateCall, drafter: Drafter):
+    def __init__(self, call: GenerateCall, draft_session: DraftSession):
         self.call = call
-        self.drafter = drafter
+        self.draft_session = draft_session
 
     @property
     def max_draft(self) -> int:
-        """Maximum number of tokens besides the anchor that a round verifies; the cache reserves room for as many."""
-        return self.drafter.block_tokens - 1
+        """Maximum number of tokens that a round verifies besides the anchor: the cache makes room for as many."""
+        return self.draft_session.block_tokens - 1
 
     def get_candidates(self, state: GenerationState) -> Block | Tree:
         """
@@ -49,7 +55,7 @@ class DraftPolicy:
             state (`GenerationState`): The sequences so far.
 
         Returns:
-            A `Block` or `Tree` of `[R, n]` tokens, the anchors first.
+            A `Block` or `Tree` of candidates `[R, n]`, the anchors first.
         """
         return self.draft_block(state, self.max_draft)
 
@@ -73,61 +79,74 @@ class DraftPolicy:
         """
         return {}
 
-    # The rest is for subclasses to draft with.
+    # Helpers for subclasses.
 
     def draft_block(self, state: GenerationState, length: int) -> Block:
         """The drafter's next `length` tokens, or fewer, if fewer may still be generated."""
-        size = 1 + min(length, self.room(state) - 1)
-        if size == 1:
+        num_drafted = min(length, self.room(state) - 1)
+        if num_drafted == 0:
             return self.no_draft(state)
-        return self.drafter.draft_block(state.anchors, state.sample_indices, size)
+        return self.draft_session.draft_block(state.anchors, state.sample_indices, num_drafted)
 
     def draft_tree(self, state: GenerationState, nodes: int, top_k: int | None = None) -> Tree:
-        """The `nodes` likeliest next tokens on any path. Without `supports_trees`, pass `top_k=1`: a single path."""
-        return draft_tree(self.drafter, state.anchors, state.sample_indices, nodes, top_k)
+        """
+        The `nodes` likeliest tokens on any path after the anchor. Without `supports_trees`, pass `top_k=1`: a single
+        path.
+        """
+        return draft_tree(self.draft_session, state.anchors, state.sample_indices, nodes, top_k)
 
     @staticmethod
     def copied(state: GenerationState, tokens: list[list[int]]) -> Block:
-        """Tokens from elsewhere, the same number for each row."""
+        """A block of tokens that the drafter did not draft `[R][n - 1]`, equally many for each row."""
         return Block(torch.cat([state.anchors[:, None], state.anchors.new_tensor(tokens)], dim=1))
 
     @staticmethod
     def no_draft(state: GenerationState) -> Block:
-        """No draft: the round decodes one token, as without a drafter."""
+        """The anchors alone: the round decodes one token, as without a drafter."""
         return Block(state.anchors[:, None])
 
     def room(self, state: GenerationState) -> int:
         """
-        Maximum number of tokens to verify now, anchor included: no more than may still be generated, and no position
-        beyond the target's `max_position_embeddings`.
+        Maximum number of candidates of this round, anchor included: no more tokens than may still be generated, and
+        none past the target's `max_position_embeddings`.
 
-        With compiled forwards it is at least a whole block, since their shapes are fixed: such a round may verify more
-        tokens than may still be generated, and the state then writes only as many.
+        There are two exceptions. A text that has passed these positions has no limit of positions: its target computes
+        rotary embeddings for any position, as it does without a drafter. With compiled forwards, whose shapes are
+        fixed, the result is at least a whole block: such a round may verify more tokens than may still be generated,
+        and the state then writes only as many.
         """
-        if self.drafter.graph is not None:  # a call is compiled only if all these positions exist
-            return max(self.drafter.block_tokens, state.remaining_tokens)
-        positions = self.call.positions_left - state.longest + 1  # one of them is the anchor's
-        return int(min(state.remaining_tokens, positions)) if positions > 0 else state.remaining_tokens
+        if self.draft_session.graph is not None:  # a call is compiled only if all these positions exist
+            return max(self.draft_session.block_tokens, state.remaining_tokens)
+        return int(min(state.remaining_tokens, self._remaining_positions(state)))
 
     def supports_trees(self, state: GenerationState) -> bool:
-        """Whether trees can be verified: not by every target, nor where it runs out of positions."""
-        if self.drafter.graph is not None:
-            return self.call.capabilities.trees
-        return self.call.capabilities.trees and self.room(state) == state.remaining_tokens
+        """
+        Whether trees can be verified now: not by every target, and not if the text may still reach the last of the
+        target's positions, since paths of a tree, as long as a block, could end past it. See [`room`] for a text that
+        has passed it.
+        """
+        if not self.call.capabilities.trees:
+            return False
+        return self.draft_session.graph is not None or self._remaining_positions(state) >= state.remaining_tokens
+
+    def _remaining_positions(self, state: GenerationState) -> float:
+        """Positions of the target from the longest row's anchor on; infinite if it has no limit, or has passed it."""
+        remaining = self.call.positions_after_prompt - (state.longest - 1)
+        return remaining if remaining > 0 else math.inf
 
 
 class FixedTree(DraftPolicy):
-    """Verifies a tree of the same size in each round, or a block where the target cannot verify trees."""
+    """Verifies a tree of `decoding_config.tree_nodes` in each round; a block where the target cannot verify trees."""
 
-    def __init__(self, call: GenerateCall, drafter: Drafter):
-        super().__init__(call, drafter)
-        self.nodes = call.draft.decoding_config.tree_nodes
+    def __init__(self, call: GenerateCall, draft_session: DraftSession):
+        super().__init__(call, draft_session)
+        self.tree_nodes = call.draft.decoding_config.tree_nodes
 
     @property
     def max_draft(self) -> int:
-        return max(super().max_draft, self.nodes)
+        return max(super().max_draft, self.tree_nodes)
 
     def get_candidates(self, state: GenerationState) -> Block | Tree:
         if self.room(state) == 1 or not self.supports_trees(state):
             return self.draft_block(state, super().max_draft)
-        return self.draft_tree(state, self.nodes)
+        return self.draft_tree(state, self.tree_nodes)

@@ -5,7 +5,7 @@ from transformers.utils import logging
 from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.cpu_dtypes import warn_if_emulated
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.policies import DraftPolicy, FixedTree
 
 
@@ -23,19 +23,19 @@ _OTHER_ASSISTANTS = {
 }
 
 
-def policy_for(call: GenerateCall, drafter: Drafter) -> DraftPolicy:
-    """The policy of a call: the user's own, the one for the sizes in its settings, or the fastest sizes."""
+def policy_for(call: GenerateCall, draft_session: DraftSession) -> DraftPolicy:
+    """The policy of a call: the user's own, the one for the sizes in its settings, or the adaptive one."""
     warn_if_emulated(call.target)
     warn_if_emulated(call.draft)
     _warn_about_ignored_settings(call.config)
     config = call.draft.decoding_config
     if config.policy is not None:
-        return config.policy(call, drafter)
+        return config.policy(call, draft_session)
     if config.tree_nodes is not None:
-        return FixedTree(call, drafter)
+        return FixedTree(call, draft_session)
     if config.block_size is not None or call.requested_tokens is not None or config.compile:
-        return DraftPolicy(call, drafter)
-    return AdaptiveLength(call, drafter)
+        return DraftPolicy(call, draft_session)
+    return AdaptiveLength(call, draft_session)
 
 
 def _warn_about_ignored_settings(generation_config) -> None:

@@ -35,11 +35,11 @@ class TargetCapabilities(NamedTuple):
 
     Attributes:
         session (`type[SlotSession]`, *optional*): How its cache is rolled back; `None` if no way restores it.
-        relative_error (`float`): The largest of its logits and states after rolling back.
+        relative_error (`float`): The largest relative error of its logits and states after a rollback.
         padding (`bool`): Whether rows with padding on the left can be rolled back.
         trees (`bool`): Whether trees can be verified.
         feature_layers (`frozenset[int]`): Decoder layers whose output is one vector per token; -1: their input.
-        failure (`str`, *optional*): Why it could not be tried this time.
+        failure (`str`, *optional*): Why the probe failed; the next call repeats it.
         attention (`str`, *optional*): Its attention implementation, if that takes no masks of drafts.
     """
 
@@ -162,6 +162,8 @@ class Probe:
     KEPT = (2, 3)  # tokens of the first draft that each row keeps: different numbers, and not the whole draft
     SECOND_DRAFT = 6  # tokens of the second draft, which reach past the first one: its rejected slots are overwritten
     COLUMNS = PROMPT + max(KEPT) + SECOND_DRAFT  # columns of a row in all
+    # What is tried for each way to roll back, the most that a target may support first: padding columns, with a tree.
+    ATTEMPTS = ((PADDING, True), (PADDING, False), (0, True), (0, False))
 
     def __init__(self, target):
         self.target = target
@@ -178,16 +180,16 @@ class Probe:
         best = TargetCapabilities(None, math.inf, feature_layers=feature_layers)
         expected = functools.cache(self.reference_outputs)
         for session_class in SESSION_CLASSES:
-            for padding, with_tree in ((self.PADDING, True), (self.PADDING, False), (0, True), (0, False)):
+            for padding_columns, with_tree in self.ATTEMPTS:
                 if with_tree and not session_class.rollback_is_free:
                     continue
-                error = self.rollback_error(session_class, padding, with_tree, *expected(padding))
+                error = self.rollback_error(session_class, padding_columns, with_tree, *expected(padding_columns))
                 if error < self.MAX_EXACT_ERROR:
-                    return TargetCapabilities(session_class, error, padding > 0, with_tree, feature_layers)
-                # The first that is close; if none is, the smallest error, for the message.
+                    return TargetCapabilities(session_class, error, padding_columns > 0, with_tree, feature_layers)
+                # Not exact: the first attempt that is close. If none is, the smallest error, for the message.
                 if best.session is None and error < best.relative_error:
-                    close = session_class if error < self.MAX_CLOSE_ERROR else None
-                    best = TargetCapabilities(close, error, padding > 0, with_tree, feature_layers)
+                    close_class = session_class if error < self.MAX_CLOSE_ERROR else None
+                    best = TargetCapabilities(close_class, error, padding_columns > 0, with_tree, feature_layers)
         return best
 
     def rollback_error(

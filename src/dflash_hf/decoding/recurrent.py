@@ -42,7 +42,10 @@ def _record(module, args, kwargs=None) -> None:
 
 
 class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer with keys in slots, and recurrent states that are shared with the original layer."""
+    """
+    A layer with keys in slots. Its recurrent states are the original layer's: it takes over the attributes of that
+    layer, and with them the same dictionaries of states.
+    """
 
     is_compileable = False
 
@@ -81,8 +84,8 @@ class ReplaySession(SlotSession):
 
     Attributes:
         saved_states (`list[torch.Tensor]`): The states before the verification that was not kept yet.
-        calls (`list[tuple]`): In it, each call of a stateful module: the module, its `args` and `kwargs`.
-        verified (`int`): Tokens of that verification; 0 if all are kept.
+        recorded_calls (`list[tuple]`): In it, each call of a stateful module: the module, its `args` and `kwargs`.
+        num_verified (`int`): Candidates of that verification; 0 if it was kept.
     """
 
     cache_class = RecurrentSlots
@@ -94,8 +97,8 @@ class ReplaySession(SlotSession):
         self.saved_states = [state.clone() for state in recurrent_states(cache.layers)]
         super().__init__(target, cache, *args, **kwargs)
         # 2. What cannot fail.
-        self.calls: list[tuple] = []
-        self.verified = 0
+        self.recorded_calls: list[tuple] = []
+        self.num_verified = 0
         attach(self.hooks)
 
     @property
@@ -104,23 +107,23 @@ class ReplaySession(SlotSession):
 
     def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         _copy_states(self.states, self.saved_states)
-        self.calls = []
-        self.verified = inputs["input_ids"].shape[1]
-        token = _recorder.set(lambda *call: self.calls.append(call))
+        self.recorded_calls = []
+        self.num_verified = inputs["input_ids"].shape[1]
+        token = _recorder.set(lambda *call: self.recorded_calls.append(call))
         try:
             return super()._forward(inputs)
         finally:
             _recorder.reset(token)
 
     def keep(self, acceptance: Acceptance) -> None:
-        self._advance(acceptance.counts)
+        self._replay(acceptance.counts)
         super().keep(acceptance)
-        self.verified = 0  # last, so that `write_back` restores the states if this is interrupted
+        self.num_verified = 0  # last, so that `write_back` restores the states if this is interrupted
 
     def write_back(self, interrupted: Acceptance | None = None) -> Cache:
         try:
-            if self.verified and interrupted is None:  # interrupted before the verified tokens were kept
-                self._advance([0] * len(self.lengths))
+            if self.num_verified and interrupted is None:  # interrupted before the verified tokens were kept
+                self._replay([0] * len(self.lengths))
         finally:
             cache = super().write_back(interrupted)
         return cache
@@ -129,20 +132,20 @@ class ReplaySession(SlotSession):
         detach(self.hooks)
         super().free()
 
-    def _advance(self, counts_of_rows: list[int]) -> None:
+    def _replay(self, counts_of_rows: list[int]) -> None:
         """
         Set each row's states to those after the first `counts_of_rows[row]` of the verified tokens.
 
         Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
         """
-        size = self.verified
+        size = self.num_verified
         counts = sorted({count for count in counts_of_rows if count < size})
         rows_differ = len(set(counts_of_rows)) > 1
         final = [state.clone() for state in self.states] if rows_differ else None
         for count in counts:
             _copy_states(self.saved_states, self.states)
             if count > 0:
-                for module, args, kwargs in self.calls:
+                for module, args, kwargs in self.recorded_calls:
                     module(*_first_tokens(args, size, count), **_first_tokens(kwargs, size, count))
             if final is not None:
                 for state, result in zip(self.states, final, strict=True):

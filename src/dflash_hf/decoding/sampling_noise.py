@@ -11,8 +11,8 @@ The life of one draw. Draw `i` is `[R, V]`: the noise that `generate` would draw
 
 1. *Drawn*, when somebody first needs it: `_draw(i)` takes it from the generator, in order, and keeps the generator's
    state before it. A draw that memory has no room for is dropped, and drawn again from that state.
-2. *Drafted with.* `Drafter.logits` adds it to the draft logits as Gumbel noise (`gumbel`), so that the likeliest token
-   is the one that the drafter would draw.
+2. *Drafted with.* `DraftSession.logits` adds it to the draft logits as Gumbel noise (`gumbel`), so that the likeliest
+   token is the one that the drafter would draw.
 3. *Sampled with.* `TokenSelector` uses the same draw for the target's choice: of whole drafts at once (`perturb`), or
    token by token (`sample`).
 4. *Forgotten.* After each round `GenerationState` calls `forget`, once all rows have generated token `i`.
@@ -51,7 +51,7 @@ class SamplingNoise:
         self.generator_states: dict[int, torch.Tensor] = {}  # before each draw, by its index
         self.draws: dict[int, torch.Tensor] = {}  # [R, V], the latest ones, by index
         self.next_index = 0  # of the draw that the generator gives next
-        self.draws_per_round = 1  # that a row needs
+        self.draws_per_round = 1  # the most that a row has needed in one round
 
     @classmethod
     def for_device(cls, device: torch.device, rows: int, temperature: float | None) -> "SamplingNoise":
@@ -74,7 +74,7 @@ class SamplingNoise:
         draw = self._draw(index, scores.shape[-1])[row].to(probabilities.device)
         best, token = (probabilities / draw).max(dim=-1)
         if best.isnan():
-            token = _raise_as_multinomial(probabilities)
+            token = _sample_with_checks(probabilities)
         return int(token)
 
     def perturb(self, scores: torch.Tensor, depths: torch.LongTensor, indices: list[int]) -> torch.Tensor:
@@ -106,15 +106,13 @@ class SamplingNoise:
     def _noise_of_rows(self, indices: list[int], count: int, ids=slice(None)) -> torch.Tensor:
         """The noise `[R, count, V]` of each row's next draws. A draw that several rows need is drawn once."""
         self.draws_per_round = max(self.draws_per_round, count)
-        needed = {first + step for first in indices for step in range(count)}
-        noise: dict[tuple[int, int], torch.Tensor] = {}  # (row, step) -> [V]
-        for index in sorted(needed):
-            draw = self._draw(index, self.vocab_size)
+        noise: list[list[torch.Tensor]] = [[] for _ in indices]  # of each row, `count` times [V]
+        for index in sorted({first + step for first in indices for step in range(count)}):
+            draw = self._draw(index, self.vocab_size)  # may drop an earlier draw, of which the parts are taken by then
             for row, first in enumerate(indices):
-                if 0 <= index - first < count:
-                    noise[row, index - first] = draw[row, ids]
-        rows = [torch.stack([noise[row, step] for step in range(count)]) for row in range(len(indices))]
-        return torch.stack(rows)
+                if first <= index < first + count:
+                    noise[row].append(draw[row, ids])
+        return torch.stack([torch.stack(draws) for draws in noise])
 
     def _draw(self, index: int, vocab_size: int) -> torch.Tensor:
         """Exponential noise `[R, vocab_size]` of a draw."""
@@ -158,8 +156,8 @@ class SamplingNoise:
             self.generator.set_state(self.generator_states[used])
 
 
-def _raise_as_multinomial(probabilities: torch.Tensor) -> torch.Tensor:
-    """Raise the error of `torch.multinomial` if these are not probabilities; otherwise a sample."""
+def _sample_with_checks(probabilities: torch.Tensor) -> torch.Tensor:
+    """A sample, or the error of `torch.multinomial` if these are not probabilities."""
     return torch.multinomial(probabilities, 1, generator=torch.Generator(probabilities.device))[:, 0]
 
 

@@ -60,12 +60,16 @@ class TokenSelector:
             self.eos_token_ids = torch.cat([criterion.eos_token_id.flatten() for criterion in eos_criteria])
         pad = generation_config._pad_token_tensor
         self.pad_token_id = 0 if pad is None else int(pad)
-        processors_read = any(type(processor) not in POSITIONWISE_PROCESSORS for processor in logits_processor)
-        criteria_read = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
+        processors_need_sequence = any(
+            type(processor) not in POSITIONWISE_PROCESSORS for processor in logits_processor
+        )
+        criteria_need_sequence = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
         is_sampled = generation_config.do_sample
         samples_on_cpu = is_sampled and prompt.device.type == "cpu"
-        has_receiver = bool(self.requested_outputs) or streamer is not None
-        self.chooses_token_by_token = bool(processors_read or criteria_read or has_receiver or samples_on_cpu)
+        has_consumer = bool(self.requested_outputs) or streamer is not None
+        self.chooses_token_by_token = bool(
+            processors_need_sequence or criteria_need_sequence or has_consumer or samples_on_cpu
+        )
         self.processors = [logits_processor]
         if rows > 1:
             self.processors = [
@@ -76,8 +80,8 @@ class TokenSelector:
         if is_sampled:
             self.noise = SamplingNoise.for_device(prompt.device, rows, generation_config.temperature)
 
-    def why_rows_advance_together(self) -> str | None:
-        """Why no row of a batch may be ahead of another: something reads all of them after each token. Else `None`."""
+    def lockstep_reason(self) -> str | None:
+        """Why no row of a batch may be ahead of another: something reads all rows after each token. Or `None`."""
         if self.requested_outputs:
             return f"{' and '.join(self.requested_outputs)} of several rows are requested"
         if self.streamer is not None:
@@ -86,10 +90,10 @@ class TokenSelector:
         criteria_of_rows = (
             _BATCHED_CRITERIA if self.eos_token_ids is None else (*_BATCHED_CRITERIA, StopStringCriteria)
         )
-        for rule in (*self.processors[0], *self.criteria):
+        for processor_or_criterion in (*self.processors[0], *self.criteria):
             # Called with one row that is ahead of the others, these return what they would return within the batch.
-            if type(rule) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
-                return f"{type(rule).__name__} may read several rows at once"
+            if type(processor_or_criterion) not in (*STATELESS_PROCESSORS, *criteria_of_rows):
+                return f"{type(processor_or_criterion).__name__} may read several rows at once"
         return None
 
     def choose(self, logits: torch.Tensor, depths: torch.LongTensor, sample_indices: list[int]) -> torch.LongTensor:

@@ -41,7 +41,7 @@ class SlotSession:
 
     Class attributes:
         cache_class (`type[SlotCache]`): What takes the prompt's cache over.
-        rollback_is_free (`bool`): Whether rejected tokens need no work, since nothing but slots holds a state.
+        rollback_is_free (`bool`): Whether rejected tokens need no work, since nothing but the slots is stateful.
 
     Attributes:
         lengths (`list[int]`): Tokens of each row that the cache holds.
@@ -76,14 +76,14 @@ class SlotSession:
         self.lengths = [self.cache.columns - pad for pad in padding]
         self.arguments = {**extra_arguments, cache_argument(target): self.cache, "use_cache": True}
         if takes_router_argument:
-            self.arguments["output_router_logits"] = (
-                False  # else the forward computes a loss from a mask of padding, which is absent
-            )
+            # If it is true, the forward computes a loss from a mask of padding, which is absent.
+            self.arguments["output_router_logits"] = False
 
-    def without_gradients(self):
+    def inference_context(self):
         """
-        For the forwards of a round. Inference mode is faster, but recurrent states are written in place between
-        rounds, and a tensor that was made in inference mode cannot be written outside of it.
+        The context for the forwards of a round, which records no gradients. Inference mode is faster, but recurrent
+        states are written in place between rounds, and a tensor that was made in inference mode cannot be written
+        outside of it.
         """
         # Not `inference_mode(False)`: that switches gradients on, inside of `no_grad` too.
         return torch.inference_mode() if self.rollback_is_free else torch.no_grad()
@@ -96,15 +96,15 @@ class SlotSession:
         Returns:
             Logits `[R, n, V]` after each candidate and, with a tap, its features `[R, n, L * H]`.
         """
-        size = candidates.tokens.shape[1]
-        self.cache.reserve(max(self.lengths) + size)
+        num_candidates = candidates.tokens.shape[1]
+        self.cache.reserve(max(self.lengths) + num_candidates)
         start = torch.tensor(self.lengths, device=self.first_positions.device)[:, None]  # [R, 1]
-        indices = start + torch.arange(size, device=start.device)  # [R, n]
+        indices = start + torch.arange(num_candidates, device=start.device)  # [R, n]
         self.cache.set_next_indices(indices)
         arguments = self.arguments
-        types = arguments.get("token_type_ids")
-        if types is not None:  # [R, 1], of the prompt's last token
-            arguments = {**arguments, "token_type_ids": types.expand(-1, size)}
+        token_type_ids = arguments.get("token_type_ids")
+        if token_type_ids is not None:  # [R, 1], of the prompt's last token
+            arguments = {**arguments, "token_type_ids": token_type_ids.expand(-1, num_candidates)}
         path_indices = indices if candidates.depths is None else start + candidates.depths
         if self.last_index is not None:
             path_indices = path_indices.clamp(max=self.last_index)
@@ -203,7 +203,8 @@ def layer_mask_rules(target) -> LayerMaskRule | dict[str, LayerMaskRule | None] 
         raise ValueError(f"no mask rule for layer types {sorted(unknown)}")
     if isinstance(masks, dict):
         by_type = {name: rules[name] for name in types}
-        return by_type if any(by_type.values()) else None
+        takes_masks = any(rule is not None for rule in by_type.values())
+        return by_type if takes_masks else None
     if len(types) > 1:
         raise ValueError(f"one mask for several layer types {sorted(types)}")
     return rules[types.pop()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 @dataclass
 class DFlashDecodingConfig:
     """
-    How a drafter decodes; lives on `draft.decoding_config`.
+    How a drafter decodes: the value of `draft.decoding_config`, which all calls with this drafter share.
 
     With neither `block_size` nor `tree_nodes`, each round verifies what is expected to be fastest: the likeliest
     tokens of a tree or of a single path, a copy of earlier text, or nothing: then the target decodes a token as
@@ -17,11 +17,12 @@ class DFlashDecodingConfig:
         block_size (`int`, *optional*): Draft and verify blocks of `block_size` tokens in every round, anchor included;
             at most the block size of training.
         window (`int` or `"trained"`, *optional*): The drafter keeps and attends to only the last N tokens before a
-            block, and the first 4 that it read. "trained": the length of its longest training text, if known; beyond
-            it acceptance falls. `None`: all.
-        tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
-            slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
-            more tokens costs more, least if it is memory-bound. Targets with recurrent layers get single blocks.
+            block, and the first 4 tokens that it read. "trained": the length of its longest training text, if known;
+            beyond it acceptance falls. `None`: all.
+        tree_nodes (`int`, *optional*): Draft a tree of N tokens besides the anchor, the likeliest paths through the
+            likely tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are
+            accepted; a forward over more tokens costs more, least if it is memory-bound. Targets with recurrent layers
+            get single blocks.
         compile (`bool` or `str`): Compile the forwards of both models, for drafts of fixed size and each bucket of
             256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of a bucket
             takes a while. Not compiled: targets with recurrent layers.

@@ -44,7 +44,7 @@ from transformers.cache_utils import (
 
 
 CAPACITY_STEP = 64  # capacities are multiples of this many slots
-ATTENDED_STEP = 8  # attention gets the used slots, rounded up to a multiple of this
+ATTENDED_STEP = 8  # attention sees the used slots, rounded up to a multiple of this
 MIN_BUCKET = 256  # minimum number of slots of a cache whose shapes are fixed for graphs
 MIN_RING_MARGIN = 128  # slots of a ring beyond its window: a draft overwrites nothing that its tokens attend to
 
@@ -248,11 +248,11 @@ class SlotCache(Cache):
             attended to: rejected tokens are written there.
         ring (`Ring`, *optional*): Which slots are reused, in layers that the first forward adds; `adopt` gives each
             layer its own.
-        fixed_shapes (`bool`): For graphs: capacities are powers of two, and attention always gets all slots.
+        fixed_shapes (`bool`): For graphs: capacities are powers of two, and attention always sees all slots.
 
     Attributes:
         columns (`int`): Columns of the adopted cache, padding included; 0 if none was adopted.
-        num_attended (`int`): Slots of a row that attention gets in layers without a ring, `K` in shapes: those in use,
+        num_attended (`int`): Slots of a row that attention sees in layers without a ring, `K` in shapes: those in use,
             and unused ones, which masks hide.
         next_indices (`tuple[torch.LongTensor]`): Groups `[R, n]` of the indices of the next forward's tokens;
             negative: rejected.
@@ -276,7 +276,7 @@ class SlotCache(Cache):
         self._slot_indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
 
     def reserve(self, used: int) -> None:
-        """Make room for indices `0` to `used - 1` of each row; attention then gets their slots, rounded up."""
+        """Make room for indices `0` to `used - 1` of each row; attention then sees their slots, rounded up."""
         if self.fixed_shapes:
             if used >= self.capacity:
                 self._resize(1 << used.bit_length())
@@ -300,7 +300,7 @@ class SlotCache(Cache):
 
     @property
     def filled_layers(self) -> list[SlotLayer]:
-        """The layers that hold keys; others share those of a layer before them, or were not reached yet."""
+        """The layers that hold keys; others share the keys of a layer before them, or have not been run yet."""
         return [layer for layer in self.slot_layers if layer.is_initialized]
 
     def ring_of(self, window: int | None) -> Ring | None:
@@ -314,7 +314,7 @@ class SlotCache(Cache):
         return min(_round_up(ring.sink + ring.size + 1, CAPACITY_STEP), self.capacity)
 
     def num_attended_of(self, ring: Ring | None) -> int:
-        """Slots that attention gets in a layer."""
+        """Slots that attention sees in a layer."""
         if ring is None:
             return self.num_attended
         return min(self.num_attended, _round_up(ring.sink + ring.size, ATTENDED_STEP))
@@ -355,7 +355,7 @@ class SlotCache(Cache):
                     for buffer in (layer.keys, layer.values):
                         writing.write(buffer, reading.read(buffer))
 
-    # ------------------------------------------------------------- rows that are filled and replaced independently
+    # --------------------------------------- rows that are filled and replaced independently: continuous batching
 
     def copy_prefix(self, source_row: int, row: int, length: int) -> None:
         """Copy the first `length` tokens of a row to another. Without rings, which may no longer hold them."""

@@ -152,7 +152,7 @@ class GenerationState:
         self.buffer.scatter_(1, (selector.input_length + lengths)[:, None] + steps, tokens)
         last_tokens = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         self.anchors = torch.where(counts > 0, last_tokens, self.anchors)
-        # 4. On the host. This is the one point of a round that waits for the device.
+        # 4. On the host, which waits for the device.
         host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()
         self.lengths = [length + count for length, count in zip(self.lengths, host_counts)]
         self.unfinished = [was_unfinished and not ends for was_unfinished, ends in zip(self.unfinished, host_ended)]

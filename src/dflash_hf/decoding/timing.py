@@ -1,6 +1,8 @@
 """The clock that rounds are timed with, and the time that a streamer takes, which is excluded from a round's."""
 
+import functools
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -17,11 +19,12 @@ class TimedStreamer:
     The streamer of a call, timed: a policy that times rounds subtracts `seconds`.
 
     Args:
-        streamer (`BaseStreamer`): Receives every token; its other attributes are also attributes of this one.
+        streamer (`BaseStreamer`): Its attributes are also attributes of this one, and its methods are timed: `put`,
+            `end`, and those that it may have besides, such as `next_round`, see [`GenerationState.accept`].
         device (`torch.device`): The target's device, as for [`clock`].
 
     Attributes:
-        seconds (`float`): Time spent in `put` so far.
+        seconds (`float`): Time spent in these methods so far.
     """
 
     def __init__(self, streamer, device: torch.device):
@@ -30,10 +33,14 @@ class TimedStreamer:
         self.seconds = 0.0
 
     def __getattr__(self, name: str):
-        return getattr(self.streamer, name)
+        if name == "streamer":  # not set yet, in a copy that is being made
+            raise AttributeError(name)
+        attribute = getattr(self.streamer, name)
+        return functools.partial(self._time, attribute) if callable(attribute) else attribute
 
-    def put(self, value: torch.Tensor) -> None:
-        """Pass on tokens `[n]` or `[R, n]`."""
+    def _time(self, method: Callable, *arguments):
         started = clock(self.device)
-        self.streamer.put(value)
-        self.seconds += clock(self.device) - started
+        try:
+            return method(*arguments)
+        finally:
+            self.seconds += clock(self.device) - started

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from dflash_hf.decoding.acceptance import Block
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 
 
 MAX_SEQUENTIAL_BEAMS = 16  # paths extended at each depth if the token head scores each path by itself
@@ -25,7 +25,7 @@ MAX_LOG_PROB = -1e-3
 class Tree(NamedTuple):
     """
     Candidates that are a tree for each row. Node 0 is the anchor; the other nodes are sorted by the probability of the
-    path to them, so that the first nodes of a tree are a tree.
+    path to them, so that the first nodes of a tree are a tree themselves.
     """
 
     tokens: torch.LongTensor  # [R, n]
@@ -42,33 +42,36 @@ class Tree(NamedTuple):
         ancestors = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=anchors.device)
         return cls(tokens, zeros, ancestors, zeros, zeros.float())
 
-    def first(self, size: int) -> "Tree":
-        """The tree of the `size` likeliest nodes, the anchor included."""
+    def first(self, num_candidates: int) -> "Tree":
+        """The tree of the anchor and the likeliest nodes, `num_candidates` in all."""
         return Tree(
-            self.tokens[:, :size],
-            self.depths[:, :size],
-            self.ancestors[:, :size, :size],
-            self.parents[:, :size],
-            self.log_probs[:, :size],
+            self.tokens[:, :num_candidates],
+            self.depths[:, :num_candidates],
+            self.ancestors[:, :num_candidates, :num_candidates],
+            self.parents[:, :num_candidates],
+            self.log_probs[:, :num_candidates],
         )
 
     @property
     def block(self) -> Block | None:
-        """The same candidates as a block, which is verified faster, if they are a single path in every row."""
+        """
+        The same candidates as a block, which is verified faster, if they are a single path in every row. To find out
+        waits for the device.
+        """
         indices = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return Block(self.tokens) if bool((self.depths == indices).all()) else None
 
     def longest_match(self, target_tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """As [`Block.longest_match`]: the number of nodes on the path `[R]`, and these `[R, n]`, then zeros."""
+        """As [`Block.longest_match`]: the number of nodes on the path `[R]`, and the nodes `[R, n]`, then zeros."""
         matches = self.tokens == target_tokens.gather(1, self.parents)  # [R, n]
         matches[:, 0] = True
         is_on_path = (matches[:, None] | ~self.ancestors).all(dim=-1)  # [R, n]
         # Siblings differ, so at most one node is on the path at each depth; the others are written past the end.
-        size = target_tokens.shape[1]
-        depths = torch.where(is_on_path, self.depths, size)
-        nodes = torch.arange(size, device=depths.device).expand_as(depths)
-        path = torch.zeros(len(depths), size + 1, dtype=torch.long, device=depths.device)
-        return is_on_path.sum(dim=1), path.scatter_(1, depths, nodes)[:, :size]
+        num_candidates = target_tokens.shape[1]
+        depths = torch.where(is_on_path, self.depths, num_candidates)
+        nodes = torch.arange(num_candidates, device=depths.device).expand_as(depths)
+        path = torch.zeros(len(depths), num_candidates + 1, dtype=torch.long, device=depths.device)
+        return is_on_path.sum(dim=1), path.scatter_(1, depths, nodes)[:, :num_candidates]
 
     def child_by_token(self, row: int) -> dict[tuple[int, int], int]:
         """As [`Block.child_by_token`]."""
@@ -77,77 +80,87 @@ class Tree(NamedTuple):
 
 
 def draft_tree(
-    drafter: Drafter, anchors: torch.LongTensor, sample_indices: list[int], nodes: int, top_k: int | None = None
+    draft_session: DraftSession,
+    anchors: torch.LongTensor,
+    sample_indices: list[int],
+    nodes: int,
+    top_k: int | None = None,
 ) -> Tree:
     """
-    The tree of the likeliest paths of a block. It is that of a best-first search over the whole vocabulary, or over
+    The tree of the likeliest paths of a block: the same as a best-first search finds in the whole vocabulary, or among
     the candidates of the token head. A token head without candidates that depends on previous tokens must score each
-    path by itself, over the whole vocabulary: then at most `MAX_SEQUENTIAL_BEAMS` paths of each depth are extended.
+    path by itself, over the whole vocabulary: then at most `MAX_SEQUENTIAL_BEAMS` paths of each depth are extended,
+    and the tree may differ.
 
     Args:
-        drafter (`Drafter`): What drafts the block. If its blocks have no token but the anchor, the tree has none.
+        draft_session (`DraftSession`): What drafts the block. If its blocks have no token but the anchor, neither has
+            the tree.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
         sample_indices (`list[int]`): The index of each row's next sample.
-        nodes (`int`): Tokens besides the anchor.
-        top_k (`int`, *optional*): Likely tokens of each slot; 1 gives a single path. Default: `nodes`, beyond which
-            none can be part of the tree. On SmolLM2 and its drafter, 8 lose 0.3 % of the expected tokens at 31 nodes,
-            0.9 % at 63 and 2.6 % at 255, and save nothing.
+        nodes (`int`): Tokens to draft, that is, nodes without the anchor; fewer if there are not as many.
+        top_k (`int`, *optional*): Likely tokens of each slot; 1 gives a single path. Default: `nodes`, since less
+            likely tokens cannot be part of the tree. On SmolLM2 and its drafter, 8 lose 0.3 % of the expected tokens
+            at 31 nodes, 0.9 % at 63 and 2.6 % at 255, and save nothing.
     """
-    if drafter.block_tokens == 1:
+    if draft_session.block_tokens == 1:
         return Tree.of_anchors(anchors)
     top_k = top_k or nodes
-    hidden = drafter.hidden_states(anchors)  # [R, D, H]
-    token_head = drafter.token_head
+    hidden = draft_session.hidden_states(anchors)  # [R, D, H]
+    token_head = draft_session.token_head
     beams = nodes
     scores: IndependentScores | FirstOrderScores | SequentialScores
     if token_head.order == 0:
-        scores = IndependentScores.of_drafter(drafter, hidden, sample_indices, top_k)
+        scores = IndependentScores.of_session(draft_session, hidden, sample_indices, top_k)
     elif token_head.order == 1 and token_head.top_k is not None:
-        scores = FirstOrderScores.of_drafter(drafter, anchors, hidden, sample_indices, top_k)
+        scores = FirstOrderScores.of_session(draft_session, anchors, hidden, sample_indices, top_k)
     else:
-        scores = SequentialScores(drafter, anchors, hidden, sample_indices, top_k)
+        scores = SequentialScores(draft_session, anchors, hidden, sample_indices, top_k)
         beams = min(nodes, MAX_SEQUENTIAL_BEAMS)
     return grow_tree(anchors, scores.extend, hidden.shape[1], nodes, beams)
 
 
 def grow_tree(anchors: torch.LongTensor, extend: Callable, depth: int, nodes: int, beams: int) -> Tree:
     """
-    At each depth the likeliest paths, the beam, are extended in one batch; the likeliest of all paths seen form the
-    tree. A beam as wide as the tree has nodes finds the same tree as a best-first search.
+    At each depth the likeliest paths, the beam, are extended in one batch; the likeliest of all paths that were in a
+    beam form the tree. A beam as wide as the tree has nodes finds the same tree as a best-first search.
 
     Args:
         anchors (`torch.LongTensor`): `[R]`.
         extend (`Callable`): Called with a slot and the beam: the indices `[R, w]` of its paths among the `w * k` that
             the last call returned, `None` at first. Returns next tokens and their log-probabilities, both `[R, w, k]`.
         depth (`int`): Slots, at least 1.
-        nodes (`int`): Paths to choose.
+        nodes (`int`): Paths to choose: the nodes of the tree, without the anchor.
         beams (`int`): Maximum number of paths extended at each depth.
     """
-    totals = torch.zeros(len(anchors), 1, device=anchors.device)  # [R, w], log-probabilities of the paths in the beam
     beam = None
-    count = 0  # paths numbered so far, over all depths
-    prefixes = anchors.new_empty(len(anchors), 1, 0)  # [R, w, slot], the numbers of a path's prefixes, shortest first
+    beam_log_probs = torch.zeros(len(anchors), 1, device=anchors.device)  # [R, w], of the paths in the beam
+    # [R, w, slot], the numbers of a path's prefixes, shortest first. Paths are numbered over all depths.
+    beam_prefixes = anchors.new_empty(len(anchors), 1, 0)
+    num_paths = 0
     tokens_by_slot = []
-    totals_by_slot = []
+    log_probs_by_slot = []
     prefixes_by_slot = []
     for slot in range(depth):
-        ids, log_probs = extend(slot, beam)
+        # 1. What may follow each path of the beam; the likeliest longer paths are the next beam.
+        ids, log_probs = extend(slot, beam)  # [R, w, k]
         width = log_probs.shape[1]
-        k = ids.shape[-1]
+        num_children = ids.shape[-1]  # k
         log_probs = log_probs.nan_to_num(MIN_LOG_PROB).clamp(MIN_LOG_PROB, MAX_LOG_PROB)
-        totals = (totals[..., None] + log_probs).flatten(1)  # [R, w * k]
-        totals, beam = totals.topk(min(beams, totals.shape[1]), dim=-1)  # [R, w]
-        numbers = torch.arange(count, count + beam.shape[1], device=beam.device).expand_as(beam)
-        prefixes = prefixes.gather(1, (beam // k)[..., None].expand(-1, -1, slot))
-        prefixes = torch.cat([prefixes, numbers[..., None]], dim=-1)
+        log_probs = (beam_log_probs[..., None] + log_probs).flatten(1)  # [R, w * k]
+        beam_log_probs, beam = log_probs.topk(min(beams, log_probs.shape[1]), dim=-1)  # [R, w], w of the next beam
+        # 2. Their prefixes: all those of the path that was extended, and they themselves.
+        path_numbers = torch.arange(num_paths, num_paths + beam.shape[1], device=beam.device).expand_as(beam)
+        beam_prefixes = beam_prefixes.gather(1, (beam // num_children)[..., None].expand(-1, -1, slot))
+        beam_prefixes = torch.cat([beam_prefixes, path_numbers[..., None]], dim=-1)
+        num_paths += beam.shape[1]
+        # 3. Each is a candidate node of the tree.
         tokens_by_slot.append(ids.expand(-1, width, -1).flatten(1).gather(1, beam))
-        totals_by_slot.append(totals)
-        prefixes_by_slot.append(torch.nn.functional.pad(prefixes, (0, depth - slot - 1), value=-1))
-        count += beam.shape[1]
+        log_probs_by_slot.append(beam_log_probs)
+        prefixes_by_slot.append(torch.nn.functional.pad(beam_prefixes, (0, depth - slot - 1), value=-1))
     tokens = torch.cat(tokens_by_slot, dim=1)  # [R, M]
-    log_probs = torch.cat(totals_by_slot, dim=1)
+    log_probs = torch.cat(log_probs_by_slot, dim=1)
     prefixes = torch.cat(prefixes_by_slot, dim=1)  # [R, M, D]
-    return _tree_of_paths(anchors, tokens, log_probs, prefixes, min(nodes, count))
+    return _tree_of_paths(anchors, tokens, log_probs, prefixes, min(nodes, num_paths))
 
 
 class IndependentScores:
@@ -164,13 +177,13 @@ class IndependentScores:
         self.log_probs = log_probs
 
     @classmethod
-    def of_drafter(cls, drafter: Drafter, hidden: torch.Tensor, sample_indices: list[int], top_k: int):
+    def of_session(cls, draft_session: DraftSession, hidden: torch.Tensor, sample_indices: list[int], top_k: int):
         """The `top_k` likeliest tokens of each slot, from hidden states `[R, D, H]`."""
-        logits = drafter.logits(hidden, sample_indices)  # [R, D, V]
+        logits = draft_session.logits(hidden, sample_indices)  # [R, D, V]
         best, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-        device = drafter.context.device
-        return cls(drafter.draft.target_ids(ids).to(device), log_probs.to(device))
+        device = draft_session.context.device
+        return cls(draft_session.draft.target_ids(ids).to(device), log_probs.to(device))
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
         """For [`grow_tree`]."""
@@ -202,17 +215,22 @@ class FirstOrderScores:
         self.last_candidates = ids.new_empty(0)
 
     @classmethod
-    def of_drafter(
-        cls, drafter: Drafter, anchors: torch.LongTensor, hidden: torch.Tensor, sample_indices: list[int], top_k: int
+    def of_session(
+        cls,
+        draft_session: DraftSession,
+        anchors: torch.LongTensor,
+        hidden: torch.Tensor,
+        sample_indices: list[int],
+        top_k: int,
     ):
         """Run the token head on hidden states `[R, D, H]`, after anchors `[R]`."""
-        token_head = drafter.token_head
-        ids, logits = drafter.candidates(hidden, sample_indices)  # [R, D, c]
-        query, _ = token_head.step(None, drafter.in_vocabulary(anchors), hidden[:, 0])
+        token_head = draft_session.token_head
+        ids, logits = draft_session.candidates(hidden, sample_indices)  # [R, D, c]
+        query, _ = token_head.step(None, draft_session.to_token_head(anchors), hidden[:, 0])
         first = token_head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
         query, _ = token_head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
         later = token_head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
-        return cls(ids.to(drafter.context.device), first, later, top_k)
+        return cls(ids.to(draft_session.context.device), first, later, top_k)
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
         """For [`grow_tree`]."""
@@ -236,36 +254,40 @@ class SequentialScores:
 
     def __init__(
         self,
-        drafter: Drafter,
+        draft_session: DraftSession,
         anchors: torch.LongTensor,
         hidden: torch.Tensor,
         sample_indices: list[int],
         top_k: int,
     ):
-        anchors = drafter.in_vocabulary(anchors)
-        self.drafter = drafter
+        anchors = draft_session.to_token_head(anchors)
+        self.draft_session = draft_session
         self.hidden = hidden
-        self.ids, self.logits = drafter.candidates(hidden, sample_indices)  # [R, D, c]
+        self.ids, self.logits = draft_session.candidates(hidden, sample_indices)  # [R, D, c]
         self.num_children = min(top_k, self.ids.shape[-1])  # k
-        self.state = drafter.token_head.start(anchors)  # [R * w, ...], of the paths in the beam; None up to order 1
+        self.state = draft_session.token_head.start(
+            anchors
+        )  # [R * w, ...], of the paths in the beam; None up to order 1
         self.last_tokens = anchors[:, None]  # [R, w * k], what the last call of `extend` returned
 
     def extend(self, slot: int, beam: torch.LongTensor | None) -> tuple[torch.LongTensor, torch.Tensor]:
         """For [`grow_tree`]."""
-        drafter = self.drafter
-        token_head = drafter.token_head
+        draft_session = self.draft_session
+        token_head = draft_session.token_head
         if beam is not None:
             self._select(beam.to(self.last_tokens.device))
         rows, width = self.last_tokens.shape
         hidden = self.hidden[:, slot].repeat_interleave(width, dim=0)  # [R * w, H]
         ids = self.ids[:, slot].repeat_interleave(width, dim=0)  # [R * w, c]
         logits = self.logits[:, slot].repeat_interleave(width, dim=0)
-        query, self.state = token_head.step(self.state, drafter.in_vocabulary(self.last_tokens.flatten()), hidden)
+        query, self.state = token_head.step(
+            self.state, draft_session.to_token_head(self.last_tokens.flatten()), hidden
+        )
         log_probs = token_head.scores(query, ids, logits).log_softmax(dim=-1)
         log_probs, candidates = log_probs.topk(self.num_children, dim=-1)  # [R * w, k]
         tokens = ids.gather(-1, candidates).view(rows, width, self.num_children)
         self.last_tokens = tokens.flatten(1)
-        device = drafter.context.device
+        device = draft_session.context.device
         return tokens.to(device), log_probs.view(rows, width, self.num_children).to(device)
 
     def _select(self, beam: torch.LongTensor) -> None:
@@ -291,7 +313,7 @@ def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
 
         node               0      1      2      3      4       node 0 is the anchor
         chosen path               0      2      4      1
-        nodes on the way          1 0    1 2    1 3    4 0     0 past the node itself
+        nodes of the path         1 0    1 2    1 3    4 0     0 past the node itself
         depth              0      1      2      2      1
         parent             0      0      1      1      0
 
@@ -300,23 +322,23 @@ def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
         tokens (`torch.LongTensor`): `[R, M]`, the last token of each path.
         log_probs (`torch.Tensor`): `[R, M]`, of each path.
         prefixes (`torch.LongTensor`): `[R, M, D]`, the numbers of its prefixes, itself included; then -1.
-        nodes (`int`): At most `M`.
+        nodes (`int`): Paths to choose, at most `M`.
     """
     num_paths = log_probs.shape[1]
     # 1. The likeliest paths, of which each is a node: that of its last token.
     log_probs, chosen = log_probs.topk(nodes, dim=-1)  # [R, n], the likeliest first
     prefixes = prefixes.gather(1, chosen[..., None].expand(-1, -1, prefixes.shape[-1]))  # [R, n, D]
     tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)  # [R, n + 1]
-    depths = _after_zeros((prefixes >= 0).sum(dim=-1))  # [R, n + 1]
-    # 2. The nodes on the way to each of them, itself included.
-    nodes_on_way = _nodes_of_paths(prefixes, chosen, num_paths)  # [R, n, D]
+    depths = _prepend_anchor_zeros((prefixes >= 0).sum(dim=-1))  # [R, n + 1]
+    # 2. The nodes of the path to each of them, itself included.
+    path_nodes = _nodes_of_paths(prefixes, chosen, num_paths)  # [R, n, D]
     # 3. They are what it attends to, with the anchor. The last but one is its parent.
     ancestors = torch.zeros(*depths.shape, nodes + 1, dtype=torch.bool, device=chosen.device)
-    ancestors[:, 1:].scatter_(2, nodes_on_way, True)
+    ancestors[:, 1:].scatter_(2, path_nodes, True)
     ancestors[:, :, 0] = True
-    way_from_anchor = torch.nn.functional.pad(nodes_on_way, (1, 0))  # [R, n, 1 + D], by depth
-    parents = way_from_anchor.gather(2, depths[:, 1:, None] - 1)[..., 0]  # [R, n]
-    return Tree(tokens, depths, ancestors, _after_zeros(parents), _after_zeros(log_probs))
+    path_from_anchor = torch.nn.functional.pad(path_nodes, (1, 0))  # [R, n, 1 + D], by depth
+    parents = path_from_anchor.gather(2, depths[:, 1:, None] - 1)[..., 0]  # [R, n]
+    return Tree(tokens, depths, ancestors, _prepend_anchor_zeros(parents), _prepend_anchor_zeros(log_probs))
 
 
 def _nodes_of_paths(paths: torch.LongTensor, chosen: torch.LongTensor, num_paths: int) -> torch.LongTensor:
@@ -334,9 +356,10 @@ def _nodes_of_paths(paths: torch.LongTensor, chosen: torch.LongTensor, num_paths
     node_numbers = torch.arange(1, 1 + chosen.shape[1], device=chosen.device).expand_as(chosen)
     node_of_path = chosen.new_zeros(len(chosen), num_paths + 1)  # [R, M + 1]; the last entry, always 0, is for -1
     node_of_path = node_of_path.scatter(1, chosen, node_numbers)
-    return node_of_path.gather(1, paths.flatten(1) % (num_paths + 1)).view_as(paths)
+    paths = torch.where(paths < 0, num_paths, paths)
+    return node_of_path.gather(1, paths.flatten(1)).view_as(paths)
 
 
-def _after_zeros(values: torch.Tensor) -> torch.Tensor:
-    """Values `[R, n]` of the nodes after those of the anchor, which are 0: `[R, 1 + n]`."""
+def _prepend_anchor_zeros(values: torch.Tensor) -> torch.Tensor:
+    """`[R, 1 + n]`: zeros for the anchors, then the values `[R, n]` of the other nodes."""
     return torch.nn.functional.pad(values, (1, 0))

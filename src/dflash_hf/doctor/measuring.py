@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.doctor.case import DraftedText, DraftedTexts
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.modeling_dflash import additive_mask
@@ -119,7 +119,7 @@ def changed_draft(draft: DFlashDraftModel, fields: dict) -> DFlashDraftModel:
     return changed.requires_grad_(False).eval()
 
 
-class _DrafterWithHead(Drafter):
+class _SessionWithHead(DraftSession):
     """A drafter in one call whose draft logits come from a head that may not be the target's."""
 
     def __init__(self, draft: DFlashDraftModel, target, output_head: nn.Module):
@@ -168,12 +168,12 @@ def draft_blocks(
     hidden = draft(
         noise_embeds=draft.embed(embedding_target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
-        attention_mask=config.by_layer_type(mask_of_layer_type),
+        attention_mask=config.map_layer_types(mask_of_layer_type),
         position_ids=blocks.position_ids,
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
 
     # 2. Its tokens, with another head where the experiment has one.
-    drafter = _DrafterWithHead(draft, embedding_target, experiment.output_head or target.get_output_embeddings())
+    drafter = _SessionWithHead(draft, embedding_target, experiment.output_head or target.get_output_embeddings())
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
     tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]

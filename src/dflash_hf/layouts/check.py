@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.layouts.errors import require
 from dflash_hf.layouts.head_schemas import schema_of
-from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
+from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, sizes_of_parts
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
 
 
@@ -105,7 +105,7 @@ def _check_types(config) -> None:
     upstream = {field.name for field in fields(PreTrainedConfig)}
     own = [field for field in fields(config) if field.name not in upstream]
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in own}
-    kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
+    kinds_of |= dict.fromkeys(chain(*sizes_of_parts()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
@@ -181,7 +181,7 @@ def _check_tokens(config) -> None:
 
 def _check_parts(config) -> None:
     """The sizes of an optional part are set together, and fit those of the drafter and its target."""
-    for part in parts_by_sizes():
+    for part in sizes_of_parts():
         sizes = {key: getattr(config, key) for key in part}
         require(all(sizes.values()) or not any(sizes.values()), "set together, or not at all", **sizes)
     width = config.hidden_size
@@ -201,7 +201,7 @@ def _check_parts(config) -> None:
 
 def _check_head(config) -> None:
     """At most one token head is set, with valid fields."""
-    heads = [head for head in TOKEN_HEADS if head.is_set(lambda field: getattr(config, field))]
+    heads = [head for head in TOKEN_HEADS if head.is_configured(vars(config))]
     if len(heads) > 1:
         raise ValueError(
             f"{' and '.join(next(iter(head.fields)) for head in heads)} are set, but a drafter has one head: "

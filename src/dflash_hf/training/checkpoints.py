@@ -11,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from dflash_hf._io.files import read_json
-from dflash_hf.modeling.configuration_dflash import part_keys
+from dflash_hf.modeling.configuration_dflash import part_fields
 
 
 logger = logging.get_logger(__name__)
@@ -100,7 +100,7 @@ def check_same_drafter(checkpoint: Path, draft) -> None:
         return
     draft_config = draft.config
     saved = type(draft_config).from_pretrained(checkpoint)
-    for name in (*_FIXED_ON_RESUME, *part_keys()):
+    for name in (*_FIXED_ON_RESUME, *part_fields()):
         value = getattr(draft_config, name)
         saved_value = getattr(saved, name)
         if value != saved_value:

@@ -179,7 +179,7 @@ class Objective:
                 return block_groups(*rule)
             return additive_mask(block_mask(*rule), self.draft.dtype)
 
-        return self.config.by_layer_type(mask)
+        return self.config.map_layer_types(mask)
 
     def head_losses(self, hidden, labels, counted, previous_ids, teacher, progress: float = 0.0) -> TokenLosses:
         """
@@ -197,7 +197,7 @@ class Objective:
             # A head with candidates gives no gradient to the slots among whose candidates it chooses.
             head_input = hidden if token_head.top_k is None else hidden.detach()
             draftable = counted & (labels >= 0)
-            queries = forced_queries(token_head, draft.in_vocabulary(previous_ids), head_input, draftable)
+            queries = forced_queries(token_head, draft.clamp_to_vocabulary(previous_ids), head_input, draftable)
             head = ForcedTokenHead(self.draft_head, token_head, queries, draft.target_ids, progress)
         return token_losses(hidden, head, labels, counted, self.args.loss_chunk_size, teacher)
 

@@ -15,7 +15,7 @@ from torch import nn
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.modeling.configuration_dflash import part_keys
+from dflash_hf.modeling.configuration_dflash import part_fields
 from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
@@ -104,7 +104,7 @@ def _load_trained_draft(script: ScriptArguments, say):
         value = getattr(script, key)
         if value not in (None, trained_value):
             raise ValueError(f"{key}={value}, but {name} was trained with {trained_value}; leave it out.")
-    parts = {key: value for key, value in fields.items() if key in part_keys()}
+    parts = {key: value for key, value in fields.items() if key in part_fields()}
     for key, value in fields.items():
         if key not in parts and getattr(config, key, None) != value:
             say(f"draft_config.{key}={value} is for a fresh drafter: {name} is not changed")
@@ -210,14 +210,14 @@ def with_parts(draft, fields: dict):
     for key, value in fields.items():
         present_value = None if key in fields_of_other_heads else getattr(draft.config, key, None)
         reason = None
-        if key not in part_keys():
+        if key not in part_fields():
             reason = "is not a part that can be added"
         elif present_value not in (None, value):
             reason = f"differs from its {present_value}"
         if reason is not None:
             raise ValueError(
                 f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, except for "
-                f"{', '.join(part_keys())}, which add a missing part."
+                f"{', '.join(part_fields())}, which add a missing part."
             )
     config = type(draft.config).from_dict(draft.config.to_dict(), **fields)
     extended = type(draft)(config).to(draft.device, draft.dtype)

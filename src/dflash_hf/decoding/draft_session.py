@@ -1,4 +1,4 @@
-"""The drafter in one call: its forward over a block, and the tokens that it drafts."""
+"""The drafter's side of a call, as `session` is the target's: the forward over a block, and the tokens it drafts."""
 
 from functools import partial
 
@@ -10,11 +10,12 @@ from dflash_hf.decoding.sampling_noise import SamplingNoise
 from dflash_hf.modeling.modeling_dflash import execution_device
 
 
-class Drafter:
+class DraftSession:
     """
-    A drafter in one call: the model, called `draft` everywhere, and what it has read. Policies call `draft_block`, or
-    `draft_tree` of `trees.py`; `decode` calls `read` after each round. `sample_indices` are those of
-    [`GenerationState`]: which draws of the noise belong to each row's next tokens. Without noise they are not used.
+    The drafter in one call: its model, called `draft` everywhere, and what the model has read. Policies call
+    `draft_block`, or `draft_tree` of `trees.py`; `decode` calls `read` after each round. `sample_indices` are
+    [`GenerationState.sample_indices`]: which draws of the noise belong to each row's next tokens. Without noise they
+    are not used.
 
     Args:
         draft (`DFlashDraftModel`): The model.
@@ -41,18 +42,18 @@ class Drafter:
         """Read the features of the accepted tokens, from those of all candidates `[R, n, L * H]`."""
         self.context.read(acceptance.select(features), acceptance)
 
-    def draft_block(self, anchors: torch.LongTensor, sample_indices: list[int], size: int | None = None) -> Block:
+    def draft_block(
+        self, anchors: torch.LongTensor, sample_indices: list[int], num_drafted: int | None = None
+    ) -> Block:
         """
         The tokens that the drafter chooses from left to right.
 
         Args:
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
             sample_indices (`list[int]`): The index of each row's next sample.
-            size (`int`, *optional*): Tokens of the block to return, anchor included.
+            num_drafted (`int`, *optional*): Maximum number of tokens besides the anchor. Default: a whole block.
         """
-        hidden = self.hidden_states(anchors)
-        if size is not None:
-            hidden = hidden[:, : size - 1]
+        hidden = self.hidden_states(anchors)[:, :num_drafted]
         return Block(self.decode_block(anchors, hidden, sample_indices))
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Drafter:
                 self.context.cache.num_attended,
             )
             hidden = self.graph.run(shapes, inputs)
-        return self.draft.drafting_slots(hidden)[:, : self.block_tokens - 1]
+        return self.draft.states_of_drafting_slots(hidden)[:, : self.block_tokens - 1]
 
     def decode_block(
         self, anchors: torch.LongTensor, hidden: torch.Tensor, sample_indices: list[int]
@@ -88,7 +89,7 @@ class Drafter:
         if self.token_head.order == 0:  # as the token head would, with a faster argmax
             tokens = self.draft.target_ids(argmax_token(logits))
         else:
-            tokens = self.token_head.decode_block(self.in_vocabulary(anchors), hidden, logits, self.draft.target_ids)
+            tokens = self.token_head.decode_block(self.to_token_head(anchors), hidden, logits, self.draft.target_ids)
         return torch.cat([anchors[:, None], tokens.to(anchors.device)], dim=1)
 
     def logits(self, hidden: torch.Tensor, sample_indices: list[int]) -> torch.Tensor:
@@ -112,6 +113,6 @@ class Drafter:
         logits = logits.to(hidden.device)
         return ids.expand_as(logits), logits
 
-    def in_vocabulary(self, anchors: torch.LongTensor) -> torch.LongTensor:
-        """Anchors as the drafter's token head takes them: on its device, and clamped to the vocabulary."""
-        return self.draft.in_vocabulary(anchors.to(execution_device(self.draft.fc)))
+    def to_token_head(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Ids as the drafter's token head takes them: on its device, and clamped to the vocabulary."""
+        return self.draft.clamp_to_vocabulary(token_ids.to(execution_device(self.draft.fc)))
