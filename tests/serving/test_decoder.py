@@ -374,8 +374,11 @@ def test_continued_request_counts_once_in_a_pause(decoder, served):
     first.start()
     first.pause()
     assert not decoder._decide_drafting(first)
-    assert decoder._decide_drafting(request(decoder, served.inputs[0]))
+    drafted = request(decoder, served.inputs[0])
+    assert decoder._decide_drafting(drafted)
+    drafted.start()
     decoder.drafter_pause.record(speedup=0.9)
+    assert decoder._decide_drafting(drafted)
     without = request(decoder, served.inputs[0])
     without.use_drafter = False
     assert not decoder._decide_drafting(without)
