@@ -61,7 +61,7 @@ def most_drafted_tokens(target, draft) -> int:
 
     def forward(self, noise_embeds, *args, **kwargs):
         output = original(self, noise_embeds, *args, **kwargs)
-        drafted.append(self.drafting_slots(output.last_hidden_state[:, -noise_embeds.shape[1] :]).shape[1])
+        drafted.append(self.states_of_drafting_slots(output.last_hidden_state[:, -noise_embeds.shape[1] :]).shape[1])
         return output
 
     with mock.patch.object(type(draft), "forward", forward):
