@@ -280,7 +280,7 @@ class _Event:
         self._accelerator.wait()
 
 
-# ------------------------------------------------------------------------------------------------------------ functions
+# ----------------------------------------------------------------------------------------------------------- functions
 
 
 class _Functions(TorchFunctionMode):
@@ -439,7 +439,7 @@ _SPECIAL: dict[Callable, Callable] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ operators
+# ----------------------------------------------------------------------------------------------------------- operators
 
 
 class _Operators(TorchDispatchMode):
@@ -480,7 +480,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = list(_tensors((result,)))
         for tensor in results:
-            if mark_of(tensor) is None and not any(tensor is argument for argument in tensors):
+            if mark_of(tensor) is None:
                 set_mark(tensor, device)
         if _launches(func, name, results):
             accelerator.note("kernels")

@@ -53,7 +53,7 @@ def next_serial() -> int:
 
 
 def as_device(device) -> torch.device:
-    """A device as torch's functions take it: a number is one of an accelerator, and without an index it is the first."""
+    """A device as torch's functions take it: a number is that of an accelerator; without an index it is the first."""
     if isinstance(device, int):
         return torch.device("cuda", device)
     device = torch.device(device)
