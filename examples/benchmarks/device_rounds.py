@@ -1,0 +1,365 @@
+"""
+What a round asks of an accelerator: kernels, copies from and to the host, and waits of the host, by line of code.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/device_rounds.py > examples/benchmarks/results/device_rounds.md
+
+No accelerator is needed: a pretend one (`tests/support/pretend`) counts what a real one would be asked for. A random
+pair with the layers of Qwen3-8B and its drafter, 36 + 5, and tiny widths; drafts are right in 88 of 100 slots. A
+round's figures are the difference of a long and a short call over the difference of their rounds, so that they leave
+out what a call does once. Every text is compared with that of the target alone on the CPU.
+"""
+
+import argparse
+import contextlib
+import copy
+import datetime
+import functools
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers
+from random_pairs import native_oracle
+from transformers.generation import candidate_generator
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.calls import Collected
+from support.pairs import VOCAB, make_draft, make_target
+from support.pretend import Counts, PretendAccelerator
+from support.scripted_draft import ScriptedDraft
+
+from dflash_hf import DFlashDecodingConfig
+from dflash_hf.modeling.candidates_dflash import DFlashCandidateGenerator
+
+
+GPU_FOLDER = Path(__file__).resolve().parents[2] / ".gpu"
+ACCURACY = 0.88  # of the drafts, slot by slot
+# What pretends to be a trained drafter is not counted.
+UNCOUNTED = ("scripted_draft.py", "random_pairs.py", "device_rounds.py")
+SHOWN_LINES = 12  # of a mode, in the list of waits
+
+
+@dataclass(frozen=True)
+class Mode:
+    """
+    A way to decode.
+
+    Args:
+        decoding (`dict`, *optional*): Fields of the drafter's `decoding_config`; `None`: the target alone.
+        head (`dict`): Fields of the drafter's configuration.
+        is_sampled (`bool`): Whether tokens are sampled.
+        rows (`int`): Prompts in the batch.
+        is_streamed (`bool`): Whether a streamer follows.
+        loop (`Callable`, *optional*): Another loop than the package's: `loop(target, draft, inputs)` generates, and
+            returns the text and the number of rounds.
+    """
+
+    decoding: dict | None = field(default_factory=dict)
+    head: dict = field(default_factory=dict)
+    is_sampled: bool = False
+    rows: int = 1
+    is_streamed: bool = False
+    loop: Callable | None = None
+
+
+@dataclass
+class Shape:
+    """Sizes of a pair, of its prompts, and of the two calls whose difference is taken."""
+
+    layers: int = 36
+    draft_layers: int = 5
+    block_size: int = 16
+    prompt: int = 64
+    short: int = 32
+    long: int = 128
+
+
+@dataclass
+class Result:
+    """
+    What a mode asks for.
+
+    Attributes:
+        rounds (`int`): Rounds by which the long call is longer.
+        tokens (`float`): Tokens that each of these rounds commits.
+        counts ([`Counts`]): What these rounds ask for, all together.
+        is_same_text (`bool`): Whether both texts are those of the target alone on the CPU.
+    """
+
+    rounds: int
+    tokens: float
+    counts: Counts
+    is_same_text: bool
+
+    def per_round(self, kind: str) -> float:
+        """Of one kind, the name of an attribute of [`Counts`]."""
+        return sum(getattr(self.counts, kind).values()) / self.rounds
+
+
+# ----------------------------------------------------------------------------------------------------- others' loops
+
+
+@contextlib.contextmanager
+def counted_calls(owner, name: str) -> Iterator[list]:
+    """A list with an item for each call of a method in this context."""
+    calls: list = []
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def counted(*args, **kwargs):
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, counted):
+        yield calls
+
+
+def native_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+    """Transformers' own DFlash, `speculation_type="dflash"`. It takes tokens from hidden states; the oracle's here."""
+    prompts = inputs["input_ids"].cpu().tolist()
+    kind = candidate_generator.DFlashTokenCandidateGenerator
+    with native_oracle([draft.likely[0, :, 0]], prompts), counted_calls(kind, "get_candidates") as rounds:
+        text = target.generate(**inputs, assistant_model=draft, speculation_type="dflash")
+    return text, len(rounds)
+
+
+def candidates_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+    """Transformers' own loop with a [`DFlashCandidateGenerator`]: how a drafter decodes without the package."""
+    ids = inputs["input_ids"]
+    draft.begin(ids)
+    generator = DFlashCandidateGenerator(draft, target, ids.shape[1] + inputs["max_new_tokens"])
+    with counted_calls(DFlashCandidateGenerator, "get_candidates") as rounds:
+        text = target.generate(**inputs, assistant_model=generator)
+    return text, len(rounds)
+
+
+def published_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+    """A loop of the shape of z-lab's, without end-of-sequence tokens: that of `.gpu/parts.py`."""
+    sys.path.append(str(GPU_FOLDER))
+    try:
+        from parts import cropping_loop
+    finally:
+        sys.path.remove(str(GPU_FOLDER))
+    text, lengths, _ = cropping_loop(target, draft, inputs["input_ids"], inputs["max_new_tokens"])
+    return text[None], len(lengths)
+
+
+SELECTOR = {"selector_rank": 16, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+MARKOV = {"markov_rank": 16}
+DOMINO = {"gru_hidden_dim": 16, "emb_dim": 16}
+BLOCK: dict = {"block_size": None}  # replaced by the size of the shape's block
+
+
+MODES = {
+    "target alone": Mode(decoding=None),
+    "target alone, sampled": Mode(decoding=None, is_sampled=True),
+    "loop of z-lab's shape": Mode(loop=published_loop),
+    'transformers\' own, `speculation_type="dflash"`': Mode(loop=native_loop),
+    "transformers' loop, `DFlashCandidateGenerator`": Mode(loop=candidates_loop),
+    "plain call": Mode(),
+    "block": Mode(BLOCK),
+    "tree of 63": Mode({"tree_nodes": 63}),
+    "block, sampled": Mode(BLOCK, is_sampled=True),
+    "plain call, sampled": Mode(is_sampled=True),
+    "plain call, four rows": Mode(rows=4),
+    "block, selector head": Mode(BLOCK, head=SELECTOR),
+    "block, Markov head": Mode(BLOCK, head=MARKOV),
+    "block, Domino head": Mode(BLOCK, head=DOMINO),
+    "block, streamer": Mode(BLOCK, is_streamed=True),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+@functools.cache
+def target_of(layers: int):
+    """A random target on the CPU. It must not be moved: the device gets a copy."""
+    return make_target("qwen3", num_hidden_layers=layers, max_position_embeddings=4096)
+
+
+def oracle_of(draft, texts: torch.LongTensor, prompt: int, is_sure: bool) -> ScriptedDraft:
+    """
+    A drafter that is right in `ACCURACY` of all slots, and as sure as it is right; in half of the others its second
+    token is right.
+
+    Args:
+        draft (`DFlashDraftModel`): Whose forwards are computed.
+        texts (`torch.LongTensor`): `[R, S]`, of the target.
+        prompt (`int`): Columns of the prompts.
+        is_sure (`bool`): Whether it is certain of blocks, whatever noise a sample adds.
+    """
+    random = torch.Generator().manual_seed(3)
+    draws = torch.rand(texts.shape, generator=random)
+    other = (texts + 1) % VOCAB
+    third = (texts + 2) % VOCAB
+    is_wrong = draws >= ACCURACY
+    is_wrong[:, :prompt] = False
+    first = torch.where(is_wrong, other, texts)
+    second = torch.where(is_wrong & (draws < (1 + ACCURACY) / 2), texts, third)
+    oracle = ScriptedDraft.of(draft, list(texts), list(torch.stack([first, second], dim=-1)), certainty=ACCURACY)
+    oracle.is_certain_in_blocks = is_sure
+    return oracle
+
+
+def measure(mode: Mode, shape: Shape, accelerator: PretendAccelerator | None = None) -> Result:
+    """
+    Decode on the pretend accelerator, after the same text was written by the target alone on the CPU.
+
+    Args:
+        mode ([`Mode`]): How.
+        shape ([`Shape`]): The pair and the lengths of the calls.
+        accelerator ([`PretendAccelerator`], *optional*): Not entered yet. Default: a new one.
+
+    Raises:
+        `RuntimeError`: no draft was accepted, so that its rounds are not those of a drafter.
+    """
+    target = target_of(shape.layers)
+    prompts = torch.randint(2, VOCAB - 2, (mode.rows, shape.prompt), generator=torch.Generator().manual_seed(1))
+    options = {"do_sample": mode.is_sampled, "pad_token_id": 0}
+    if mode.is_sampled:
+        options |= {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **options}
+    torch.manual_seed(7)
+    text = target.generate(**inputs, max_new_tokens=shape.long + shape.block_size + 1)
+    if mode.loop is not published_loop:  # models have a token that ends a text; this one never says it
+        inputs["eos_token_id"] = min(set(range(1, VOCAB - 1)) - set(text.flatten().tolist()))
+    draft = make_draft(
+        target,
+        block_size=shape.block_size,
+        num_hidden_layers=shape.draft_layers,
+        target_layer_ids=spread_layers(shape),
+        **mode.head,
+    )
+    with accelerator or PretendAccelerator(uncounted=UNCOUNTED) as accelerator:
+        target = copy.deepcopy(target).to("cuda")
+        inputs = {name: value.to("cuda") if torch.is_tensor(value) else value for name, value in inputs.items()}
+        drafter = None
+        if mode.decoding is not None:
+            decoding = dict(mode.decoding)
+            if "block_size" in decoding:
+                decoding["block_size"] = shape.block_size
+            draft.decoding_config = DFlashDecodingConfig(**decoding)
+            is_sure = "block_size" in decoding
+            drafter = oracle_of(draft, text, shape.prompt, is_sure).to("cuda")
+            drafter = _on_device(drafter)
+        decode(mode, target, drafter, {**inputs, "max_new_tokens": 4})  # tries the target
+        calls = []
+        for length in (shape.short, shape.long):
+            # A copy knows nothing of the calls before: both choose the same sizes, whatever the clock says.
+            before = accelerator.counts.copy()
+            written, rounds = decode(mode, target, copy.copy(drafter), {**inputs, "max_new_tokens": length})
+            counts = accelerator.counts.since(before)
+            is_same = torch.equal(written.cpu(), text[:, : shape.prompt + length])
+            calls.append((rounds, counts, is_same))
+    (few, few_counts, few_same), (many, many_counts, many_same) = calls
+    rounds = many - few
+    tokens = (shape.long - shape.short) / rounds
+    if drafter is not None and tokens < 1.5:
+        raise RuntimeError(f"{tokens:.2f} tokens in a round: drafts are not accepted")
+    return Result(rounds, tokens, many_counts.since(few_counts), few_same and many_same)
+
+
+def _on_device(drafter: ScriptedDraft) -> ScriptedDraft:
+    """The script is no parameter, and does not move with the model."""
+    for name in ("texts", "likely", "codes", "base"):
+        setattr(drafter, name, getattr(drafter, name).to("cuda"))
+    drafter.begin(drafter.texts[:1, :1])
+    return drafter
+
+
+def spread_layers(shape: Shape) -> list[int]:
+    """The layers that a drafter reads, as many as it has, spread over the target's."""
+    step = max((shape.layers - 3) // max(shape.draft_layers - 1, 1), 1)
+    return [min(1 + step * i, shape.layers - 2) for i in range(shape.draft_layers)]
+
+
+def decode(mode: Mode, target, drafter, inputs: dict) -> tuple[torch.LongTensor, int]:
+    """The text `[R, S]` and the number of rounds."""
+    torch.manual_seed(7)
+    if mode.loop is not None:
+        return mode.loop(target, drafter, inputs)
+    if mode.is_streamed:
+        inputs = {**inputs, "streamer": Collected()}
+    output = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True)
+    if drafter is None:
+        return output.sequences, inputs["max_new_tokens"]
+    return output.sequences, max(map(len, output.acceptance_lengths))
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def table_line(name: str, result: Result, kernels_alone: float) -> str:
+    """A line of the table."""
+    cells = [name, f"{result.tokens:.1f}"]
+    cells += [f"{result.per_round(kind):.1f}" for kind in ("waits", "from_host", "to_host")]
+    kernels = result.per_round("kernels")
+    cells += [f"{kernels:.0f}", f"{kernels / kernels_alone:.2f}", "yes" if result.is_same_text else "NO"]
+    return f"| {' | '.join(cells)} |"
+
+
+def line_list(counter: Counter, rounds: int) -> str:
+    """Lines of code with what they ask for in a round, the most first; rare ones are left out."""
+    each = {line: count / rounds for line, count in counter.items() if count / rounds >= 0.05}
+    lines = sorted(each, key=lambda line: (-each[line], line))
+    shown = [f"{each[line]:.1f} `{line}`" for line in lines[:SHOWN_LINES]]
+    if len(lines) > SHOWN_LINES:
+        shown.append(f"{len(lines) - SHOWN_LINES} more")
+    return ", ".join(shown) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
+    for size in fields(Shape):
+        parser.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
+    arguments = parser.parse_args()
+    shape = Shape(**{size.name: getattr(arguments, size.name) for size in fields(Shape)})
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    results = {}
+    for name in arguments.modes:
+        results[name] = measure(MODES[name], shape)
+        print(f"{name}: {results[name].rounds} rounds", file=sys.stderr, flush=True)
+
+    alone = results.get("target alone") or measure(MODES["target alone"], shape)
+    print("# What a round asks of an accelerator\n")
+    print(
+        f"Counted on a pretend accelerator, per round. {shape.layers} + {shape.draft_layers} layers of Qwen3's, tiny"
+    )
+    print(f"widths, fp32, blocks of {shape.block_size}, a prompt of {shape.prompt} tokens; drafts right in")
+    print(
+        f"{ACCURACY:.0%} of slots. Differences of calls of {shape.long} and {shape.short} new tokens. A copy that is"
+    )
+    print(
+        "not asynchronous is a wait, too; a kernel is an operator that is no view, attention is one. No time, and no"
+    )
+    print("choice of kernels, is in these figures.\n")
+    print("```\nOMP_NUM_THREADS=1 python examples/benchmarks/device_rounds.py > \\")
+    print("    examples/benchmarks/results/device_rounds.md\n```\n")
+    print(f"{datetime.date.today()}, transformers {transformers.__version__}, torch {torch.__version__},")
+    print(f"{platform.machine()}.\n")
+    print("| | tokens | waits | copies from the host | to the host | kernels | of the target alone | same text |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, result in results.items():
+        print(table_line(name, result, alone.per_round("kernels")))
+    print("\n## Waits by line\n")
+    for name, result in results.items():
+        print(f"- {name}: {line_list(result.counts.waits, result.rounds)}")
+    print("\n## Kernels by file\n")
+    for name, result in results.items():
+        by_file: Counter = Counter()
+        for line, count in result.counts.kernels.items():
+            by_file[line.rpartition(":")[0]] += count
+        print(f"- {name}: {line_list(by_file, result.rounds)}")
+
+
+if __name__ == "__main__":
+    main()
