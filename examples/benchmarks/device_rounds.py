@@ -4,9 +4,10 @@ What a round asks of an accelerator: kernels, copies from and to the host, and w
     OMP_NUM_THREADS=1 python examples/benchmarks/device_rounds.py > examples/benchmarks/results/device_rounds.md
 
 No accelerator is needed: a pretend one (`tests/support/pretend`) counts what a real one would be asked for. A random
-pair with the layers of Qwen3-8B and its drafter, 36 + 5, and tiny widths; drafts are right in 88 of 100 slots. A
-round's figures are the difference of a long and a short call over the difference of their rounds, so that they leave
-out what a call does once. Every text is compared with that of the target alone on the CPU.
+pair with the layers of Qwen3-8B and its drafter, 36 + 5, and tiny widths; drafts are right in 88 of 100 slots. A round
+is what happens from one forward of the target to the next. Figures are means of the second half of a call's rounds,
+without the last two: they leave out what a call does once, and drafts that are short because the text ends. Every text
+is compared with that of the target alone on the CPU.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import functools
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,6 @@ from unittest import mock
 import torch
 import transformers
 from random_pairs import native_oracle
-from transformers.generation import candidate_generator
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -42,6 +42,7 @@ GPU_FOLDER = Path(__file__).resolve().parents[2] / ".gpu"
 ACCURACY = 0.88  # of the drafts, slot by slot
 # What pretends to be a trained drafter is not counted.
 UNCOUNTED = ("scripted_draft.py", "random_pairs.py", "device_rounds.py")
+SEED = 7
 SHOWN_LINES = 12  # of a mode, in the list of waits
 
 
@@ -52,15 +53,17 @@ class Mode:
 
     Args:
         decoding (`dict`, *optional*): Fields of the drafter's `decoding_config`; `None`: the target alone.
+        is_block (`bool`): Whether every round verifies a whole block.
         head (`dict`): Fields of the drafter's configuration.
         is_sampled (`bool`): Whether tokens are sampled.
         rows (`int`): Prompts in the batch.
         is_streamed (`bool`): Whether a streamer follows.
-        loop (`Callable`, *optional*): Another loop than the package's: `loop(target, draft, inputs)` generates, and
-            returns the text and the number of rounds.
+        loop (`Callable`, *optional*): Another loop than the package's: `loop(target, draft, inputs)` returns the text
+            `[R, S]`.
     """
 
     decoding: dict | None = field(default_factory=dict)
+    is_block: bool = False
     head: dict = field(default_factory=dict)
     is_sampled: bool = False
     rows: int = 1
@@ -70,14 +73,13 @@ class Mode:
 
 @dataclass
 class Shape:
-    """Sizes of a pair, of its prompts, and of the two calls whose difference is taken."""
+    """Sizes of a pair, of its prompts, and of the text."""
 
     layers: int = 36
     draft_layers: int = 5
     block_size: int = 16
     prompt: int = 64
-    short: int = 32
-    long: int = 128
+    tokens: int = 128
 
 
 @dataclass
@@ -86,10 +88,10 @@ class Result:
     What a mode asks for.
 
     Attributes:
-        rounds (`int`): Rounds by which the long call is longer.
-        tokens (`float`): Tokens that each of these rounds commits.
-        counts ([`Counts`]): What these rounds ask for, all together.
-        is_same_text (`bool`): Whether both texts are those of the target alone on the CPU.
+        rounds (`int`): Rounds that were counted.
+        tokens (`float`): Tokens that a round commits, of all rounds.
+        counts ([`Counts`]): What the counted rounds ask for, all together.
+        is_same_text (`bool`): Whether the text is that of the target alone on the CPU.
     """
 
     rounds: int
@@ -105,55 +107,34 @@ class Result:
 # ----------------------------------------------------------------------------------------------------- others' loops
 
 
-@contextlib.contextmanager
-def counted_calls(owner, name: str) -> Iterator[list]:
-    """A list with an item for each call of a method in this context."""
-    calls: list = []
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def counted(*args, **kwargs):
-        calls.append(None)
-        return original(*args, **kwargs)
-
-    with mock.patch.object(owner, name, counted):
-        yield calls
-
-
-def native_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+def native_loop(target, draft, inputs: dict) -> torch.LongTensor:
     """Transformers' own DFlash, `speculation_type="dflash"`. It takes tokens from hidden states; the oracle's here."""
-    prompts = inputs["input_ids"].cpu().tolist()
-    kind = candidate_generator.DFlashTokenCandidateGenerator
-    with native_oracle([draft.likely[0, :, 0]], prompts), counted_calls(kind, "get_candidates") as rounds:
-        text = target.generate(**inputs, assistant_model=draft, speculation_type="dflash")
-    return text, len(rounds)
+    with native_oracle([draft.likely[0, :, 0]], inputs["input_ids"].tolist()):
+        return target.generate(**inputs, assistant_model=draft, speculation_type="dflash")
 
 
-def candidates_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+def candidates_loop(target, draft, inputs: dict) -> torch.LongTensor:
     """Transformers' own loop with a [`DFlashCandidateGenerator`]: how a drafter decodes without the package."""
     ids = inputs["input_ids"]
     draft.begin(ids)
     generator = DFlashCandidateGenerator(draft, target, ids.shape[1] + inputs["max_new_tokens"])
-    with counted_calls(DFlashCandidateGenerator, "get_candidates") as rounds:
-        text = target.generate(**inputs, assistant_model=generator)
-    return text, len(rounds)
+    return target.generate(**inputs, assistant_model=generator)
 
 
-def published_loop(target, draft, inputs: dict) -> tuple[torch.LongTensor, int]:
+def published_loop(target, draft, inputs: dict) -> torch.LongTensor:
     """A loop of the shape of z-lab's, without end-of-sequence tokens: that of `.gpu/parts.py`."""
     sys.path.append(str(GPU_FOLDER))
     try:
         from parts import cropping_loop
     finally:
         sys.path.remove(str(GPU_FOLDER))
-    text, lengths, _ = cropping_loop(target, draft, inputs["input_ids"], inputs["max_new_tokens"])
-    return text[None], len(lengths)
+    text, _, _ = cropping_loop(target, draft, inputs["input_ids"], inputs["max_new_tokens"])
+    return text[None]
 
 
 SELECTOR = {"selector_rank": 16, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
 MARKOV = {"markov_rank": 16}
 DOMINO = {"gru_hidden_dim": 16, "emb_dim": 16}
-BLOCK: dict = {"block_size": None}  # replaced by the size of the shape's block
 
 
 MODES = {
@@ -163,15 +144,15 @@ MODES = {
     'transformers\' own, `speculation_type="dflash"`': Mode(loop=native_loop),
     "transformers' loop, `DFlashCandidateGenerator`": Mode(loop=candidates_loop),
     "plain call": Mode(),
-    "block": Mode(BLOCK),
-    "tree of 63": Mode({"tree_nodes": 63}),
-    "block, sampled": Mode(BLOCK, is_sampled=True),
+    "block": Mode(is_block=True),
+    "tree of 63": Mode(decoding={"tree_nodes": 63}),
+    "block, sampled": Mode(is_block=True, is_sampled=True),
     "plain call, sampled": Mode(is_sampled=True),
     "plain call, four rows": Mode(rows=4),
-    "block, selector head": Mode(BLOCK, head=SELECTOR),
-    "block, Markov head": Mode(BLOCK, head=MARKOV),
-    "block, Domino head": Mode(BLOCK, head=DOMINO),
-    "block, streamer": Mode(BLOCK, is_streamed=True),
+    "block, selector head": Mode(is_block=True, head=SELECTOR),
+    "block, Markov head": Mode(is_block=True, head=MARKOV),
+    "block, Domino head": Mode(is_block=True, head=DOMINO),
+    "block, streamer": Mode(is_block=True, is_streamed=True),
 }
 
 
@@ -179,95 +160,126 @@ MODES = {
 
 
 @functools.cache
-def target_of(layers: int):
-    """A random target on the CPU. It must not be moved: the device gets a copy."""
-    return make_target("qwen3", num_hidden_layers=layers, max_position_embeddings=4096)
+def target_of(layers: int, device: str):
+    """A random target on a device, the same on each; `cuda` inside of a pretend accelerator."""
+    return make_target("qwen3", num_hidden_layers=layers, max_position_embeddings=4096).to(device)
 
 
-def oracle_of(draft, texts: torch.LongTensor, prompt: int, is_sure: bool) -> ScriptedDraft:
+def oracle_of(mode: Mode, shape: Shape, texts: torch.LongTensor) -> ScriptedDraft:
     """
     A drafter that is right in `ACCURACY` of all slots, and as sure as it is right; in half of the others its second
     token is right.
 
     Args:
-        draft (`DFlashDraftModel`): Whose forwards are computed.
+        mode ([`Mode`]), shape ([`Shape`]): Its settings, and its sizes.
         texts (`torch.LongTensor`): `[R, S]`, of the target.
-        prompt (`int`): Columns of the prompts.
-        is_sure (`bool`): Whether it is certain of blocks, whatever noise a sample adds.
     """
-    random = torch.Generator().manual_seed(3)
-    draws = torch.rand(texts.shape, generator=random)
-    other = (texts + 1) % VOCAB
-    third = (texts + 2) % VOCAB
-    is_wrong = draws >= ACCURACY
-    is_wrong[:, :prompt] = False
-    first = torch.where(is_wrong, other, texts)
-    second = torch.where(is_wrong & (draws < (1 + ACCURACY) / 2), texts, third)
-    oracle = ScriptedDraft.of(draft, list(texts), list(torch.stack([first, second], dim=-1)), certainty=ACCURACY)
-    oracle.is_certain_in_blocks = is_sure
-    return oracle
-
-
-def measure(mode: Mode, shape: Shape, accelerator: PretendAccelerator | None = None) -> Result:
-    """
-    Decode on the pretend accelerator, after the same text was written by the target alone on the CPU.
-
-    Args:
-        mode ([`Mode`]): How.
-        shape ([`Shape`]): The pair and the lengths of the calls.
-        accelerator ([`PretendAccelerator`], *optional*): Not entered yet. Default: a new one.
-
-    Raises:
-        `RuntimeError`: no draft was accepted, so that its rounds are not those of a drafter.
-    """
-    target = target_of(shape.layers)
-    prompts = torch.randint(2, VOCAB - 2, (mode.rows, shape.prompt), generator=torch.Generator().manual_seed(1))
-    options = {"do_sample": mode.is_sampled, "pad_token_id": 0}
-    if mode.is_sampled:
-        options |= {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **options}
-    torch.manual_seed(7)
-    text = target.generate(**inputs, max_new_tokens=shape.long + shape.block_size + 1)
-    if mode.loop is not published_loop:  # models have a token that ends a text; this one never says it
-        inputs["eos_token_id"] = min(set(range(1, VOCAB - 1)) - set(text.flatten().tolist()))
     draft = make_draft(
-        target,
+        target_of(shape.layers, "cpu"),
         block_size=shape.block_size,
         num_hidden_layers=shape.draft_layers,
         target_layer_ids=spread_layers(shape),
         **mode.head,
     )
-    with accelerator or PretendAccelerator(uncounted=UNCOUNTED) as accelerator:
-        target = copy.deepcopy(target).to("cuda")
+    block_size = shape.block_size if mode.is_block else None
+    draft.decoding_config = DFlashDecodingConfig(block_size=block_size, **mode.decoding)
+    draws = torch.rand(texts.shape, generator=torch.Generator().manual_seed(SEED))
+    is_wrong = draws >= ACCURACY
+    is_wrong[:, : shape.prompt] = False
+    first = torch.where(is_wrong, (texts + 1) % VOCAB, texts)
+    second = torch.where(is_wrong & (draws < (1 + ACCURACY) / 2), texts, (texts + 2) % VOCAB)
+    oracle = ScriptedDraft.of(draft, list(texts), list(torch.stack([first, second], dim=-1)), certainty=ACCURACY)
+    oracle.is_certain_in_blocks = mode.is_block  # else sizes are chosen by how sure it is
+    return oracle
+
+
+class RoundMarks:
+    """
+    What has been counted whenever a forward of the target begins. One object serves a whole process, since a target is
+    tried again where its forward is another function.
+
+    Attributes:
+        counts (`list[Counts]`): For each forward, the counts before it.
+    """
+
+    def __init__(self, kind: type):
+        self.kind = kind
+        self.accelerator: PretendAccelerator | None = None
+        self.counts: list[Counts] = []
+        original = kind.forward
+
+        @functools.wraps(original)
+        def forward(target, *args, **kwargs):
+            if self.accelerator is not None:
+                self.counts.append(self.accelerator.counts.copy())
+            return original(target, *args, **kwargs)
+
+        self.forward = forward
+
+    @contextlib.contextmanager
+    def of(self, accelerator: PretendAccelerator):
+        """Marks of the forwards that begin in this context."""
+        self.accelerator = accelerator
+        with mock.patch.object(self.kind, "forward", self.forward):
+            yield self
+        self.accelerator = None
+
+
+@functools.cache
+def round_marks(kind: type) -> RoundMarks:
+    """The marks of a class of targets."""
+    return RoundMarks(kind)
+
+
+def measure(mode: Mode, shape: Shape) -> Result:
+    """
+    Decode on a pretend accelerator, after the same text was written by the target alone on the CPU.
+
+    Args:
+        mode ([`Mode`]): How.
+        shape ([`Shape`]): The pair and the text.
+
+    Raises:
+        `RuntimeError`: hardly a draft was accepted, so that the rounds are not those of a drafter.
+    """
+    target = target_of(shape.layers, "cpu")
+    prompts = torch.randint(2, VOCAB - 2, (mode.rows, shape.prompt), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), "do_sample": mode.is_sampled}
+    inputs["pad_token_id"] = 0
+    if mode.is_sampled:
+        inputs |= {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    torch.manual_seed(SEED)
+    script = target.generate(**inputs, max_new_tokens=shape.tokens + shape.block_size + 1)
+    text = script[:, : shape.prompt + shape.tokens]
+    inputs["max_new_tokens"] = shape.tokens
+    if mode.loop is not published_loop:  # models have a token that ends a text; this one never says it
+        inputs["eos_token_id"] = min(set(range(1, VOCAB - 1)) - set(script.flatten().tolist()))
+    drafter = None if mode.decoding is None else oracle_of(mode, shape, script)
+
+    with PretendAccelerator(uncounted=UNCOUNTED) as accelerator:
+        target = target_of(shape.layers, "cuda")
         inputs = {name: value.to("cuda") if torch.is_tensor(value) else value for name, value in inputs.items()}
-        drafter = None
-        if mode.decoding is not None:
-            decoding = dict(mode.decoding)
-            if "block_size" in decoding:
-                decoding["block_size"] = shape.block_size
-            draft.decoding_config = DFlashDecodingConfig(**decoding)
-            is_sure = "block_size" in decoding
-            drafter = oracle_of(draft, text, shape.prompt, is_sure).to("cuda")
+        if drafter is not None:
             drafter = _on_device(drafter)
-        decode(mode, target, drafter, {**inputs, "max_new_tokens": 4})  # tries the target
-        calls = []
-        for length in (shape.short, shape.long):
-            # A copy knows nothing of the calls before: both choose the same sizes, whatever the clock says.
-            before = accelerator.counts.copy()
-            written, rounds = decode(mode, target, copy.copy(drafter), {**inputs, "max_new_tokens": length})
-            counts = accelerator.counts.since(before)
-            is_same = torch.equal(written.cpu(), text[:, : shape.prompt + length])
-            calls.append((rounds, counts, is_same))
-    (few, few_counts, few_same), (many, many_counts, many_same) = calls
-    rounds = many - few
-    tokens = (shape.long - shape.short) / rounds
-    if drafter is not None and tokens < 1.5:
-        raise RuntimeError(f"{tokens:.2f} tokens in a round: drafts are not accepted")
-    return Result(rounds, tokens, many_counts.since(few_counts), few_same and many_same)
+        with round_marks(type(target)).of(accelerator) as marks:
+            # The first call tries what the target supports. A copy of the drafter is none that it has learned about.
+            decode(mode, target, copy.copy(drafter), {**inputs, "max_new_tokens": 2})
+            marks.counts.clear()
+            written = decode(mode, target, drafter, inputs)
+        is_same_text = torch.equal(written.cpu(), text)
+    rounds = len(marks.counts) - 1  # the first forward reads the prompt
+    if drafter is not None and shape.tokens / rounds < 1.5:
+        raise RuntimeError(f"{shape.tokens / rounds:.2f} tokens in a round: drafts are not accepted")
+    first = 1 + rounds // 2
+    last = len(marks.counts) - 2
+    return Result(
+        last - first, (shape.tokens - 1) / rounds, marks.counts[last].since(marks.counts[first]), is_same_text
+    )
 
 
 def _on_device(drafter: ScriptedDraft) -> ScriptedDraft:
-    """The script is no parameter, and does not move with the model."""
+    """The drafter with its script, which does not move with the model."""
+    drafter.to("cuda")
     for name in ("texts", "likely", "codes", "base"):
         setattr(drafter, name, getattr(drafter, name).to("cuda"))
     drafter.begin(drafter.texts[:1, :1])
@@ -280,17 +292,14 @@ def spread_layers(shape: Shape) -> list[int]:
     return [min(1 + step * i, shape.layers - 2) for i in range(shape.draft_layers)]
 
 
-def decode(mode: Mode, target, drafter, inputs: dict) -> tuple[torch.LongTensor, int]:
-    """The text `[R, S]` and the number of rounds."""
-    torch.manual_seed(7)
+def decode(mode: Mode, target, drafter, inputs: dict) -> torch.LongTensor:
+    """The text `[R, S]`."""
+    torch.manual_seed(SEED)
     if mode.loop is not None:
         return mode.loop(target, drafter, inputs)
     if mode.is_streamed:
         inputs = {**inputs, "streamer": Collected()}
-    output = target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True)
-    if drafter is None:
-        return output.sequences, inputs["max_new_tokens"]
-    return output.sequences, max(map(len, output.acceptance_lengths))
+    return target.generate(**inputs, assistant_model=drafter)
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
@@ -336,7 +345,7 @@ def main() -> None:
     )
     print(f"widths, fp32, blocks of {shape.block_size}, a prompt of {shape.prompt} tokens; drafts right in")
     print(
-        f"{ACCURACY:.0%} of slots. Differences of calls of {shape.long} and {shape.short} new tokens. A copy that is"
+        f"{ACCURACY:.0%} of slots; {shape.tokens} new tokens, means of the second half of the rounds. A copy that is"
     )
     print(
         "not asynchronous is a wait, too; a kernel is an operator that is no view, attention is one. No time, and no"

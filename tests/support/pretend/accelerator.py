@@ -132,6 +132,11 @@ class PretendAccelerator(contextlib.ContextDecorator):
             mark.is_awaited = False
         self._awaited.clear()
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether there are asynchronous copies to the host for which it has not waited."""
+        return bool(self._awaited)
+
     def check_arrived(self, tensor: torch.Tensor) -> None:
         """
         Raises:
@@ -460,15 +465,16 @@ class _Operators(TorchDispatchMode):
         accelerator = self.accelerator
         name = func.overloadpacket.__name__
         tensors = list(_tensors((*args, *kwargs.values())))
-        for tensor in tensors:
-            accelerator.check_arrived(tensor)
-        is_copy = name == "copy_"
-        if is_copy and device_of(args[0]) != device_of(args[1]):
+        if accelerator.is_awaiting:
+            for tensor in tensors:
+                accelerator.check_arrived(tensor)
+        devices = [device_of(tensor) for tensor in tensors]
+        if name == "copy_" and devices[0] != devices[1]:
             accelerator.count_copy(args[0], args[1], bool(args[2]) if len(args) > 2 else False)
             result = func(*args, **kwargs)
             accelerator.record_operator(func, args, kwargs, [args[0]])
             return result
-        device = self._device_of(name, tensors)
+        device = self._device_of(name, tensors, devices)
         if _makes_tensors(func) and accelerator.current_device is not None:
             device = accelerator.current_device
         if device == HOST or device.type == "meta":
@@ -476,7 +482,7 @@ class _Operators(TorchDispatchMode):
 
         if _takes_generator(func) and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": accelerator.generators[device.index]}
-        self._count_waits(func, name, args, kwargs)
+        self._count_waits(name, args, kwargs)
         result = func(*args, **kwargs)
         results = list(_tensors((result,)))
         for tensor in results:
@@ -487,33 +493,32 @@ class _Operators(TorchDispatchMode):
             accelerator.record_operator(func, args, kwargs, results)
         return result
 
-    def _device_of(self, name: str, tensors: list[torch.Tensor]) -> torch.device:
+    @staticmethod
+    def _device_of(name: str, tensors: list[torch.Tensor], devices: list[torch.device]) -> torch.device:
         """
-        Where an operator runs.
+        Where an operator runs whose tensors are on these devices.
 
         Raises:
-            `RuntimeError`: its arguments are on several devices.
+            `RuntimeError`: they are on several.
         """
-        devices = {device_of(tensor) for tensor in tensors}
-        accelerators = devices - {HOST}
+        accelerators = {device for device in devices if device != HOST}
         if not accelerators:
             return HOST
-        on_host = [tensor for tensor in tensors if tensor.dim() > 0 and device_of(tensor) == HOST]
-        may_index = name in _INDEXED_READS | _INDEXED_WRITES and device_of(tensors[0]) != HOST
-        if len(accelerators) > 1 or (on_host and not may_index):
-            names = " and ".join(sorted(map(str, devices)))
+        is_index = name in _INDEXED_READS | _INDEXED_WRITES and devices[0] != HOST
+        is_mixed = any(device == HOST and tensor.dim() > 0 for tensor, device in zip(tensors, devices))
+        if len(accelerators) > 1 or (is_mixed and not is_index):
+            names = " and ".join(sorted({str(device) for device in devices}))
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {name} got tensors on {names} at "
                 f"{calling_line()}."
             )
         return accelerators.pop()
 
-    def _count_waits(self, func, name: str, args: tuple, kwargs: dict) -> None:
+    def _count_waits(self, name: str, args: tuple, kwargs: dict) -> None:
         """Count what an operator on a device does besides its kernel."""
         accelerator = self.accelerator
         if name == "_local_scalar_dense":
-            accelerator.note("to_host", "waits")
-            accelerator._arrive()
+            accelerator.read(args[0])
         elif name in _WAITS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
             accelerator.wait()
         if name in _COPIES_SCALARS:
