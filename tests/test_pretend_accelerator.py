@@ -115,6 +115,16 @@ def test_results_are_where_they_are_computed():
         assert x.to("meta").device.type == "meta"
 
 
+def test_lists_are_copied_across_devices():
+    """Each tensor of a list is on its own device: those of a target's layers that are split."""
+    with PretendAccelerator(devices=2) as accelerator:
+        lists = [[torch.full((3,), value, device=f"cuda:{i}") for i in range(2)] for value in (0.0, 1.0)]
+        before = accelerator.counts.copy()
+        torch._foreach_copy_(*lists)
+        assert accelerator.counts.since(before).kernels.total() == 2
+        assert [tensor.tolist() for tensor in lists[0]] == [[1.0] * 3] * 2
+
+
 def test_leaving_restores_torch():
     names = [(torch, "Generator"), (torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "default_generators")]
     names += [(torch.cuda, "synchronize"), (torch.cuda, "current_device"), (torch.cuda, "manual_seed_all")]

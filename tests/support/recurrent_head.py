@@ -53,7 +53,7 @@ class RecurrentHead(TokenHead):
 
     def step(self, state, previous_ids, hidden):
         memory = self.draft.memory
-        state = memory.cell(self.embed(previous_ids).to(hidden.dtype), state)
+        state = memory.cell(self.embed(previous_ids).to(hidden), state)
         return nn.functional.silu(memory.query(torch.cat([hidden, state], dim=-1))), state
 
     def scores(self, query, ids, logits):

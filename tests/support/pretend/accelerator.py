@@ -474,6 +474,11 @@ class _Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
             accelerator.record_operator(func, args, kwargs, [args[0]])
             return result
+        if name == "_foreach_copy_" and len(set(devices)) > 1:  # on several devices torch copies one after another
+            with self:
+                for destination, source in zip(*args[:2]):
+                    destination.copy_(source)
+            return None
         device = self._device_of(name, tensors, devices)
         if _makes_tensors(func) and accelerator.current_device is not None:
             device = accelerator.current_device
