@@ -3,6 +3,7 @@ Rounds on a pretend accelerator: the text is that of the CPU, in every mode and 
 asks for no more kernels, copies and waits than the tables here say.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -23,6 +24,7 @@ from dflash_hf.decoding.state import GenerationState
 
 
 SHAPE = Shape(layers=2, draft_layers=1, block_size=8, prompt=12, tokens=56)
+ALONE = {"target alone", "target alone, sampled"}
 # Per round of this shape, at most: waits, copies from the host, copies to the host, kernels.
 LIMITS = {
     "plain call": (14, 6, 8, 432),
@@ -51,12 +53,12 @@ def test_round_asks_no_more_of_a_device(name):
     assert not above, f"{counts}; waits by line: {result.counts.waits}"
 
 
-@pytest.mark.parametrize("name", sorted(MODES.keys() - LIMITS.keys() - {"target alone"}))
+@pytest.mark.parametrize("name", sorted(MODES.keys() - LIMITS.keys() - ALONE))
 def test_compared_loops_write_the_same_text(name):
     assert measure(MODES[name], SHAPE).is_same_text
 
 
-# What keeps a part of a round from being a CUDA graph, as lines of code; and the first operator that differs.
+# Parts of a round, and the files whose lines wait in them, which keeps a part from being a CUDA graph.
 PARTS = {
     "the target's forward": (SlotSession, "_forward"),
     "the drafter's forward": (Drafter, "hidden_states"),
@@ -65,25 +67,32 @@ PARTS = {
 WAITING = {"the target's forward": [], "the drafter's forward": ["draft_context.py"], "acceptance": ["state.py"]}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_wait_only_where_expected(part):
-    """
-    The obstacles to a CUDA graph. None of these parts is one yet: their tensors, among others, move from round to
-    round. What waits is listed, so that a change shows here.
-    """
-    target = make_target()
+@pytest.fixture(scope="module")
+def recordings():
+    """The recordings of each part in the rounds of a call that verifies whole blocks."""
+    target = make_target(num_hidden_layers=2)
     prompt = torch.arange(5, 14)[None]
-    text = target.generate(prompt, max_new_tokens=40, do_sample=False)
-    draft = make_draft(target)
-    with PretendAccelerator(uncounted=UNCOUNTED) as accelerator:
-        draft = scripted(draft.to("cuda"), text.to("cuda"), error_rate=0.2)
+    text = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    with PretendAccelerator(uncounted=UNCOUNTED) as accelerator, contextlib.ExitStack() as stack:
+        draft = scripted(make_draft(target, num_hidden_layers=1).to("cuda"), text.to("cuda"), error_rate=0.2)
         target = target.to("cuda")
-        options = {"max_new_tokens": 30, "do_sample": False, "assistant_model": draft}
-        target.generate(prompt.to("cuda"), **options)  # tries the target
-        with accelerator.recording_calls(*PARTS[part]) as recordings:
-            target.generate(prompt.to("cuda"), **options)
-    assert len(recordings) > 4 and all(recording.operators for recording in recordings)
-    obstacles = obstacles_to_graph(*recordings[2:4])
+        options = {"do_sample": False, "assistant_model": draft}
+        target.generate(prompt.to("cuda"), max_new_tokens=2, **options)  # tries the target
+        recorded = {}
+        for part, method in PARTS.items():
+            recorded[part] = stack.enter_context(accelerator.recording_calls(*method))
+        target.generate(prompt.to("cuda"), max_new_tokens=24, **options)
+    return recorded
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_wait_only_where_expected(part, recordings):
+    """
+    None of these parts could be a graph yet: tensors of theirs, among others, move from round to round. What waits is
+    listed, so that a change shows here.
+    """
+    assert len(recordings[part]) > 4 and all(recording.operators for recording in recordings[part])
+    obstacles = obstacles_to_graph(*recordings[part][2:4])
     assert obstacles, "a graph could replay it: say so in this test, and hold it to that"
     waiting = [line for line in obstacles if line.startswith("the host waits")]
     for file in WAITING[part]:
@@ -103,8 +112,8 @@ PLACEMENTS = {
     "three devices": (["cuda:0", "cuda:1", "cuda:2"], "cuda:1"),
 }
 FAMILIES = {"qwen3": PLACEMENTS}
-# Sliding attention, and recurrent states of two kinds.
-FAMILIES |= dict.fromkeys(("gemma3", "qwen3_5_text", "lfm2"), ("drafter on another", "three devices"))
+FAMILIES |= {"gemma3": ("drafter on another", "three devices")}  # sliding attention
+FAMILIES |= {"lfm2": ("drafter on another", "three devices"), "qwen3_5_text": ("three devices",)}  # recurrent states
 PROMPTS = torch.tensor([[5, 9, 17, 33, 5, 9, 17], [0, 0, 17, 33, 5, 9, 18]])
 NEW_TOKENS = 12
 

@@ -45,7 +45,7 @@ _INDEXED_WRITES = {"index_put", "index_put_", "_index_put_impl_"}
 _COPIES_SCALARS = {"where", *_INDEXED_WRITES}
 
 
-class PretendAccelerator(contextlib.ContextDecorator):
+class PretendAccelerator:
     """
     Inside of `with PretendAccelerator() as accelerator:` there are devices `cuda:0` to `cuda:N-1`, in this thread; see
     the docstring of this package. On leaving, everything in torch is as before; tensors and models that were moved

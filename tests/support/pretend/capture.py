@@ -64,7 +64,8 @@ class Recording:
 
     Attributes:
         operators (`list[Operator]`): These.
-        obstacles (`list[str]`): What no graph can hold: waits, and copies from the host.
+        obstacles (`list[str]`): What a graph should not hold: waits, and copies from the host. A graph can replay a
+            copy from pinned memory, but the host would have to write that memory at the right time.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Recording:
     _numbers: dict[int, int] = field(default_factory=dict)  # serial -> number, of memory made here
 
     def add_obstacles(self, kinds: Iterable[str], line: str) -> None:
-        """Note what a line does that no graph can hold: `kinds` are names of attributes of `Counts`."""
+        """Note what a line does that a graph should not hold: `kinds` are names of attributes of `Counts`."""
         self.obstacles += [f"{_OBSTACLES[kind]} at {line}" for kind in kinds]
 
     def add_operator(self, name: str, args: tuple, kwargs: dict, outputs: list[torch.Tensor], line: str) -> None:
