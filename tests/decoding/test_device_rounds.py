@@ -115,7 +115,7 @@ FAMILIES = {"qwen3": PLACEMENTS}
 FAMILIES |= {"gemma3": ("drafter on another", "three devices")}  # sliding attention
 FAMILIES |= {"lfm2": ("drafter on another", "three devices"), "qwen3_5_text": ("three devices",)}  # recurrent states
 PROMPTS = torch.tensor([[5, 9, 17, 33, 5, 9, 17], [0, 0, 17, 33, 5, 9, 18]])
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 @functools.cache
