@@ -411,7 +411,7 @@ TRIALS = {
 CONSTANTS = [
     (calibration.AcceptanceCalibration, "BINS", (5,)),
     (calibration.AcceptanceCalibration, "PRIOR", (16.0,)),
-    (calibration.AcceptanceCalibration, "HALVE_AT", (400, 10**9)),
+    (calibration.AcceptanceCalibration, "HALVE_AT", (100, 10**9)),
     (adaptive.DraftStatistics, "ASSUMED_TOKENS", (1.2, 2.5)),
     (adaptive.DraftStatistics, "ASSUMED_ROUNDS", (8,)),
     (adaptive.DraftStatistics, "DECAY", (0.8,)),

@@ -16,7 +16,7 @@ class AcceptanceCalibration:
 
     BINS = 10
     PRIOR = 4.0  # outcomes that the drafter's own probability is worth
-    HALVE_AT = 100  # outcomes of a bin, after which older ones count half: texts change
+    HALVE_AT = 400  # outcomes of a bin, after which older ones count half: texts change
 
     def __init__(self):
         self.observed = [0.0] * self.BINS
