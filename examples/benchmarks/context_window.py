@@ -119,7 +119,7 @@ class Conversation:
             for at in range(0, len(unread), 512):
                 piece = torch.tensor([unread[at : at + 512]])
                 read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
-                drafter.context.lengths = [begin + at]
+                drafter.context.set_lengths([begin + at])
                 drafter.context.read(self._features(read.hidden_states), Acceptance([piece.shape[1]]))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
@@ -135,7 +135,7 @@ class Conversation:
                 )
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
-                drafter.context.lengths = [size]
+                drafter.context.set_lengths([size])
                 drafter.context.read(features[:, : prompt.shape[1] - size], Acceptance([prompt.shape[1] - size]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
@@ -166,7 +166,7 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     size = drafter.draft.config.block_size
     ended = int(text[-1]) == drafter.target.generation_config.eos_token_id
     lengths = []
-    drafter.context.lengths = [start]
+    drafter.context.set_lengths([start])
     while start + (1 if ended else size) < len(text):
         block = drafter.draft_block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
@@ -196,7 +196,7 @@ def times(pair: LoadedPair, repeats: int = 30) -> None:
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.context.lengths = [int(slots[0, 0])]
+        drafter.context.set_lengths([int(slots[0, 0])])
         drafter.context.pending = [(features, slots[:, :2] - 2)]
         drafter.draft_block(slots[:, 0], [])
 

@@ -52,8 +52,8 @@ class Successors:
         latencies = policy._latencies(0, drafted=True)
         committed = acceptance.counts[0]
         tokens = draft.tokens[0].tolist()
-        parents = policy.round.tree.parents[0].tolist()
-        probabilities = policy.round.probabilities[0]
+        parents = policy.round.tree.parents[0]
+        probabilities = policy.round.tree.probabilities[0]
         last = committed - 1 if acceptance.path is None else int(acceptance.path[0, committed - 1])
         path_chances = [1.0] * len(tokens)
         covered = [0.0] * len(tokens)

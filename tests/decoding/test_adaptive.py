@@ -19,9 +19,9 @@ from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.calibration import (
     AcceptanceCalibration,
+    HostTree,
     acceptance_outcomes,
     expected_accepted,
-    node_probabilities,
 )
 from dflash_hf.decoding.latency import NO_DRAFT, DraftSize, LatencyModel, RoundTimer, latency_model_of
 from dflash_hf.decoding.policies import DraftPolicy
@@ -381,29 +381,27 @@ def small_tree() -> Tree:
 
 
 def test_expected_tokens_sum_path_chances():
-    tree = small_tree()
-    probabilities = node_probabilities(tree)
-    assert probabilities[0][1:] == pytest.approx([0.5, 0.3, 0.5])
+    tree = HostTree.of(small_tree())
+    assert tree.probabilities[0][1:] == pytest.approx([0.5, 0.3, 0.5])
     calibration = AcceptanceCalibration()
-    expected = expected_accepted(tree, probabilities, [True], 9, calibration)
+    expected = expected_accepted(tree, [True], 9, calibration)
     assert expected == pytest.approx([0.0, 0.5, 0.8, 1.05])
-    assert expected_accepted(tree, probabilities, [True], 2, calibration) == pytest.approx([0.0, 0.5, 0.8, 0.8])
-    assert expected_accepted(tree, probabilities, [False], 9, calibration) == [0.0] * 4
+    assert expected_accepted(tree, [True], 2, calibration) == pytest.approx([0.0, 0.5, 0.8, 0.8])
+    assert expected_accepted(tree, [False], 9, calibration) == [0.0] * 4
 
 
 def test_outcomes_are_children_of_accepted_nodes():
-    tree = small_tree()
-    probabilities = node_probabilities(tree)
-    rejected = list(acceptance_outcomes(tree, probabilities, Acceptance([1]), [True]))
+    tree = HostTree.of(small_tree())
+    rejected = list(acceptance_outcomes(tree, 4, Acceptance([1]), [True]))
     assert [accepted for _, accepted in rejected] == [False, False]
     accepted = Acceptance([3], torch.tensor([[0, 1, 3]]))
-    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, probabilities, accepted, [True])] == [
+    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, 4, accepted, [True])] == [
         True,
         False,
         True,
     ]
     ended = Acceptance([2], torch.tensor([[0, 1]]))
-    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, probabilities, ended, [False])] == [
+    assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, 4, ended, [False])] == [
         True,
         False,
     ]

@@ -28,6 +28,11 @@ class Block(NamedTuple):
     depths: torch.LongTensor | None = None
     ancestors: torch.BoolTensor | None = None
 
+    @property
+    def max_depth(self) -> int:
+        """The largest depth of a node."""
+        return self.tokens.shape[1] - 1
+
     def longest_match(self, target_tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """
         The longest path on which every drafted token is the target's own choice.
@@ -49,17 +54,24 @@ class Block(NamedTuple):
 
 class Acceptance(NamedTuple):
     """
-    What the target accepts of a round's candidates.
+    What the target accepts of a round's candidates. Lists are on the host, tensors on the device: a round copies its
+    result to the host once, and nothing back.
 
     Attributes:
         counts (`list[int]`): Tokens committed in each row, the target's own (bonus) token included; 0 for rows that
             had ended before.
         path (`torch.LongTensor`, *optional*): `[R, m]`, the nodes of the accepted tokens, the anchor first; `None`:
             they are 0, 1, 2, ... in every row.
+        device_counts (`torch.LongTensor`, *optional*): `[R]`, the `counts`, where they are on the device already.
+        host_path (`list[list[int]]`, *optional*): The `path`, where it is on the host already.
+        tokens (`list[list[int]]`, *optional*): The committed tokens of each row, where they are on the host already.
     """
 
     counts: list[int]
     path: torch.LongTensor | None = None
+    device_counts: torch.LongTensor | None = None
+    host_path: list[list[int]] | None = None
+    tokens: list[list[int]] | None = None
 
     @classmethod
     def from_paths(cls, paths: list[list[int]], device: torch.device) -> "Acceptance":
@@ -69,7 +81,20 @@ class Acceptance(NamedTuple):
             return cls(counts)
         longest = max(counts)
         padded = [path + [0] * (longest - len(path)) for path in paths]
-        return cls(counts, torch.tensor(padded, device=device))
+        return cls(counts, torch.tensor(padded, device=device), host_path=padded)
+
+    def counts_on(self, device: torch.device) -> torch.LongTensor:
+        """The `counts` `[R]` on a device."""
+        if self.device_counts is None:
+            return torch.tensor(self.counts, device=device)
+        return self.device_counts.to(device)
+
+    def nodes_of_rows(self) -> list[list[int]]:
+        """The accepted nodes of each row, the anchor first."""
+        if self.path is None:
+            return [list(range(count)) for count in self.counts]
+        paths = self.path.tolist() if self.host_path is None else self.host_path
+        return [path[:count] for path, count in zip(paths, self.counts, strict=True)]
 
     def select(self, states: torch.Tensor) -> torch.Tensor:
         """`[R, max(counts), F]` of the accepted path, from `[R, n, F]` of all candidates."""

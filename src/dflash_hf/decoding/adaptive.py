@@ -36,9 +36,9 @@ from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adapters import adapters_of
 from dflash_hf.decoding.calibration import (
     AcceptanceCalibration,
+    HostTree,
     acceptance_outcomes,
     expected_accepted,
-    node_probabilities,
 )
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.draft_session import DraftSession
@@ -110,8 +110,7 @@ class PlannedRound:
     size: DraftSize
     latency: float  # expected, in rounds without a draft
     started: float  # seconds
-    tree: Tree | None = None  # of a round with a draft
-    probabilities: list[list[float]] | None = None  # [R][n], the drafter's, of each node given its parent
+    tree: HostTree | None = None  # of a round with a draft: all that was drafted
 
 
 class CandidateLimits(NamedTuple):
@@ -193,7 +192,7 @@ class AdaptiveLength(DraftPolicy):
     def get_candidates(self, state: GenerationState) -> Block | Tree:
         started = self.timer.now()
         if not self.rounds:
-            self._extend_lookups(state, [1] * self.call.rows)  # the prompt's forward wrote the first token
+            self._read_first_tokens(state)
         is_measurement = self._is_measurement_round(state)
         if self.lookups and not is_measurement:
             copied = self._copy(state, started)
@@ -234,17 +233,14 @@ class AdaptiveLength(DraftPolicy):
         else:
             longest_path = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
             drafted = self.draft_tree(state, min(longest_path, self.max_nodes), top_k=1)
-        probabilities = node_probabilities(drafted)
-        expected = expected_accepted(
-            drafted, probabilities, state.unfinished, state.remaining_tokens, self.statistics.calibration
-        )
+        tree = HostTree.of(drafted)
+        expected = expected_accepted(tree, state.unfinished, state.remaining_tokens, self.statistics.calibration)
         latencies = self._latencies(state.longest, drafted=True)
         length = self.choose_length(expected, latencies, sum(state.unfinished))
         verified = drafted.first(1 + length)
-        self.round = PlannedRound(DraftSize(length, True), latencies[length], started, verified, probabilities)
+        self.round = PlannedRound(DraftSize(length, True), latencies[length], started, tree)
         # A path in every row is verified as a block, which is faster; its nodes have the same numbers.
-        block = verified.block
-        return verified if block is None else block
+        return Block(verified.tokens) if tree.is_path(1 + length) else verified
 
     def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
         """
@@ -265,13 +261,14 @@ class AdaptiveLength(DraftPolicy):
         counts = acceptance.counts
         lengths_before = [length - count for length, count in zip(state.lengths, counts, strict=True)]
         self.timer.record(self.call.prompt_length + max(lengths_before), current.size, current.started)
-        self._extend_lookups(state, counts)
+        for lookup, committed in zip(self.lookups, self._committed_tokens(state, acceptance)):
+            lookup.extend(committed)
         tokens = self._progress(state, lengths_before, counts)
         self.rounds.append((current.size.num_drafted, tokens, current.latency))
-        if current.tree is None or current.probabilities is None:
+        if current.tree is None:
             return
         for probability, was_accepted in acceptance_outcomes(
-            current.tree, current.probabilities, acceptance, state.unfinished
+            current.tree, 1 + current.size.num_drafted, acceptance, state.unfinished
         ):
             self.statistics.calibration.record(probability, was_accepted)
         self.statistics.record(tokens, current.latency)
@@ -289,11 +286,21 @@ class AdaptiveLength(DraftPolicy):
         left_after = 0 if state.done else state.remaining_tokens
         return min(left_before - left_after, max(counts))
 
-    def _extend_lookups(self, state: GenerationState, counts: list[int]) -> None:
-        """Let the prompt lookup of each row read its last tokens."""
-        for row, lookup in enumerate(self.lookups):
+    def _read_first_tokens(self, state: GenerationState) -> None:
+        """Let the prompt lookup of each row read the token that the prompt's forward wrote."""
+        if self.lookups:
+            for lookup, token in zip(self.lookups, state.anchors.tolist(), strict=True):
+                lookup.extend([token])
+
+    def _committed_tokens(self, state: GenerationState, acceptance: Acceptance) -> list[list[int]]:
+        """The tokens that a round has committed to each row."""
+        if acceptance.tokens is not None:
+            return acceptance.tokens
+        committed = []
+        for row, count in enumerate(acceptance.counts):
             end = self.call.selector.input_length + state.lengths[row]
-            lookup.extend(state.buffer[row, end - counts[row] : end].tolist())
+            committed.append(state.buffer[row, end - count : end].tolist())
+        return committed
 
     # --------------------------------------------------------------------------------------------------- after a call
 

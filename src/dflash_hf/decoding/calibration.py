@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import NamedTuple
+
+import torch
 
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.trees import Tree
@@ -40,25 +43,47 @@ class AcceptanceCalibration:
         return (self.accepted[index] + self.PRIOR * probability) / (self.observed[index] + self.PRIOR)
 
 
-def node_probabilities(tree: Tree) -> list[list[float]]:
-    """`[R][n]`, the drafter's probability of each node given its parent."""
-    return (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
+class HostTree(NamedTuple):
+    """
+    What the policy reads of a [`Tree`], on the host: lists `[R][n]`, made by one copy from the device.
+
+    Attributes:
+        depths (`list[list[int]]`): Each node's distance from the anchor.
+        parents (`list[list[int]]`): The parent of each node.
+        probabilities (`list[list[float]]`): The drafter's, of each node given its parent.
+    """
+
+    depths: list[list[int]]
+    parents: list[list[int]]
+    probabilities: list[list[float]]
+
+    @classmethod
+    def of(cls, tree: Tree) -> "HostTree":
+        """Copy a tree to the host, which waits for the device."""
+        probabilities = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp()
+        values = torch.stack([tree.depths.double(), tree.parents.double(), probabilities.double()])
+        depths, parents, host_probabilities = values.tolist()
+        return cls(_as_integers(depths), _as_integers(parents), host_probabilities)
+
+    def is_path(self, num_candidates: int) -> bool:
+        """Whether the first `num_candidates` nodes, the anchor included, are a single path in every row."""
+        path = list(range(num_candidates))
+        return all(depths[:num_candidates] == path for depths in self.depths)
+
+
+def _as_integers(rows: list[list[float]]) -> list[list[int]]:
+    return [[int(value) for value in row] for row in rows]
 
 
 def expected_accepted(
-    tree: Tree,
-    probabilities: list[list[float]],
-    unfinished: list[bool],
-    remaining_tokens: int,
-    calibration: AcceptanceCalibration,
+    tree: HostTree, unfinished: list[bool], remaining_tokens: int, calibration: AcceptanceCalibration
 ) -> list[float]:
     """
     How many tokens the target is expected to accept of the first 0, 1, ... drafted nodes of a tree, over all rows: the
     sum of the probabilities that it accepts the path to each of them.
 
     Args:
-        tree (`Tree`): `n` candidates, the anchor first, then the likeliest nodes.
-        probabilities (`list[list[float]]`): `[R][n]`, the drafter's, of each node given its parent.
+        tree (`HostTree`): `n` candidates, the anchor first, then the likeliest nodes.
         unfinished (`list[bool]`): Rows that have not ended.
         remaining_tokens (`int`): Maximum number of tokens that any of them may still generate.
         calibration (`AcceptanceCalibration`): Of the drafter.
@@ -66,41 +91,37 @@ def expected_accepted(
     Returns:
         `list[float]` `[n]`.
     """
-    depths = tree.depths.tolist()
-    parents = tree.parents.tolist()
-    num_candidates = len(depths[0])
+    num_candidates = len(tree.depths[0])
     accepted_at_node = [0.0] * num_candidates
-    for row, is_unfinished in enumerate(unfinished):
+    for depths, parents, probabilities, is_unfinished in zip(*tree, unfinished, strict=True):
         if not is_unfinished:
             continue
         path_probabilities = [1.0] * num_candidates
         for node in range(1, num_candidates):
-            path_probabilities[node] = path_probabilities[parents[row][node]] * calibration(probabilities[row][node])
-            if depths[row][node] < remaining_tokens:
+            path_probabilities[node] = path_probabilities[parents[node]] * calibration(probabilities[node])
+            if depths[node] < remaining_tokens:
                 accepted_at_node[node] += path_probabilities[node]
     return list(accumulate(accepted_at_node))
 
 
 def acceptance_outcomes(
-    tree: Tree, probabilities: list[list[float]], acceptance: Acceptance, unfinished: list[bool]
+    tree: HostTree, num_candidates: int, acceptance: Acceptance, unfinished: list[bool]
 ) -> Iterator[tuple[float, bool]]:
     """
     The outcomes of a round, from which calibration learns: for each node whose parent was accepted, whether it was
     accepted too. In a row that ended, nothing is learned of the nodes after the last token.
 
     Args:
-        tree (`Tree`): What was verified.
-        probabilities (`list[list[float]]`): As in [`expected_accepted`].
+        tree (`HostTree`): What was drafted.
+        num_candidates (`int`): How many of its nodes were verified, the anchor included.
         acceptance (`Acceptance`): What was accepted.
         unfinished (`list[bool]`): Rows that have not ended.
 
     Yields:
         The probability of a node, and whether it was accepted.
     """
-    parents = tree.parents.tolist()
-    for row, count in enumerate(acceptance.counts):
-        path = list(range(count)) if acceptance.path is None else acceptance.path[row, :count].tolist()
+    for row, path in enumerate(acceptance.nodes_of_rows()):
         extended = path if unfinished[row] else path[:-1]
-        for node in range(1, len(parents[row])):
-            if parents[row][node] in extended:
-                yield probabilities[row][node], node in path
+        for node in range(1, num_candidates):
+            if tree.parents[row][node] in extended:
+                yield tree.probabilities[row][node], node in path

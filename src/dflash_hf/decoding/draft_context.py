@@ -106,6 +106,7 @@ class DraftContext:
 
     Attributes:
         lengths (`list[int]`): Tokens of each row before its anchor, from the first that the drafter has read.
+        device_lengths (`torch.LongTensor`): `[R]`, the same on the device.
         first_positions (`torch.LongTensor`): `[R, 1]`, the position of the token in each row's slot 0.
         prompt (`list[torch.Tensor]`): Projected features `[R, n, H]` of the prompt that are not in the cache yet.
         pending (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and the indices of their
@@ -123,6 +124,7 @@ class DraftContext:
         self.prompt: list[torch.Tensor] = []
         self.pending: list[tuple[torch.Tensor, torch.LongTensor]] = []
         self.lengths: list[int] = []
+        self.device_lengths = torch.zeros(0, dtype=torch.long)
         self.cache = SlotCache(0, 0)
         self.first_index = 0
         self.first_positions = torch.zeros(0, 1, dtype=torch.long)
@@ -180,7 +182,7 @@ class DraftContext:
             first_indices = (past_length - pads).clamp(min=0)
         row_positions = first_positions if first_positions.dim() == 2 else first_positions[0]  # [R, 1]
         self.first_positions = row_positions + first_indices
-        self.lengths = (prompt_length - pads - first_indices)[:, 0].tolist()
+        self.set_lengths((prompt_length - pads - first_indices)[:, 0].tolist())
         appended_columns = torch.arange(past_length, prompt_length, device=pads.device)
         self._write_prompt(appended_columns - pads - first_indices)
 
@@ -226,17 +228,22 @@ class DraftContext:
         self.cache.reserve(max(self.lengths) + self.draft.config.max_block_tokens)
         ring = self.cache.ring
         if ring is not None:  # of the tokens that share a slot, only the last is written
-            last = torch.tensor(self.lengths, device=indices.device)[:, None]
+            last = self.device_lengths[:, None]
             indices = indices.masked_fill((indices >= SINK_TOKENS) & (indices < last - ring.size), -1)
         for part in indices.split([states.shape[1] for states in self.prompt], dim=1):
             self._write(self.prompt.pop(0), part)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set the tokens of each row before its anchor."""
+        self.lengths = lengths
+        self.device_lengths = torch.tensor(lengths, device=self.device)
 
     # ------------------------------------------------------------------------------------------------------- a round
 
     def block_inputs(self, num_slots: int) -> dict:
         """Arguments of the drafter's forward: all that is pending, and a block of `num_slots` slots after it."""
         features, pending_indices = self._take_pending()
-        start = torch.tensor(self.lengths, device=self.device)[:, None]
+        start = self.device_lengths[:, None]
         block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
         self.cache.reserve(max(self.lengths) + num_slots)
         groups = [block_indices] if features is None else [pending_indices, block_indices]
@@ -253,9 +260,10 @@ class DraftContext:
         """Collect the features `[R, n, L * H]` of each row's accepted tokens; the first is that of the last anchor."""
         device = self.device
         steps = torch.arange(features.shape[1], device=device)
-        counts = torch.tensor(acceptance.counts, device=device)[:, None]
-        start = torch.tensor(self.lengths, device=device)[:, None]
-        self.pending.append((features, torch.where(steps < counts, start + steps, -1)))
+        counts = acceptance.counts_on(device)
+        start = self.device_lengths[:, None]
+        self.pending.append((features, torch.where(steps < counts[:, None], start + steps, -1)))
+        self.device_lengths = self.device_lengths + counts
         self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
         if sum(indices.shape[1] for _, indices in self.pending) > MAX_PENDING:
             features, indices = self._take_pending()

@@ -77,7 +77,9 @@ class SamplingNoise:
             token = _sample_with_checks(probabilities)
         return int(token)
 
-    def perturb(self, scores: torch.Tensor, depths: torch.LongTensor, indices: list[int]) -> torch.Tensor:
+    def perturb(
+        self, scores: torch.Tensor, depths: torch.LongTensor, indices: list[int], max_depth: int
+    ) -> torch.Tensor:
         """
         Probabilities divided by their noise, whose argmax is the sample.
 
@@ -85,13 +87,14 @@ class SamplingNoise:
             scores (`torch.Tensor`): `[R, n, V]`, processed, after each token of a draft.
             depths (`torch.LongTensor`): `[R, n]`, of these tokens.
             indices (`list[int]`): The index of the draw at depth 0 of each row.
+            max_depth (`int`): No depth is larger.
 
         Returns:
             `torch.Tensor` `[R, n, V]`.
         """
         probabilities = scores.softmax(dim=-1)
         self.vocab_size = scores.shape[-1]
-        noise = self._noise_of_rows(indices, int(depths.max()) + 1).to(scores.device)
+        noise = self._noise_of_rows(indices, max_depth + 1).to(scores.device)
         rows = torch.arange(len(indices), device=depths.device)[:, None]
         return probabilities / noise[rows, depths]
 

@@ -45,6 +45,8 @@ class SlotSession:
 
     Attributes:
         lengths (`list[int]`): Tokens of each row that the cache holds.
+        device_lengths (`torch.LongTensor`): `[R]`, the same on the device, where a round advances them without a copy
+            from the host.
     """
 
     cache_class = SlotCache
@@ -73,11 +75,16 @@ class SlotSession:
         takes_router_argument = "output_router_logits" in inspect.signature(target.forward).parameters
         # From here on the caller's cache is empty: whatever may fail comes before.
         self.cache = self.cache_class.adopt(cache, padding, max_candidates, fixed_shapes=graph is not None)
-        self.lengths = [self.cache.columns - pad for pad in padding]
+        self.set_lengths([self.cache.columns - pad for pad in padding])
         self.arguments = {**extra_arguments, cache_argument(target): self.cache, "use_cache": True}
         if takes_router_argument:
             # If it is true, the forward computes a loss from a mask of padding, which is absent.
             self.arguments["output_router_logits"] = False
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set the tokens of each row that the cache holds."""
+        self.lengths = lengths
+        self.device_lengths = torch.tensor(lengths, device=self.first_positions.device)
 
     def inference_context(self):
         """
@@ -98,7 +105,7 @@ class SlotSession:
         """
         num_candidates = candidates.tokens.shape[1]
         self.cache.reserve(max(self.lengths) + num_candidates)
-        start = torch.tensor(self.lengths, device=self.first_positions.device)[:, None]  # [R, 1]
+        start = self.device_lengths[:, None]  # [R, 1]
         indices = start + torch.arange(num_candidates, device=start.device)  # [R, n]
         self.cache.set_next_indices(indices)
         arguments = self.arguments
@@ -142,10 +149,11 @@ class SlotSession:
         """Keep the accepted tokens: the path through a tree is made contiguous; the next round overwrites the rest."""
         path = acceptance.path
         if path is not None:
-            start = torch.tensor(self.lengths, device=path.device)[:, None]
+            start = self.device_lengths[:, None]
             steps = torch.arange(path.shape[1], device=path.device)
             self.cache.copy_tokens(start + path, start + steps)
         self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
+        self.device_lengths = self.device_lengths + acceptance.counts_on(self.device_lengths.device)
 
     def write_back(self, interrupted: Acceptance | None = None):
         """

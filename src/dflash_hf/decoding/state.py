@@ -30,6 +30,9 @@ class GenerationState:
         self.buffer = prompt  # grows, since the limit may be far away
         self.lengths = [0] * rows
         self.unfinished = [True] * rows
+        # The same on the device, for tokens that are committed at once.
+        self._device_lengths = prompt.new_zeros(rows)
+        self._device_unfinished = torch.ones(rows, dtype=torch.bool, device=prompt.device)
         self.anchors = prompt.new_zeros(rows)
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.outputs: dict[str, list[torch.Tensor]] = {name: [] for name in selector.requested_outputs}
@@ -132,12 +135,11 @@ class GenerationState:
         depths = candidates.depths
         if depths is None:
             depths = torch.arange(logits.shape[1], device=device).expand(logits.shape[:2])
-        target_tokens = selector.choose(logits, depths, self.sample_indices)
+        target_tokens = selector.choose(logits, depths, self.sample_indices, candidates.max_depth)
         counts, path = candidates.longest_match(target_tokens)
         tokens = target_tokens if path is None else target_tokens.gather(1, path)  # [R, m]
         # 2. Where rows end on that path.
-        lengths, unfinished = torch.tensor([self.lengths, self.unfinished], device=device)
-        remaining = (selector.max_new_tokens - lengths) * unfinished
+        remaining = (selector.max_new_tokens - self._device_lengths) * self._device_unfinished
         counts = counts.minimum(remaining)
         ended = counts >= remaining
         if selector.eos_token_ids is not None:
@@ -149,14 +151,28 @@ class GenerationState:
         # 3. Write all tokens of the path, padding past `counts`: the next round overwrites it.
         steps = torch.arange(tokens.shape[1], device=device)
         tokens = torch.where(steps < counts[:, None], tokens, selector.pad_token_id)
-        self.buffer.scatter_(1, (selector.input_length + lengths)[:, None] + steps, tokens)
+        self.buffer.scatter_(1, (selector.input_length + self._device_lengths)[:, None] + steps, tokens)
         last_tokens = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         self.anchors = torch.where(counts > 0, last_tokens, self.anchors)
-        # 4. On the host, which waits for the device.
-        host_counts, host_ended = torch.stack([counts, ended.long()]).tolist()
-        self.lengths = [length + count for length, count in zip(self.lengths, host_counts)]
-        self.unfinished = [was_unfinished and not ends for was_unfinished, ends in zip(self.unfinished, host_ended)]
-        return Acceptance(host_counts, path)
+        self._device_lengths = self._device_lengths + counts
+        self._device_unfinished = self._device_unfinished & ~ended
+        # 4. All that the host needs, in one copy, for which it waits.
+        columns = [counts[:, None], ended[:, None], tokens]
+        if path is not None:
+            columns.append(path)
+        host_rows = torch.cat(columns, dim=1).tolist()
+        num_tokens = tokens.shape[1]
+        host_counts = [row[0] for row in host_rows]
+        for row, (count, has_ended, *_) in enumerate(host_rows):
+            self.lengths[row] += count
+            self.unfinished[row] = self.unfinished[row] and not has_ended
+        return Acceptance(
+            host_counts,
+            path,
+            device_counts=counts,
+            host_path=None if path is None else [row[2 + num_tokens :] for row in host_rows],
+            tokens=[row[2 : 2 + count] for row, count in zip(host_rows, host_counts, strict=True)],
+        )
 
     def _commit_token_by_token(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Each row separately: its tokens go on as long as they agree with the candidates; extends their `paths`."""

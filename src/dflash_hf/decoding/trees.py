@@ -33,6 +33,12 @@ class Tree(NamedTuple):
     ancestors: torch.BoolTensor  # [R, n, n]  whether a node attends to another: an ancestor or itself
     parents: torch.LongTensor  # [R, n]  0 for the anchor itself
     log_probs: torch.Tensor  # [R, n]    of the path to a node; always below that of the path to its parent
+    slots: int | None = None  # no node is deeper; `None`: not known to the host
+
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper. If the tree does not say it, this waits for the device."""
+        return int(self.depths.max()) if self.slots is None else self.slots
 
     @classmethod
     def of_anchors(cls, anchors: torch.LongTensor) -> "Tree":
@@ -40,7 +46,7 @@ class Tree(NamedTuple):
         tokens = anchors[:, None]
         zeros = torch.zeros_like(tokens)
         ancestors = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=anchors.device)
-        return cls(tokens, zeros, ancestors, zeros, zeros.float())
+        return cls(tokens, zeros, ancestors, zeros, zeros.float(), slots=0)
 
     def first(self, num_candidates: int) -> "Tree":
         """The tree of the anchor and the likeliest nodes, `num_candidates` in all."""
@@ -50,6 +56,7 @@ class Tree(NamedTuple):
             self.ancestors[:, :num_candidates, :num_candidates],
             self.parents[:, :num_candidates],
             self.log_probs[:, :num_candidates],
+            None if self.slots is None else min(self.slots, num_candidates - 1),
         )
 
     @property
@@ -338,7 +345,9 @@ def _tree_of_paths(anchors, tokens, log_probs, prefixes, nodes: int) -> Tree:
     ancestors[:, :, 0] = True
     path_from_anchor = torch.nn.functional.pad(path_nodes, (1, 0))  # [R, n, 1 + D], by depth
     parents = path_from_anchor.gather(2, depths[:, 1:, None] - 1)[..., 0]  # [R, n]
-    return Tree(tokens, depths, ancestors, _prepend_anchor_zeros(parents), _prepend_anchor_zeros(log_probs))
+    parents = _prepend_anchor_zeros(parents)
+    log_probs = _prepend_anchor_zeros(log_probs)
+    return Tree(tokens, depths, ancestors, parents, log_probs, slots=min(prefixes.shape[-1], nodes))
 
 
 def _nodes_of_paths(paths: torch.LongTensor, chosen: torch.LongTensor, num_paths: int) -> torch.LongTensor:

@@ -96,7 +96,7 @@ class BatchCache:
         # At least the last token is read, for its logits.
         for start in range(min(shared, len(prompt) - 1), len(prompt), _PREFILL_CHUNK):
             chunk = torch.tensor([prompt[start : start + _PREFILL_CHUNK]], device=self.device)
-            self.prefill_session.lengths = [start]
+            self.prefill_session.set_lengths([start])
             logits = self.prefill_session.verify(Block(chunk))[0][:, -1]
         if len(self.logits_after_prompt) == _MAX_CACHED_LOGITS:
             oldest = next(iter(self.logits_after_prompt))
@@ -116,7 +116,7 @@ class BatchCache:
         """
         unused = NextToken(id=0, slot=0)  # rows without a prompt write to slot 0
         tokens = [next_tokens.get(row, unused) for row in range(self.rows)]
-        self.session.lengths = [token.slot for token in tokens]
+        self.session.set_lengths([token.slot for token in tokens])
         ids = torch.tensor([[token.id] for token in tokens], device=self.device)
         logits = self.session.verify(Block(ids))[0]
         return logits[list(next_tokens), -1]
