@@ -35,7 +35,7 @@ class TokenSelector:
         eos_token_ids (`torch.LongTensor`, *optional*): The ids that end a row.
         pad_token_id (`int`): The id that fills a row past its end.
         chooses_token_by_token (`bool`): Whether tokens are chosen one by one, and each row separately: if a processor
-            or criterion reads the sequence, and if a streamer or an output receives each token. Also if a CPU samples:
+            or criterion reads the sequence, and if an output has an entry for each token. Also if a CPU samples:
             sorting the scores of all candidates for `top_p` takes longer than a forward of a small target.
         processors (`list[LogitsProcessorList]`): One for each row.
         noise ([`SamplingNoise`], *optional*): Of the samples.
@@ -66,9 +66,9 @@ class TokenSelector:
         criteria_need_sequence = any(type(criterion) not in _BATCHED_CRITERIA for criterion in stopping_criteria)
         is_sampled = generation_config.do_sample
         samples_on_cpu = is_sampled and prompt.device.type == "cpu"
-        has_consumer = bool(self.requested_outputs) or streamer is not None
-        self.chooses_token_by_token = bool(
-            processors_need_sequence or criteria_need_sequence or has_consumer or samples_on_cpu
+        returns_scores = bool(self.requested_outputs)
+        self.chooses_token_by_token = (
+            processors_need_sequence or criteria_need_sequence or returns_scores or samples_on_cpu
         )
         self.processors = [logits_processor]
         if rows > 1:

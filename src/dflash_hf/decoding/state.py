@@ -106,29 +106,30 @@ class GenerationState:
     def _num_accepted(self, candidates, paths: list[list[int]]) -> int:
         """
         How many of the tokens that a round has committed were drafted, in all rows. The last token of a row is the
-        target's own, unless the row has ended at a drafted one. For a streamer tokens are chosen one by one, so the
-        `paths` are known.
+        target's own, unless the row has ended at a drafted one.
         """
         num_accepted = 0
         for row, path in enumerate(paths):
             if path:
                 num_accepted += len(path) - 1
-                num_accepted += (path[-1], int(self.anchors[row])) in candidates.child_by_token(row)
+                if not self.unfinished[row]:
+                    num_accepted += (path[-1], int(self.anchors[row])) in candidates.child_by_token(row)
         return num_accepted
 
     def _commit(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
-        """Choose and write tokens; `paths` receives the accepted nodes of each row if they are chosen one by one."""
+        """Choose and write tokens; `paths` receives the accepted nodes of each row, one after another."""
         logits = logits.to(self.buffer.device)
         self._reserve(self.longest + logits.shape[1])
         if self.selector.chooses_token_by_token:
             acceptance = self._commit_token_by_token(candidates, logits, paths)
         else:
-            acceptance = self._commit_at_once(candidates, logits)
+            acceptance = self._commit_at_once(candidates, logits, paths)
         if self.selector.noise is not None:
             self.selector.noise.forget(min(self.sample_indices))
         return acceptance
 
-    def _commit_at_once(self, candidates, logits: torch.Tensor) -> Acceptance:
+    def _commit_at_once(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
+        """All rows together; extends their `paths`."""
         selector = self.selector
         device = self.buffer.device
         # 1. The target's choice after each candidate, and the longest path on which they agree.
@@ -163,16 +164,19 @@ class GenerationState:
         host_rows = torch.cat(columns, dim=1).tolist()
         num_tokens = tokens.shape[1]
         host_counts = [row[0] for row in host_rows]
-        for row, (count, has_ended, *_) in enumerate(host_rows):
-            self.lengths[row] += count
-            self.unfinished[row] = self.unfinished[row] and not has_ended
-        return Acceptance(
-            host_counts,
-            path,
-            device_counts=counts,
-            host_path=None if path is None else [row[2 + num_tokens :] for row in host_rows],
-            tokens=[row[2 : 2 + count] for row, count in zip(host_rows, host_counts, strict=True)],
-        )
+        host_tokens = [row[2 : 2 + count] for row, count in zip(host_rows, host_counts, strict=True)]
+        host_path = None if path is None else [row[2 + num_tokens :] for row in host_rows]
+        acceptance = Acceptance(host_counts, path, counts, host_path, host_tokens)
+        # 5. What the caller sees: one token after another, since a streamer may raise at each.
+        for row, nodes in enumerate(acceptance.nodes_of_rows()):
+            for node, token in zip(nodes, host_tokens[row], strict=True):
+                paths[row].append(node)
+                self.lengths[row] += 1
+                if selector.streamer is not None:
+                    selector.streamer.put(torch.tensor([token]))
+            if host_rows[row][1]:
+                self.unfinished[row] = False
+        return acceptance
 
     def _commit_token_by_token(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Each row separately: its tokens go on as long as they agree with the candidates; extends their `paths`."""
