@@ -18,7 +18,7 @@ from support.recurrent_head import RecurrentHead, use_heads
 from support.scripted_draft import scripted
 
 from dflash_hf import DFlashDecodingConfig
-from dflash_hf.decoding.drafter import Drafter
+from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.state import GenerationState
 
@@ -27,12 +27,12 @@ SHAPE = Shape(layers=2, draft_layers=1, block_size=8, prompt=12, tokens=56)
 ALONE = {"target alone", "target alone, sampled"}
 # Per round of this shape, at most: waits, copies from the host, copies to the host, kernels.
 LIMITS = {
-    "plain call": (14, 6, 8, 432),
+    "plain call": (14, 6, 8, 434),
     "block": (6, 5, 1, 286),
-    "tree of 63": (7, 6, 1, 425),
+    "tree of 63": (7, 6, 1, 427),
     "block, sampled": (7, 5, 2, 313),
-    "plain call, sampled": (15, 6, 9, 461),
-    "plain call, four rows": (18.4, 5.9, 12.6, 391),
+    "plain call, sampled": (15, 6, 9, 462),
+    "plain call, four rows": (18.4, 5.9, 12.6, 392),
     "block, selector head": (6, 5, 1, 372),
     "block, Markov head": (6, 5, 1, 330),
     "block, Domino head": (6, 5, 1, 471),
@@ -61,7 +61,7 @@ def test_compared_loops_write_the_same_text(name):
 # Parts of a round, and the files whose lines wait in them, which keeps a part from being a CUDA graph.
 PARTS = {
     "the target's forward": (SlotSession, "_forward"),
-    "the drafter's forward": (Drafter, "hidden_states"),
+    "the drafter's forward": (DraftSession, "hidden_states"),
     "acceptance": (GenerationState, "accept"),
 }
 WAITING = {"the target's forward": [], "the drafter's forward": ["draft_context.py"], "acceptance": ["state.py"]}
