@@ -64,7 +64,7 @@ PARTS = {
     "the drafter's forward": (DraftSession, "hidden_states"),
     "acceptance": (GenerationState, "accept"),
 }
-WAITING = {"the target's forward": [], "the drafter's forward": ["draft_context.py"], "acceptance": ["state.py"]}
+WAITING = {"the target's forward": [], "the drafter's forward": [], "acceptance": ["state.py"]}
 
 
 @pytest.fixture(scope="module")

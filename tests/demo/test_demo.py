@@ -100,7 +100,9 @@ def test_demo_of_the_real_pair_is_lossless(real_target, tmp_path, capsys):
     options = ["--prompts", "1", "--max-new-tokens", "6", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
-    assert "1 of 1 outputs equal" in printed and "plain call" in printed
+    assert (
+        re.search(r"(\d+) of \1 outputs with the drafter equal the target's own", printed) and "plain call" in printed
+    )
 
 
 @pytest.mark.slow
