@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatc
     assert run("train", *training, *folders)[0] == 0
     pair = (*target_options, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
     status, out = run("eval", *pair, "--dtype", "float32", "--runs", 1)
-    assert status == 0 and "7 of 7 outputs equal the target's own" in out
+    assert status == 0 and re.search(r"(\d+) of \1 outputs with the drafter equal the target's own", out)
 
 
 def test_server_receives_images_as_data(tmp_path):

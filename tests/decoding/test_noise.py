@@ -54,7 +54,7 @@ def test_noise_foretells_torchs_samples(temperature, dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        at_once = noise.perturb(scores, depths, lengths).argmax(dim=-1)
+        at_once = noise.perturb(scores, depths, lengths, int(depths.max())).argmax(dim=-1)
         gumbel = noise.gumbel(lengths, 5, torch.arange(999))
     finally:
         torch.set_default_dtype(before)
@@ -169,12 +169,12 @@ def test_draw_of_many_rows_is_made_once(monkeypatch):
     monkeypatch.setattr(noise, "_draw_from", lambda generator: made.append(0) or drawn(generator))
     depths = torch.arange(8).expand(12, 8)
     lengths = [*range(12)]
-    perturbed = noise.perturb(torch.zeros(12, 8, 50), depths, lengths)
+    perturbed = noise.perturb(torch.zeros(12, 8, 50), depths, lengths, int(depths.max()))
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
-    noise.perturb(torch.zeros(12, 8, 50), depths, [14] * 12)
+    noise.perturb(torch.zeros(12, 8, 50), depths, [14] * 12, int(depths.max()))
     assert len(made) == 22  # three new ones
     other = SamplingNoise(seeded(0), rows=12)
-    assert torch.equal(perturbed, other.perturb(torch.zeros(12, 8, 50), depths, lengths))
+    assert torch.equal(perturbed, other.perturb(torch.zeros(12, 8, 50), depths, lengths, int(depths.max())))
     other.vocab_size = 50
     ids = torch.tensor([3, 7, 49])
     few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])

@@ -44,7 +44,7 @@ def test_demo_runs_every_method_in_turn(pair, tmp_path):
     assert report.lossless
     assert set(report.methods) == {"target", "target_packed", "dflash", "dflash_auto"}
     text = "\n".join(lines)
-    for part in ("compare   3 prompts", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
+    for part in ("compare   3 prompts", "plain call", "whole blocks", "6 of 6 outputs with the drafter equal", "tau "):
         assert part in text, part
     assert json.loads((tmp_path / "new" / "eval_report.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")

@@ -85,7 +85,7 @@ def test_eval_writes_its_report_beside_the_weights(pair, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("Say 1\n\nSay 2\nSay 3\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--prompts", "2", "--output", pair / "draft") == 0
     printed = capsys.readouterr().out
-    for part in ("tokens/s", "tau ", "2 of 2 outputs equal", "eval_report.json"):
+    for part in ("tokens/s", "tau ", "4 of 4 outputs with the drafter equal", "eval_report.json"):
         assert part in printed, part
     assert "prompt lookup" not in printed
     report = json.loads((pair / "draft" / "eval_report.json").read_text(encoding="utf-8"))

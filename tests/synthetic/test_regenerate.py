@@ -87,7 +87,7 @@ def test_responses_equal_the_targets_own(folder, data, tmp_path, capsys, monkeyp
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
     )
     mask = int(target.generate(prompt, max_new_tokens=1)[0, -1])  # which it would write
-    monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
+    monkeypatch.setattr("dflash_hf.pairs.packing_choice.packed_weights", lambda *models: packed.append(len(models)))
     for name, options in (("quietly", ("-q",)), ("packed", ("--packed",))):
         output = tmp_path / f"{name}.jsonl"
         code, out, _ = regenerate(capsys, data, folder, output, *HERE, "--mask-token-id", mask, *options)

@@ -116,7 +116,7 @@ def test_wrong_configurations_are_named(config, message, target, tmp_path):
 
 def test_adapter_leaves_a_path_selector_and_says_so(target, tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("dflash_hf.training.trainer.logger.warning", warnings.append)
+    monkeypatch.setattr("dflash_hf.training.trainer_setup.logger.warning", warnings.append)
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
     trainer = adapted_trainer(tmp_path, target, {"r": 2}, draft)
     assert not any(parameter.requires_grad for parameter in trainer.draft.candidate_selector.parameters())

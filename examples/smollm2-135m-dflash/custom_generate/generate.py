@@ -13,7 +13,7 @@ import weakref
 from transformers import AutoModel
 
 
-# Target -> (request, drafter), as long as the target lives. A request: the drafter's name, its revision, and when its
+# Target -> (source, drafter), as long as the target lives. A source is the drafter's name, its revision, and when its
 # folder last changed.
 _loaded = weakref.WeakKeyDictionary()
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -55,9 +55,9 @@ def _load_drafter(target, name: str | os.PathLike | None, hub_arguments: dict):
             "The drafter's name could not be read from the running `generate`; load it with `AutoModel` and pass "
             "it: `target.generate(**inputs, assistant_model=draft)`."
         )
-    request = (name, hub_arguments.get("revision"), _last_modified(name))
-    loaded_request, draft = _loaded.get(target, (None, None))
-    if request == loaded_request and not hub_arguments.get("force_download"):
+    source = (name, hub_arguments.get("revision"), _last_modified(name))
+    loaded_source, draft = _loaded.get(target, (None, None))
+    if source == loaded_source and not hub_arguments.get("force_download"):
         return draft
     # `trust_remote_code=True` of the call concerns the folder that this file comes from, and no other.
     trust_remote_code = True if name == trusted_name else None
@@ -68,7 +68,7 @@ def _load_drafter(target, name: str | os.PathLike | None, hub_arguments: dict):
             "repository in `custom_generate` or `assistant_model`."
         )
     draft.to(target.device).eval()
-    _loaded[target] = (request, draft)
+    _loaded[target] = (source, draft)
     return draft
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
@@ -9,7 +10,10 @@ from transformers.utils import logging
 from dflash_hf._io.errors import one_line
 from dflash_hf.data.messages import UnusableRow
 from dflash_hf.pairs.configs import is_multimodal
-from dflash_hf.pairs.loading import Loading
+
+
+if TYPE_CHECKING:  # else the decoding engine would be imported
+    from dflash_hf.pairs.loading import Loading
 
 
 logger = logging.get_logger(__name__)
@@ -111,7 +115,7 @@ def load_image(image: str):
         raise UnusableRow(f"an image cannot be read ({type(error).__name__})") from error
 
 
-def load_image_reader(name: str, config: dict, tokenizer, loading: Loading):
+def load_image_reader(name: str, config: dict, tokenizer, loading: "Loading"):
     """
     The [`ImageReader`] of a target, with the chat template of its tokenizer; `None` if it reads no images, or if its
     processor cannot be loaded (a library may be missing), which is logged.
