@@ -318,7 +318,7 @@ def line_list(counter: Counter, rounds: int) -> str:
     """Lines of code with what they ask for in a round, the most first; rare ones are left out."""
     each = {line: count / rounds for line, count in counter.items() if count / rounds >= 0.05}
     lines = sorted(each, key=lambda line: (-each[line], line))
-    shown = [f"{each[line]:.1f} `{line}`" for line in lines[:SHOWN_LINES]]
+    shown = [f"{each[line]:.1f} {line}" for line in lines[:SHOWN_LINES]]
     if len(lines) > SHOWN_LINES:
         shown.append(f"{len(lines) - SHOWN_LINES} more")
     return ", ".join(shown) or "none"
