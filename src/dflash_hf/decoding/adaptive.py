@@ -20,8 +20,9 @@ other constants.
 Latencies are in rounds without a draft, and lengths depend on no clock within a call: see `latency.py`. Lengths of
 drafts do not count the anchor; only [`CandidateLimits`] count it.
 
-Lengths are chosen on the host. So a round with a draft waits for the device not only for what was accepted, as every
-round does, but also for the probabilities and the shape of the tree, before the target's forward.
+Lengths are chosen on the host, which on a CPU has the tree at once. An accelerator would have to finish the tree
+before the host can queue the target's forward. There the length follows `E(d)` of an average tree, and the tree itself
+is copied to the host while the target verifies it, for the next rounds: a round waits once, for what was accepted.
 """
 
 import copy
@@ -30,6 +31,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
@@ -39,6 +41,7 @@ from dflash_hf.decoding.calibration import (
     HostTree,
     acceptance_outcomes,
     expected_accepted,
+    values_of_tree,
 )
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.draft_session import DraftSession
@@ -70,6 +73,7 @@ class DraftStatistics:
     tokens: float = 0.0  # committed per row by rounds with drafts; older rounds count less
     relative_time: float = 0.0  # that these rounds took, in rounds without a draft
     rounds_to_pause: int = 0  # upcoming rounds without a draft: the back-off
+    average_expected: list[float] = field(default_factory=list)  # `E(0)`, `E(1)`, ... of a row; empty: not known yet
     warned: bool = False  # whether the warning that drafting does not pay was logged
 
     @property
@@ -111,6 +115,8 @@ class PlannedRound:
     latency: float  # expected, in rounds without a draft
     started: float  # seconds
     tree: HostTree | None = None  # of a round with a draft: all that was drafted
+    # The same as `values_of_tree` returns it, on its way to the host: complete when the round's result is.
+    copied_values: torch.Tensor | None = None
 
 
 class CandidateLimits(NamedTuple):
@@ -150,6 +156,7 @@ class AdaptiveLength(DraftPolicy):
         device = call.target.device
         limits = self.CPU_LIMITS if device.type == "cpu" else self.ACCELERATOR_LIMITS
         self.max_nodes = limits.for_rows(call.rows) - 1  # without the anchor
+        self.chooses_late = device.type != "cpu"
         # What earlier calls learned, as it is now: others may be learning at the same time.
         self.latency_model = self._shared_latency_model()
         self.latencies_at_start = self.latency_model.snapshot()
@@ -233,14 +240,31 @@ class AdaptiveLength(DraftPolicy):
         else:
             longest_path = min(self.call.draft.config.max_block_tokens, self.room(state)) - 1
             drafted = self.draft_tree(state, min(longest_path, self.max_nodes), top_k=1)
+        latencies = self._latencies(state.longest, drafted=True)
+        if self.chooses_late:
+            return self._verify_by_average(state, drafted, latencies, started)
         tree = HostTree.of(drafted)
         expected = expected_accepted(tree, state.unfinished, state.remaining_tokens, self.statistics.calibration)
-        latencies = self._latencies(state.longest, drafted=True)
         length = self.choose_length(expected, latencies, sum(state.unfinished))
         verified = drafted.first(1 + length)
         self.round = PlannedRound(DraftSize(length, True), latencies[length], started, tree)
         # A path in every row is verified as a block, which is faster; its nodes have the same numbers.
         return Block(verified.tokens) if tree.is_path(1 + length) else verified
+
+    def _verify_by_average(
+        self, state: GenerationState, drafted: Tree, latencies: list[float], started: float
+    ) -> Block | Tree:
+        """As many nodes of a tree as an average tree would have verified; all of them if none was seen."""
+        length = drafted.tokens.shape[1] - 1
+        average = self.statistics.average_expected
+        if average:
+            active = sum(state.unfinished)
+            expected = [active * tokens for tokens in average[: 1 + length]]
+            length = self.choose_length(expected, latencies, active)
+        values = values_of_tree(drafted).to("cpu", non_blocking=True)  # complete when the round's result is
+        self.round = PlannedRound(DraftSize(length, True), latencies[length], started, copied_values=values)
+        verified = drafted.first(1 + length)
+        return verified if self.supports_trees(state) else Block(verified.tokens)
 
     def choose_length(self, expected: list[float], latencies: list[float], active: int) -> int:
         """
@@ -265,6 +289,9 @@ class AdaptiveLength(DraftPolicy):
             lookup.extend(committed)
         tokens = self._progress(state, lengths_before, counts)
         self.rounds.append((current.size.num_drafted, tokens, current.latency))
+        if current.copied_values is not None:
+            current.tree = HostTree.of_values(current.copied_values)
+            self._average_expected(current.tree)
         if current.tree is None:
             return
         for probability, was_accepted in acceptance_outcomes(
@@ -272,6 +299,18 @@ class AdaptiveLength(DraftPolicy):
         ):
             self.statistics.calibration.record(probability, was_accepted)
         self.statistics.record(tokens, current.latency)
+
+    def _average_expected(self, tree: HostTree) -> None:
+        """Add a tree to the average `E(d)` of a row."""
+        rows = len(tree.depths)
+        expected = expected_accepted(tree, [True] * rows, len(tree.depths[0]), self.statistics.calibration)
+        average = self.statistics.average_expected
+        decay = DraftStatistics.DECAY
+        for length, tokens in enumerate(expected):
+            if length < len(average):
+                average[length] = decay * average[length] + (1 - decay) * tokens / rows
+            else:
+                average.append(tokens / rows)
 
     def _progress(self, state: GenerationState, lengths_before: list[int], counts: list[int]) -> int:
         """

@@ -60,15 +60,24 @@ class HostTree(NamedTuple):
     @classmethod
     def of(cls, tree: Tree) -> "HostTree":
         """Copy a tree to the host, which waits for the device."""
-        probabilities = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp()
-        values = torch.stack([tree.depths.double(), tree.parents.double(), probabilities.double()])
-        depths, parents, host_probabilities = values.tolist()
-        return cls(_as_integers(depths), _as_integers(parents), host_probabilities)
+        return cls.of_values(values_of_tree(tree))
+
+    @classmethod
+    def of_values(cls, values: torch.Tensor) -> "HostTree":
+        """From the values `[3, R, n]` that [`values_of_tree`] returns."""
+        depths, parents, probabilities = values.tolist()
+        return cls(_as_integers(depths), _as_integers(parents), probabilities)
 
     def is_path(self, num_candidates: int) -> bool:
         """Whether the first `num_candidates` nodes, the anchor included, are a single path in every row."""
         path = list(range(num_candidates))
         return all(depths[:num_candidates] == path for depths in self.depths)
+
+
+def values_of_tree(tree: Tree) -> torch.Tensor:
+    """The depths, parents and probabilities of a tree's nodes as one tensor `[3, R, n]`, for one copy to the host."""
+    probabilities = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp()
+    return torch.stack([tree.depths.double(), tree.parents.double(), probabilities.double()])
 
 
 def _as_integers(rows: list[list[float]]) -> list[list[int]]:
