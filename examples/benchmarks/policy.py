@@ -142,7 +142,8 @@ class Replay(GenerationState):
         trees = []
         for row, length in zip(self.answers, self.lengths, strict=True):
             trees.append(row.trees[min(length, len(row.trees)) - 1])
-        return Tree(*(torch.cat(parts) for parts in zip(*trees, strict=True))).first(nodes + 1)
+        tensors = zip(*(tree[: len(Tree._fields) - 1] for tree in trees), strict=True)  # all fields but `slots`
+        return Tree(*map(torch.cat, tensors)).first(nodes + 1)
 
     def accept(self, draft, logits=None) -> Acceptance:
         """Follow the recorded answers as far as the draft does."""
