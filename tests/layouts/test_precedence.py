@@ -1,22 +1,14 @@
 """Which value is used where a file gives several: the rules of the table in `layouts.precedence`, one by one."""
 
 import pytest
+from support.pairs import DRAFT_CONFIG
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.layouts.precedence import first_not_none, merge_nested_keys
 
 
-NESTED = {"mask_token_id": 95, "target_layer_ids": [1, 3]}
-FILE = {
-    "architectures": ["DFlashDraftModel"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "block_size": 4,
-    "dflash_config": NESTED,
-}
+NESTED = DRAFT_CONFIG["dflash_config"]
+FILE = {"architectures": ["DFlashDraftModel"], **DRAFT_CONFIG}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 # The rule: what the file has at the top level, and in `dflash_config`, the caller's arguments, and the fields' values.
 RULES = {

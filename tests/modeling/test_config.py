@@ -7,23 +7,12 @@ import pickle
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
+from support.pairs import DRAFT_CONFIG, make_draft, make_target
 from support.tiny_models import tiny_config
 from transformers import CONFIG_MAPPING, modeling_rope_utils
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.layouts.target_layers import default_target_layer_ids
-
-
-GOOD = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "block_size": 4,
-    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
-}
 
 
 def test_default_target_layers_are_evenly_spaced():
@@ -35,7 +24,7 @@ def test_default_target_layers_are_evenly_spaced():
 
 
 def test_nested_keys_win_and_all_keys_are_saved():
-    config = DFlashDraftConfig(**{**GOOD, "mask_token_id": 7, "loss_decay_gamma": 4.0})
+    config = DFlashDraftConfig(**{**DRAFT_CONFIG, "mask_token_id": 7, "loss_decay_gamma": 4.0})
     assert config.mask_token_id == 95 and config.target_layer_ids == [1, 3]
     written = json.loads(config.to_json_string())
     assert written["mask_token_id"] == written["dflash_config"]["mask_token_id"] == 95
@@ -58,7 +47,7 @@ def test_nested_keys_win_and_all_keys_are_saved():
 )
 def test_keyword_overrides_the_file(nested, changes, tmp_path):
     """`dflash_config` of the file silently overruled the keyword."""
-    content = {**GOOD, "dflash_config": {**GOOD["dflash_config"], **nested, "of_another": 1}}
+    content = {**DRAFT_CONFIG, "dflash_config": {**DRAFT_CONFIG["dflash_config"], **nested, "of_another": 1}}
     (tmp_path / "config.json").write_text(json.dumps({**content, "model_type": "qwen3"}))
     before = DFlashDraftConfig.from_pretrained(tmp_path)
     config = DFlashDraftConfig.from_pretrained(tmp_path, **changes)
@@ -69,7 +58,7 @@ def test_keyword_overrides_the_file(nested, changes, tmp_path):
 
 def test_reading_nested_keys_changes_nothing():
     """The getter wrote into the stored dictionary, and threads that read one configuration disturbed each other."""
-    config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
+    config = DFlashDraftConfig(**{**DRAFT_CONFIG, "dflash_config": {**DRAFT_CONFIG["dflash_config"], "loss": "kl"}})
     config.output_multiplier = 2.0
     before = copy.deepcopy(vars(config))
     for copied in (
@@ -101,7 +90,7 @@ CHANGES_IN_PLACE = {
 @pytest.mark.parametrize("change", CHANGES_IN_PLACE)
 def test_nested_keys_refuse_changes_in_place(change):
     """All but a set item were lost without an error, since each access makes a new dictionary."""
-    config = DFlashDraftConfig(**{**GOOD, "dflash_config": {**GOOD["dflash_config"], "loss": "kl"}})
+    config = DFlashDraftConfig(**{**DRAFT_CONFIG, "dflash_config": {**DRAFT_CONFIG["dflash_config"], "loss": "kl"}})
     before = dict(config.dflash_config)
     with pytest.raises(TypeError, match=r"config.dflash_config = \{\*\*config.dflash_config, key: value\}"):
         CHANGES_IN_PLACE[change](config.dflash_config)
@@ -117,31 +106,31 @@ def test_partial_rotary_width_is_saved_both_ways(spelling, monkeypatch):
     warned = []
     monkeypatch.setattr(modeling_rope_utils.logger, "warning", warned.append)
     rope = {"rope_type": "default", "rope_theta": 1e4, **spelling}
-    config = DFlashDraftConfig(**GOOD, rope_parameters=rope)
+    config = DFlashDraftConfig(**DRAFT_CONFIG, rope_parameters=rope)
     written = json.loads(config.to_json_string())
     for read in (config, DFlashDraftConfig.from_dict(written)):
         assert read.rope_parameters["partial_rotary_factor"] == 0.5 and read.rope_parameters["rope_dim"] == 4
     assert written["partial_rotary_factor"] == 0.5 and written["rope_parameters"]["rope_dim"] == 4
     config.validate()  # as saving does
     assert not warned
-    whole = DFlashDraftConfig(**GOOD, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    whole = DFlashDraftConfig(**DRAFT_CONFIG, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     assert "rope_dim" not in whole.rope_parameters
 
 
 def test_block_size_nested_alone_is_honoured():
-    nested = {**GOOD["dflash_config"], "block_size": 8}
-    fields = {k: v for k, v in GOOD.items() if k != "block_size"}
+    nested = {**DRAFT_CONFIG["dflash_config"], "block_size": 8}
+    fields = {k: v for k, v in DRAFT_CONFIG.items() if k != "block_size"}
     assert DFlashDraftConfig(**{**fields, "dflash_config": nested}).block_size == 8
 
 
 def test_causality_follows_layer_types_and_keys():
     mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    config = DFlashDraftConfig(**GOOD, **mixed)
+    config = DFlashDraftConfig(**DRAFT_CONFIG, **mixed)
     assert [config.layer_is_causal(i) for i in (0, 1)] == [True, False]
     assert "is_causal" not in json.loads(config.to_json_string())
-    assert not DFlashDraftConfig(**GOOD, **mixed, is_causal=False).layer_is_causal(0)
-    nested = {**GOOD["dflash_config"], "causal": True}
-    assert DFlashDraftConfig(**{**GOOD, "dflash_config": nested}).layer_is_causal(1)
+    assert not DFlashDraftConfig(**DRAFT_CONFIG, **mixed, is_causal=False).layer_is_causal(0)
+    nested = {**DRAFT_CONFIG["dflash_config"], "causal": True}
+    assert DFlashDraftConfig(**{**DRAFT_CONFIG, "dflash_config": nested}).layer_is_causal(1)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +179,7 @@ def test_causality_follows_layer_types_and_keys():
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "no"}}, "rope_type='no' must be one of ['default'"),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}, "max_window_layers='x' must be"),
         (
-            {"dflash_config": {**GOOD["dflash_config"], "use_swa": True}, "layer_types": 7},
+            {"dflash_config": {**DRAFT_CONFIG["dflash_config"], "use_swa": True}, "layer_types": 7},
             "layer_types=7 must be a list that names",
         ),
         ({"torch_dtype": "no such"}, "dtype='no such' must be one of"),
@@ -210,7 +199,7 @@ def test_causality_follows_layer_types_and_keys():
 def test_errors_name_key_value_and_remedy(changes, named):
     """Wrong kinds ended in a TypeError, AttributeError or IndexError, or were taken."""
     with pytest.raises(ValueError) as error:
-        DFlashDraftConfig(**{**GOOD, **changes})
+        DFlashDraftConfig(**{**DRAFT_CONFIG, **changes})
     assert named in str(error.value)
 
 
@@ -238,7 +227,7 @@ def test_decoding_settings_are_checked_by_a_call(field, value, remedy):
 
 def test_null_is_taken_where_a_field_allows_it():
     nulls = ("tie_word_embeddings", "use_sliding_window", "head_dim", "attention_dropout")
-    config = DFlashDraftConfig(**GOOD, **dict.fromkeys(nulls), rope_scaling=[])
+    config = DFlashDraftConfig(**DRAFT_CONFIG, **dict.fromkeys(nulls), rope_scaling=[])
     assert config.tie_word_embeddings is None and (config.head_dim, config.attention_dropout) == (8, 0.0)
 
 

@@ -55,6 +55,18 @@ FAMILIES |= {
 }
 
 
+# The content of a small drafter's `config.json`.
+DRAFT_CONFIG = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
+}
+
+
 def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "sdpa", seed: int = 0, **overrides):
     """A random target whose greedy text is diverse; the caller asserts that it is."""
     model_type, special = FAMILIES.get(family, (family, {}))
