@@ -68,6 +68,10 @@ def test_value_has_the_type_of_its_setting(tmp_path):
 ERRORS = {
     "blok_size=8": "Unknown setting 'blok_size'; did you mean 'block_size'",
     "draft_config.selector_rnak=8": "draft_config: Unknown setting 'selector_rnak'; did you mean 'selector_rank'",
+    "draft_config.block_size=8": "draft_config.block_size=8 is a setting of its own; write `block_size=8`",
+    "draft_config.num_hidden_layers=2": "write `num_draft_layers=2`",
+    "draft_config.mask_token_id=7": "write `mask_token_id=7`",
+    "draft_config.draft_vocab_size=9": "write `draft_vocab_size=9`",
     "data.x=1": "data='d.jsonl' has no entry 'x'; write data=value",
     "peft_config.r=2 peft_config.r.x=1": "r=2 has no entry 'x'; write r=value",
     "blok_size=8 learning_rat=1": "'block_size'. Unknown setting 'learning_rat'; did you mean 'learning_rate'",

@@ -184,6 +184,26 @@ def test_reduced_drafter_gets_the_targets_head(folder, data, tmp_path, capsys):
     assert code == 1 and "--share-head: markov_head.markov_w2.weight only covers the 20 tokens" in error
 
 
+def test_draft_vocabulary_of_all_tokens_is_not_reduced(folder, data, tmp_path, capsys):
+    """A run with the target's own size counted the tokens, and then ended: its drafter has no `d2t`."""
+    size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", f"draft_vocab_size={size}")
+    assert code == 0, error
+    assert not DFlashDraftModel.from_pretrained(tmp_path / "drafter").config.has_own_lm_head
+
+
+@pytest.mark.parametrize("word", ["false", "no", "False"])
+def test_run_that_is_not_to_resume_starts_anew(word, folder, data, tmp_path, capsys):
+    """`false` was taken for a folder: YAML reads it as a truth value, which became the word "no"."""
+    config = tmp_path / "recipe.yaml"
+    config.write_text(f"preset: cpu\nresume_from_checkpoint: {word}\n")
+    code, _, error = train(capsys, folder, tmp_path / "recipe", f"data={data}", config=config)
+    assert code == 0, error
+    option = f"resume_from_checkpoint={word}"
+    code, _, error = train(capsys, folder, tmp_path / "option", f"data={data}", option, "overwrite_output_dir=true")
+    assert code == 0, error
+
+
 def test_adapter_is_merged_into_its_drafter(folder, data, tmp_path, capsys):
     pytest.importorskip("peft")
     target = AutoModelForCausalLM.from_pretrained(folder)

@@ -21,6 +21,14 @@ from dflash_hf.training.presets import PAPER, PRESETS
 # The keys of `training.losses.LOSSES`, which imports torch.
 LossType = typing.Literal["ce", "dpace", "auf", "kl", "dpace_kl", "auf_kl", "dspark"]
 
+# Fields of a new drafter's configuration that are settings, by the name of the setting.
+_SETTINGS_OF_FIELDS = {
+    "block_size": "block_size",
+    "num_hidden_layers": "num_draft_layers",
+    "mask_token_id": "mask_token_id",
+    "draft_vocab_size": "draft_vocab_size",
+}
+
 
 def option(help: str, default: typing.Any = None) -> typing.Any:
     """A field with a default, and its help."""
@@ -175,6 +183,12 @@ class ScriptArguments:
         if not self.draft:
             self.num_draft_layers = self.num_draft_layers or PAPER["num_draft_layers"].value
             self.block_size = self.block_size or PAPER["block_size"].value
+            for field, setting in _SETTINGS_OF_FIELDS.items():
+                if field in self.draft_config:
+                    value = self.draft_config[field]
+                    raise ValueError(
+                        f"draft_config.{field}={value!r} is a setting of its own; write `{setting}={value!r}`."
+                    )
         minima = {"num_draft_layers": 1, "block_size": 2, "max_length": 1}  # a block has its anchor
         check_values(self, ScriptArguments, minima)
         if self.init_layers and len(self.init_layers) != self.num_draft_layers:

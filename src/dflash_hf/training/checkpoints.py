@@ -51,6 +51,11 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     return None
 
 
+def wants_to_resume(resume: str | bool | None) -> bool:
+    """Whether a `resume_from_checkpoint` names anything; a recipe and a command line write "false" or "no", too."""
+    return bool(resume) and str(resume).lower() not in ("false", "no")
+
+
 def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | None:
     """
     The checkpoint to resume from; `True` is the last complete one, `"auto"` the same if there is one.
@@ -59,7 +64,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str | Path) -> Path | N
         `FileNotFoundError`: there is no such folder.
         `ValueError`: the checkpoint is unfinished, or of weights alone, with which a run would start over.
     """
-    if not resume:
+    if not wants_to_resume(resume):
         return None
     finds_last = resume == "auto" or str(resume).lower() == "true"  # "true" of a recipe or a command line
     checkpoint = last_checkpoint(output_dir) if finds_last else Path(str(resume))

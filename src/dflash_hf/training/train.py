@@ -35,7 +35,13 @@ from dflash_hf.training.callbacks import (
     StepCountCallback,
     duration,
 )
-from dflash_hf.training.checkpoints import check_same_drafter, checkpoint_of, checkpoints_in, last_checkpoint
+from dflash_hf.training.checkpoints import (
+    check_same_drafter,
+    checkpoint_of,
+    checkpoints_in,
+    last_checkpoint,
+    wants_to_resume,
+)
 from dflash_hf.training.feature_manifest import FeatureManifest
 from dflash_hf.training.features import (
     StoredFeatures,
@@ -168,6 +174,8 @@ def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
     start_time = TimeBudget.clock()
     folder = Path(training["output_dir"]).expanduser()  # as transformers does
     resume = training.get("resume_from_checkpoint")
+    if not wants_to_resume(resume):
+        resume = None
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     checkpoint = checkpoint_to_resume(folder, resume, script.overwrite_output_dir)
     target_config = check_run(script, args)
@@ -305,7 +313,7 @@ def _make_draft_with_vocabulary(run: Run, target, encoder: RowEncoder, data: Tra
         counts = _count_supervised_tokens(script, data)
         size = vocabulary_size(script, counts, target.get_input_embeddings().weight.shape[0])
         draft = make_draft(replace(script, draft_vocab_size=size), target, encoder, run.warn)
-        if size:
+        if draft.config.has_own_lm_head:  # not for a size of all tokens
             share = set_draft_vocabulary(draft, target, counts)
             run.say(f"draft vocabulary  {size:,} tokens, {share:.2%} of the supervised tokens")
     if _shares_head(run, draft):
