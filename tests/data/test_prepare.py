@@ -107,6 +107,13 @@ def test_line_without_an_object_is_named(line, tmp_path):
         list(load_rows(path))
 
 
+def test_folder_without_rows_is_named(tmp_path):
+    """It was an `IndexError` of `datasets`."""
+    datasets.Dataset.from_dict({"messages": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(ValueError, match="data='.*empty' has no rows"):
+        load_rows(tmp_path / "empty")
+
+
 def test_report_counts_the_usable_rows(tmp_path):
     encoder = RowEncoder(ChatTemplate(make_tokenizer()), max_length=60)
     dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)

@@ -101,6 +101,8 @@ def _load_folder(datasets, folder: Path, split: str | None, name: str):
         raise ValueError(
             f"data='{name}' is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
         ) from error
+    except IndexError as error:  # of `datasets`, which writes no shard of a dataset without rows
+        raise ValueError(f"data='{name}' has no rows.") from error
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
     return drop_null_keys(_select_split(splits, split, name))
 
