@@ -9,6 +9,7 @@ from support.runs import history, make_trainer
 
 from dflash_hf._io.weights import check_finite, is_finite
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.training import feature_store
 from dflash_hf.training.feature_manifest import manifest_of
 from dflash_hf.training.feature_store import store_features
 from dflash_hf.training.trainer import NotFiniteError
@@ -66,6 +67,25 @@ def test_infinite_gradient_stops_before_the_step(max_grad_norm, tmp_path):
     assert all(
         torch.equal(start, parameter) for start, parameter in zip(before, trainer.model.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("wrong", ["features", "states"])
+def test_stored_tensor_that_is_not_finite_is_named(wrong, tmp_path, monkeypatch):
+    """With one layer, features and final states are of one width, and states were said to be the features."""
+    target = make_target()
+    forward = feature_store.target_forward
+
+    def forward_with_inf(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        tensor = output.features if wrong == "features" else output.last_hidden_state
+        tensor[..., 1] = float("inf")
+        return output
+
+    monkeypatch.setattr(feature_store, "target_forward", forward_with_inf)
+    manifest = manifest_of(target, "some/target", [2], RowEncoder(), "float32", states=True)
+    message = "Example 0: features of layer 2 of" if wrong == "features" else "Example 0: final states of"
+    with pytest.raises(ValueError, match=message):
+        store_features(target, counting_rows(2), tmp_path / "features", manifest)
 
 
 def test_drafter_that_is_not_finite_is_not_saved(tmp_path):

@@ -206,7 +206,7 @@ def _compute_shard(
             tokens = slice(offsets[i], offsets[i + 1])
             for name, tensor in tensors.items():
                 tensor[tokens] = outputs[name][row, : lengths[i + 1]].to("cpu", dtype)
-                _check_finite(tensor[tokens], f"Example {first + i}", manifest)
+                _check_finite(tensor[tokens], name, f"Example {first + i}", manifest)
             on_tokens(int(lengths[i + 1]))
     if all(CONVERSATION in row for row in rows):
         tensors["conversations"] = torch.tensor([row[CONVERSATION] for row in rows])
@@ -218,12 +218,17 @@ def _compute_shard(
     }
 
 
-def _check_finite(stored: torch.Tensor, row: str, manifest: FeatureManifest) -> None:
-    """Reject features `[S, L*H]` with inf or NaN: training on them would turn all weights into NaN."""
-    wrong = ~stored.isfinite().all(0)  # [L*H]
+def _check_finite(stored: torch.Tensor, name: str, row: str, manifest: FeatureManifest) -> None:
+    """
+    Reject `features` `[S, L*H]` or `states` `[S, H]`, as `name` says, with inf or NaN: training on them would turn all
+    weights into NaN.
+    """
+    wrong = ~stored.isfinite().all(0)  # [L*H] or [H]
     if wrong.any():
-        layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
-        what = f"features of layer {layer}" if stored.shape[1] == manifest.width else "final states"
+        what = "final states"
+        if name == "features":
+            layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
+            what = f"features of layer {layer}"
         raise ValueError(
             f"{row}: {what} of {manifest.target} are inf or NaN as {manifest.dtype}; load the target with --dtype "
             "bfloat16 or float32, and store them with --store-dtype bfloat16 in another output."
