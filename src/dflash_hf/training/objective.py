@@ -248,26 +248,27 @@ def forced_queries(
     head: TokenHead, previous_ids: torch.LongTensor, hidden: torch.Tensor, draftable: torch.BoolTensor
 ) -> torch.Tensor:
     """
-    The queries of a token head for whole blocks, teacher-forced: the token before each slot is that of the text. A
+    The queries of a token head for whole blocks, teacher-forced: the token before each one is that of the text. A
     query is the vector from which the head scores a token's candidates, see `TokenHead.step`.
 
     Args:
         head (`TokenHead`): The drafter's token head.
-        previous_ids (`torch.LongTensor`): `[..., B]`, the token before each slot; slot 0 is the anchor's own.
-        hidden (`torch.Tensor`): `[..., B, H]`.
-        draftable (`torch.BoolTensor`): `[..., B]`, the slots to learn from, never slot 0.
+        previous_ids (`torch.LongTensor`): `[..., T]`, the token before each token of a block, anchor included. `T` is
+            `block_size`, and one more if the anchor's slot drafts, too.
+        hidden (`torch.Tensor`): `[..., T, H]`.
+        draftable (`torch.BoolTensor`): `[..., T]`, the tokens to learn from; never the first, the anchor.
 
     Returns:
-        `torch.Tensor` `[M, q]`, the queries of these slots.
+        `torch.Tensor` `[M, q]`, the queries of these tokens.
     """
-    if head.order <= 1:  # without a state, all slots at once
+    if head.order <= 1:  # without a state, all tokens at once
         return head.step(None, previous_ids[draftable], hidden[draftable])[0]
-    previous_ids = previous_ids.flatten(0, -2)  # [R, B]
-    hidden = hidden.flatten(0, -3)  # [R, B, H]
+    previous_ids = previous_ids.flatten(0, -2)  # [R, T]
+    hidden = hidden.flatten(0, -3)  # [R, T, H]
     state = head.start(previous_ids[:, 1])
     queries = []
-    for slot in range(1, previous_ids.shape[1]):
-        query, state = head.step(state, previous_ids[:, slot], hidden[:, slot])
+    for token in range(1, previous_ids.shape[1]):
+        query, state = head.step(state, previous_ids[:, token], hidden[:, token])
         queries.append(query)
     return torch.stack(queries, dim=1).unflatten(0, draftable.shape[:-1])[draftable[..., 1:]]
 

@@ -1,4 +1,7 @@
-"""What a run leaves in its `output_dir`: the drafter, merged with its adapter and in the run's precision."""
+"""
+What a run leaves in its `output_dir`: the drafter, merged with its adapter, and in half precision if the run trains in
+it. A sharded drafter without an adapter stays in float32, in which its shards are gathered.
+"""
 
 from pathlib import Path
 
