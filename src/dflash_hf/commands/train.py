@@ -141,7 +141,8 @@ def translate(words: list[str], parser) -> list[str]:
     """
     The words of a command line as argparse can read them. Each word is one of these, tried in this order:
 
-    1. the value of the option before it: it stays as it is, whatever it looks like;
+    1. the value of the option before it: it stays as it is, whatever it looks like. A further value of a list does,
+       too, unless it is `key=value` with the name of a setting;
     2. an old spelling, `learning_rate=3e-4` or `--output`: it becomes the new one, which a note names;
     3. an entry of a mapping, `--peft-config.r 16` or `--peft-config.r=16`: it becomes the value of `--entry`, written
        `peft_config.r=16`, because argparse has no options with variable names;
@@ -152,9 +153,10 @@ def translate(words: list[str], parser) -> list[str]:
     new_spellings = []
     remaining = list(words)
     is_value = False  # whether the next word is the value of the option before it
+    in_list = False  # whether the next word may be a further value of a list
     while remaining:
         word = remaining.pop(0)
-        if not is_value:
+        if not is_value and not (in_list and _is_further_value(word, options)):
             word, new_spelling = _in_new_spelling(word)
             if new_spelling is not None:
                 new_spellings.append(new_spelling)
@@ -164,12 +166,23 @@ def translate(words: list[str], parser) -> list[str]:
                     text = remaining.pop(0)
                 setting, _, entry = name.removeprefix("--").partition(".")
                 translated += ["--entry", f"{setting.replace('-', '_')}.{entry}={text}"]
+                in_list = False
                 continue
         translated.append(word)
-        is_value = word in options and options[word].nargs in (None, "+")
+        if is_value:
+            is_value = False
+        elif word.startswith("--"):
+            is_value = word in options and options[word].nargs in (None, "+")
+            in_list = word in options and options[word].nargs == "+"
     if new_spellings:
         note(f"dflash train: settings are options since 0.3; write {' '.join(new_spellings)}")
     return translated
+
+
+def _is_further_value(word: str, options: dict) -> bool:
+    """Whether a word after the values of a list is another one: not an option, nor `key=value` of a setting."""
+    setting = re.split("[.=]", word)[0]
+    return not word.startswith("--") and f"--{setting.replace('_', '-')}" not in options
 
 
 def _in_new_spelling(word: str) -> tuple[str, str | None]:
