@@ -145,6 +145,7 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
     [
         (["--dry-run"], 2, "--dry-run prints the command of another engine"),
         (["--engine", "vllm", "--compile"], 2, "--compile is for --engine transformers"),
+        (["--engine", "vllm", "--no-packed"], 2, "--no-packed is for --engine transformers"),
         (["--engine", "sglang", "--tree-nodes", "7"], 2, "--tree-nodes is for --engine transformers"),
         (
             ["--engine", "vllm", "--port", "0"],

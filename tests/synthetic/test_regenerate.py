@@ -523,6 +523,7 @@ ELSEWHERE = ("--server", "http://127.0.0.1:1")
     [
         (("--server", "localhost:8000"), 1, "--server localhost:8000 must be an address"),
         ((*ELSEWHERE, "--raw"), 2, "leave out --raw"),
+        ((*ELSEWHERE, "--no-packed"), 2, "leave out --no-packed"),
         ((*ELSEWHERE, "--packed", "--dtype", "fp16", "--batch-size", "4"), 2, "out --packed, --batch-size, --dtype"),
         (("--temperature", "-1"), 2, "argument --temperature: -1 must be 0"),
         (("--top-p", "2"), 2, "argument --top-p: 2 must be above 0"),

@@ -11,6 +11,9 @@ from dflash_hf._io.names import DTYPES
 from dflash_hf._io.terminal import note
 
 
+_TWO_WAY_SWITCHES = ("packed", "color")  # also have a `--no-` form, and are `None` unless one of the two is given
+
+
 # ------------------------------------------------------------------------------------------------ models, and how fast
 
 
@@ -139,8 +142,11 @@ def options_given(arguments, names: Iterable[str]) -> list[str]:
     for name in names:
         value = getattr(arguments, name)
         is_default_dtype = name == "dtype" and value == "auto"  # the only default that is not falsy
-        if value and not is_default_dtype:
-            options.append(f"--{name.replace('_', '-')}")
+        option = name.replace("_", "-")
+        if value is False and name in _TWO_WAY_SWITCHES:
+            options.append(f"--no-{option}")
+        elif value and not is_default_dtype:
+            options.append(f"--{option}")
     return options
 
 
