@@ -102,13 +102,15 @@ def test_eval_writes_its_report_beside_the_weights(pair, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
-def test_report_is_not_written_beside_other_weights(weights, pair, tmp_path, capsys):
+@pytest.mark.parametrize("is_local", [True, False], ids=["folder", "hub"])
+def test_report_is_not_written_beside_other_weights(is_local, weights, pair, tmp_path, capsys):
     """It replaced that drafter's own report, and its card showed the figures of another."""
     (tmp_path / weights).touch()
     (tmp_path / "eval_report.json").write_text("{}", encoding="utf-8")
-    named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output", str(tmp_path)]
+    draft = str(pair / "draft") if is_local else "user/name"
+    named = ["--target", str(pair / "target"), "--draft", draft, "--output", str(tmp_path)]
     assert main(["eval", *named, "--data", "arithmetic", "--prompts", "1", "--max-new-tokens", "4"]) == 2
-    assert f"--output {tmp_path} holds another model than --draft {pair / 'draft'}" in capsys.readouterr().err
+    assert f"--output {tmp_path} holds another model than --draft {draft}" in capsys.readouterr().err
     assert (tmp_path / "eval_report.json").read_text(encoding="utf-8") == "{}"
 
 

@@ -73,10 +73,10 @@ def run(arguments, echo) -> Outcome:
 
 
 def _check_output(output: Path | None, draft: Path) -> None:
-    """Reject the folder of another drafter, whose card would show the report."""
-    if output is None or not draft.is_dir() or not any(output.glob("model*.safetensors*")):  # one file, or shards
+    """Reject the folder of another drafter, whose card would show the report; a `draft` may also be a Hub name."""
+    if output is None or not any(output.glob("model*.safetensors*")):  # one file, or shards
         return
-    if not output.samefile(draft):
+    if not draft.is_dir() or not output.samefile(draft):
         raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
 
 
