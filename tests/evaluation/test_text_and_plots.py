@@ -107,6 +107,17 @@ def test_summary_names_the_verdict(report):
     assert "slower than the target alone: 0.56x at best (whole blocks)" in text
 
 
+def test_verdict_is_over_the_packed_target(report):
+    """It said "slower than the target alone" of a drafter that the table above showed to be faster than that."""
+    report.methods = {
+        TARGET_ALONE: MethodReport(100.0, 1.0, [100.0], 60, 60, 3, speedup_over_packed=0.82),
+        TARGET_PACKED: MethodReport(122.0, 1.22, [122.0], 60, 60, 3, speedup_over_packed=1.0),
+        WHOLE_BLOCKS: MethodReport(110.0, 1.1, [110.0], 60, 13, 3, speedup_over_packed=0.9),
+    }
+    verdict = summary_lines(report)[-1]
+    assert verdict == "verdict           slower than the target alone, packed: 0.90x at best (whole blocks)"
+
+
 def test_wrong_plain_call_is_not_lossless(report):
     """`lossless`, `verdict` and the line of the summary looked at whole blocks alone."""
     assert report.lossless and report.verdict() == EQUAL

@@ -384,7 +384,10 @@ def test_command_publishes(folder, hub, draft, capsys):
     speed = MethodReport(5.0, 0.56, [5.0], 9, 9, 1)
     setting = {"weights": digest_of_parameters(draft.named_parameters())}
     EvalReport({"target": speed, "dflash": speed}, [[1]], [[1]], 8, setting).save(folder / "eval_report.json")
-    assert "slows the target down: 0.56x" in call(REPO, "--dry-run", "--base-model", "someone/target")[1].err
+    assert (
+        "slows the target down: 0.56x of the target alone in"
+        in call(REPO, "--dry-run", "--base-model", "someone/target")[1].err
+    )
     code, printed = call(REPO, "--private", "--base-model", "someone/target")
     assert code == 0
     assert printed.out.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}

@@ -98,6 +98,7 @@ def run(arguments, echo) -> Outcome:
 def _announce(folder, echo, result) -> None:
     """`echo` the findings, and what will happen to each file."""
     from dflash_hf._io.names import ENGINES, REPORT_FILE
+    from dflash_hf.evaluation.methods import LABELS
     from dflash_hf.evaluation.report import EvalReport
     from dflash_hf.hub.engines import engine_versions
     from dflash_hf.hub.findings import render
@@ -126,7 +127,8 @@ def _announce(folder, echo, result) -> None:
         report = EvalReport.load(folder / REPORT_FILE)
         gain = report.methods[report.fastest].gain
         if gain < 1:
-            echo.note(f"warning: this drafter slows the target down: {gain:.2f}x in {REPORT_FILE}.")
+            baseline = f"the {LABELS[report.baseline]}"
+            echo.note(f"warning: this drafter slows the target down: {gain:.2f}x of {baseline} in {REPORT_FILE}.")
 
 
 def _code_only(arguments, echo) -> Outcome:

@@ -50,7 +50,7 @@ class MethodReport:
 
     @property
     def gain(self) -> float:
-        """The speedup over the fairest baseline that was measured."""
+        """The speedup over the fairest baseline that was measured, see [`EvalReport.baseline`]."""
         return self.speedup_over_packed or self.speedup
 
 
@@ -95,6 +95,11 @@ class EvalReport:
     def default_method(self) -> str:
         """The method of a user who sets nothing: the plain call; whole blocks if it was not measured."""
         return PLAIN_CALL if PLAIN_CALL in self.methods else WHOLE_BLOCKS
+
+    @property
+    def baseline(self) -> str:
+        """The method over which each `gain` is: the packed target alone if it was measured, else the target alone."""
+        return TARGET_PACKED if TARGET_PACKED in self.methods else TARGET_ALONE
 
     @property
     def verifications(self) -> list[int]:
@@ -150,7 +155,7 @@ class EvalReport:
             "acceptance_by_position": self.acceptance_by_position,
             "speedup": self.methods[self.default_method].gain,
             "speedup_of": self.default_method,
-            "speedup_over": TARGET_PACKED if TARGET_PACKED in self.methods else TARGET_ALONE,
+            "speedup_over": self.baseline,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,

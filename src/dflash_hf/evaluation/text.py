@@ -10,7 +10,6 @@ from dflash_hf.evaluation.methods import (
     METHODS,
     MTP,
     PLAIN_CALL,
-    TARGET_ALONE,
     TARGET_PACKED,
     WHOLE_BLOCKS,
 )
@@ -70,17 +69,17 @@ def rate(tokens_per_second: float) -> str:
 
 def headline(report: EvalReport) -> str:
     """What a user who sets nothing gains, and tau, each with its method: one line, as for a title."""
-    over = "over the packed target" if TARGET_PACKED in report.methods else "over the target alone"
+    over = "over the packed target" if report.baseline == TARGET_PACKED else "over the target alone"
     gain = report.methods[report.default_method].gain
     return f"{LABELS[report.default_method]} {gain:.2f}x {over}, tau {report.tau:.2f} in {LABELS[WHOLE_BLOCKS]}"
 
 
 def summary_lines(report: EvalReport) -> list[str]:
     """A report for a terminal: the two figures of its headline, the table, and the lines below it."""
-    packed = TARGET_PACKED in report.methods  # shows the gain of packing alone
+    packed = report.baseline == TARGET_PACKED  # shows the gain of packing alone
     default = report.methods[report.default_method]
-    baseline = report.methods[TARGET_PACKED if packed else TARGET_ALONE]
-    target = "the target alone, packed" if packed else "the target alone"
+    baseline = report.methods[report.baseline]
+    target = f"the {LABELS[report.baseline]}"
     speeds = f"{rate(default.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens/s"
     lines = [
         f"{LABELS[report.default_method]:18}{default.gain:.2f}x the speed of {target}: {speeds}",
@@ -126,7 +125,7 @@ def summary_lines(report: EvalReport) -> list[str]:
     gain = report.methods[report.fastest].gain
     if gain < 1:
         best = LABELS[report.fastest]
-        lines.append(f"verdict           slower than the target alone: {gain:.2f}x at best ({best})")
+        lines.append(f"verdict           slower than {target}: {gain:.2f}x at best ({best})")
     return lines
 
 
