@@ -479,6 +479,7 @@ def test_prefix_is_copied_and_own_turn_is_taken(served):
     cache = DynamicCache()
     cache.update(torch.randn(1, 1, 199, 2), torch.randn(1, 1, 199, 2), 0)
     text = [*range(200)]
+    (text[144],) = caches.eos_ids = {-3}  # ends the last message of the prompt
     keys = cache.layers[0].keys
     caches.keep(text, 150, cache)
     context = KeptContext(first_index=0, length=199, pending=[])
@@ -492,8 +493,28 @@ def test_prefix_is_copied_and_own_turn_is_taken(served):
     assert cache.layers[0].keys is keys
     assert caches.take([*range(60), -1]) == (None, 0)  # is read with the rest
     assert caches.take(text[:150])[0] is not cache  # the same question again
-    taken, length = caches.take([*range(145), *[-1] * 9])
+    taken, length = caches.take([*text[:145], *[-1] * 9])
     assert length == 145 == taken.get_seq_length() and not caches.entries
+
+
+@pytest.mark.parametrize("has_template", [True, False], ids=["chat", "completion"])
+def test_short_message_is_no_turn_of_another(has_template, served):
+    """The end of a prompt with a message of a few tokens counted as its opening: any other message took the cache."""
+    caches = PrefixCaches(served.target)
+    end = next(iter(caches.eos_ids))
+    beginning = [*range(100, 170)]
+
+    def prompt(message):
+        return [*beginning, message, end, 11, 12, 13] if has_template else [*beginning, message]
+
+    cache = DynamicCache()
+    tokens = [*prompt(20), 30, 31, 32]
+    cache.update(torch.zeros(1, 1, len(tokens), 1), torch.zeros(1, 1, len(tokens), 1), 0)
+    caches.keep(tokens, len(prompt(20)), cache)
+    taken, length = caches.take([*prompt(21), 22, 23])
+    assert length == 70 and taken is not cache and len(caches.entries) == 1
+    taken, length = caches.take([*tokens, 33, 34])
+    assert taken is cache and not caches.entries
 
 
 def test_cache_that_cannot_be_cropped_is_kept(served):

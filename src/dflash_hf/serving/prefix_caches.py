@@ -9,12 +9,13 @@ from transformers import DynamicCache
 
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
 from dflash_hf.decoding.slots import cached_length
-from dflash_hf.targets.generation import context_length_of
+from dflash_hf.targets.generation import context_length_of, eos_ids
 from dflash_hf.targets.memory import free_memory
 
 
 _MEMORY_SHARE = 0.1  # share of the free memory that all caches together may take
-# Tokens at the end of a prompt that open the answer; the template may render them differently in the next turn.
+# Tokens at the end of a prompt, after its last message, that open the answer: Qwen3 without thinking has 8. The template
+# may render them differently in the next turn.
 _MAX_OPENING_TOKENS = 8
 _MIN_SHARED_TOKENS = 64  # shorter common prefixes are read with the rest
 
@@ -26,11 +27,13 @@ class CachedPrefix(NamedTuple):
     Args:
         token_ids (`list[int]`): The tokens in the cache.
         prompt_length (`int`): How many of them were the prompt.
+        message_end (`int`): How many of them were the prompt without the tokens that opened the answer.
         cache (`DynamicCache`): The target's cache. A drafter's context goes with it.
     """
 
     token_ids: list[int]
     prompt_length: int
+    message_end: int
     cache: DynamicCache
 
     @property
@@ -83,6 +86,7 @@ class PrefixCaches:
     def __init__(self, target):
         self.max_tokens = context_length_of(target)
         self.max_memory = _MEMORY_SHARE * free_memory(target.device)  # bytes
+        self.eos_ids = eos_ids(target.generation_config)
         self.entries: list[CachedPrefix] = []
 
     def clear(self) -> None:
@@ -109,10 +113,11 @@ class PrefixCaches:
         if not length:
             return None, 0
         entry = self.entries[common_lengths.index(length)]
-        # 2. Is it the same conversation? Then its prompt is in the prefix, but perhaps for what opened the answer.
+        # 2. Is it the same conversation? Then its last message is in the prefix. If in doubt it is not: the tensors are
+        #    shared, and the entry stays.
         is_whole = length == len(entry.token_ids)
-        has_prompt = length >= entry.prompt_length - _MAX_OPENING_TOKENS and len(token_ids) > entry.prompt_length
-        is_next_turn = is_whole or has_prompt
+        has_last_message = length >= entry.message_end and len(token_ids) > entry.prompt_length
+        is_next_turn = is_whole or has_last_message
         if not is_next_turn and length < _MIN_SHARED_TOKENS:
             return None, 0
         # 3. Its cache, or a copy that is cropped.
@@ -144,9 +149,20 @@ class PrefixCaches:
         length = cached_length(cache)
         if not length:
             return
-        self.entries.append(CachedPrefix(token_ids[:length], prompt_length, cache))
+        message_end = self._message_end(token_ids[:prompt_length])
+        self.entries.append(CachedPrefix(token_ids[:length], prompt_length, message_end, cache))
         while len(self.entries) > 1 and self._are_too_large():
             del self.entries[0]
+
+    def _message_end(self, prompt: list[int]) -> int:
+        """
+        Where the last message of a prompt ends: after an end-of-sequence token, which most templates put there, if only
+        what opens the answer follows it; else the prompt's length.
+        """
+        for opening_length in range(min(_MAX_OPENING_TOKENS + 1, len(prompt))):
+            if prompt[len(prompt) - 1 - opening_length] in self.eos_ids:
+                return len(prompt) - opening_length
+        return len(prompt)
 
     def _are_too_large(self) -> bool:
         num_tokens = sum(len(entry.token_ids) for entry in self.entries)
