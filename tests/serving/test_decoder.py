@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.pairs import make_draft, make_target
 from support.scripted_draft import recognising
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target, scripted
 from transformers import (
@@ -28,6 +29,7 @@ from dflash_hf.decoding.state import GenerationState
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request, RequestStatus
+from dflash_hf.serving.server import Server
 
 
 PROMPTS = [f"Say {number}" for number in range(5)]
@@ -161,6 +163,20 @@ def test_target_has_its_stop_strings_back(served):
         assert request(decoder, served.inputs[0]).stop_strings == ["~"]
         decoder.stop()
         assert target.generation_config.stop_strings == ["~"]
+    finally:
+        target.generation_config.stop_strings = None
+
+
+def test_server_that_cannot_start_leaves_the_target(served):
+    """Its thread went on, and the target had lost its stop strings."""
+    target, tokenizer, *_ = served
+    stranger = make_draft(make_target(num_hidden_layers=8), target_layer_ids=[0, 6])
+    threads = threading.active_count()
+    target.generation_config.stop_strings = ["~"]
+    try:
+        with pytest.raises(ValueError):
+            Server(target, tokenizer, stranger, "one", print)
+        assert target.generation_config.stop_strings == ["~"] and threading.active_count() == threads
     finally:
         target.generation_config.stop_strings = None
 

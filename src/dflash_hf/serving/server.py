@@ -64,7 +64,6 @@ class Server:
         self.name = name
         self.log = log
         self.template = template
-        self.decoder = Decoder(target, tokenizer, draft)
         self.checker = BodyChecker(target, processor, name)
         self.grammars = GrammarCompiler(target, tokenizer)
         self.calls_processor = processor_for_calls(processor, target.generation_config)
@@ -72,7 +71,12 @@ class Server:
         generation_config = copy.deepcopy(target.generation_config)
         generation_config.update(max_new_tokens=4, do_sample=False)
         inputs = {"input_ids": torch.tensor([[0, 1]], device=target.device)}
-        self.decoder.submit(Request(self.decoder, inputs, generation_config)).future.result()
+        self.decoder = Decoder(target, tokenizer, draft)
+        try:
+            self.decoder.submit(Request(self.decoder, inputs, generation_config)).future.result()
+        except BaseException:
+            self.decoder.stop()
+            raise
 
     def run(self, listener: socket.socket, app, log_level: str = "warning") -> None:
         """Serve an application until SIGTERM or Ctrl-C; open requests are finished first. See [`listen`]."""
