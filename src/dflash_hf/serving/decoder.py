@@ -50,6 +50,7 @@ from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request
 from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.targets.clones import with_own_config
+from dflash_hf.targets.generation import forked_rng
 
 
 logger = logging.get_logger(__name__)
@@ -137,7 +138,6 @@ class Decoder:
         self.tokenizer = tokenizer
         self.draft = draft
         self.stop_strings = target.generation_config.stop_strings
-        target.generation_config.stop_strings = None
         self.token_bytes = TokenBytes(tokenizer)
         self.inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # `None`: stop
         self.waiting: deque[Request] = deque()
@@ -147,6 +147,7 @@ class Decoder:
         self.request_numbers = itertools.count()
         self.drafter_pause = DrafterPause()
         self.stop_requested = False
+        target.generation_config.stop_strings = None  # last: nobody calls `stop` if something above raises
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -304,8 +305,7 @@ class Decoder:
         if keeps_cache:
             options[CACHE_NAME], request.cached_tokens = self._take_cache(token_ids)
         # 3. Decode; a seed is for this request alone.
-        device = self.target.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None):
+        with forked_rng(self.target.device, enabled=request.seed is not None):
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             output = self.target.generate(

@@ -14,8 +14,8 @@ from dflash_hf.targets.memory import free_memory
 
 
 _MEMORY_SHARE = 0.1  # share of the free memory that all caches together may take
-# Tokens at the end of a prompt, after its last message, that open the answer: Qwen3 without thinking has 8. The template
-# may render them differently in the next turn.
+# Tokens at the end of a prompt, after its last message, that open the answer: Qwen3 without thinking has 8. The
+# template may render them differently in the next turn.
 _MAX_OPENING_TOKENS = 8
 _MIN_SHARED_TOKENS = 64  # shorter common prefixes are read with the rest
 
@@ -113,8 +113,8 @@ class PrefixCaches:
         if not length:
             return None, 0
         entry = self.entries[common_lengths.index(length)]
-        # 2. Is it the same conversation? Then its last message is in the prefix. If in doubt it is not: the tensors are
-        #    shared, and the entry stays.
+        # 2. Is it the same conversation? Then its last message is in the prefix. If in doubt it is not: the tensors
+        #    are shared, and the entry stays.
         is_whole = length == len(entry.token_ids)
         has_last_message = length >= entry.message_end and len(token_ids) > entry.prompt_length
         is_next_turn = is_whole or has_last_message
@@ -156,8 +156,8 @@ class PrefixCaches:
 
     def _message_end(self, prompt: list[int]) -> int:
         """
-        Where the last message of a prompt ends: after an end-of-sequence token, which most templates put there, if only
-        what opens the answer follows it; else the prompt's length.
+        Where the last message of a prompt ends: after an end-of-sequence token, which most templates put there, if
+        only what opens the answer follows it; else the prompt's length.
         """
         for opening_length in range(min(_MAX_OPENING_TOKENS + 1, len(prompt))):
             if prompt[len(prompt) - 1 - opening_length] in self.eos_ids:

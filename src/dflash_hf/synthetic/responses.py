@@ -18,7 +18,7 @@ from dflash_hf.synthetic.continuous_batch import BatchCache, NextToken, continuo
 from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.sampling import TokenSampler, sampler_supports
 from dflash_hf.targets.features import input_device
-from dflash_hf.targets.generation import eos_ids, generate_one, max_answer_tokens, without_token
+from dflash_hf.targets.generation import eos_ids, forked_rng, generate_one, max_answer_tokens, without_token
 from dflash_hf.targets.memory import free_memory
 from dflash_hf.targets.unsafe_hooks import unsafe_hook
 
@@ -205,7 +205,7 @@ def responses_with_images(target, prompts: Iterable, max_new_tokens: int, config
 @contextlib.contextmanager
 def _seeded(target, seed: int, key) -> Iterator[None]:
     """Seed torch's generators by a prompt's key, and restore them afterwards."""
-    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+    with forked_rng(target.device):
         torch.manual_seed(random.Random(f"{seed} {key}").getrandbits(63))
         yield
 

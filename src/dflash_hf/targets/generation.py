@@ -1,7 +1,8 @@
 """A single answer of a target: what ends it, how long it may be, and `generate` for one prompt."""
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,27 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     if eos is None:
         return set()
     return {eos} if isinstance(eos, int) else set(eos)
+
+
+@contextlib.contextmanager
+def forked_rng(device: torch.device, enabled: bool = True) -> Iterator[None]:
+    """
+    Restore torch's random generators, that of the CPU and that of a device, at the end of the block, so that a seed
+    which is set inside holds for the block alone.
+
+    Args:
+        device (`torch.device`): The device on which the block samples.
+        enabled (`bool`): Whether to restore anything.
+    """
+    is_mps = device.type == "mps"  # it has one device, and functions without an argument for it
+    mps_state = torch.mps.get_rng_state() if is_mps and enabled else None
+    devices = [] if is_mps or device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, enabled, device_type=device.type if devices else None):
+            yield
+    finally:
+        if mps_state is not None:
+            torch.mps.set_rng_state(mps_state)
 
 
 def without_token(generation_config: GenerationConfig, token_id: int | None) -> GenerationConfig:
