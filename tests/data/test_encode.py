@@ -212,6 +212,17 @@ def test_end_of_unfinished_turn_is_not_supervised():
         assert supervised(encode, example) == ["Hello.<|im_end|>", end]
 
 
+def test_empty_answer_that_was_cut_is_left_out():
+    """Of a template whose prompt ends in a special token it ended the run: ids and mask had unlike lengths."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}user: <|im_start|>{{ m.content }}<|im_end|>{% else %}"
+        "<|im_start|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    for reason in ("length", "stop"):
+        with pytest.raises(UnusableRow, match="no response of two tokens"):
+            encoder(template)({"messages": [USER, {**ANSWER, "content": ""}], "finish_reason": reason})
+
+
 def test_long_example_is_cut_at_its_end():
     (uncut,) = encoder(CHATML)({"messages": TWO_TURNS})
     (cut,) = encoder(CHATML, max_length=30)({"messages": TWO_TURNS})

@@ -18,7 +18,7 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.images import ImageReader
-from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.messages import UnusableRow, image_uri, images_in, messages_of
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import ChatTemplate
@@ -73,6 +73,18 @@ def test_every_image_form_gives_the_same_pixels(tmp_path):
     for example in examples:
         images = collator.read_images(collator([example]))
         assert all(torch.equal(images[name], pixels) for name, pixels in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_image_data_has_its_media_type(kind):
+    """A JPEG file went to a server as a PNG, which strict ones refuse."""
+    file = io.BytesIO()
+    picture(1).save(file, kind)
+    data = base64.b64encode(file.getvalue()).decode()
+    uri = f"data:image/{kind.lower()};base64,{data}"
+    assert image_uri(file.getvalue()) == uri
+    (message,) = messages_of([{"role": "user", "content": [{"type": "image", "base64": data}]}], "messages")
+    assert images_in([message]) == [uri]
 
 
 def test_damaged_image_drops_only_its_row(tmp_path):

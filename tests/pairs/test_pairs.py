@@ -144,6 +144,7 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     ("asked", "device", "units", "dtype"),
     [
         ("auto", "cpu", False, "float32"),
+        ("auto", "cpu:0", False, "float32"),
         ("auto", "auto", False, "float32"),
         ("auto", "cpu", True, "auto"),
         ("auto", "cuda:0", False, "auto"),

@@ -193,7 +193,8 @@ class RowEncoder:
         start_of_turn = ids[len(prompt) : len(prompt) + _MAX_EMPTY_THOUGHT_TOKENS]
         begin = len(prompt) + self._empty_thought_length(start_of_turn, message)
         end = self._end_of_turn(ids, begin)
-        if finish_reason == "length" and ids[end - 1] in self.template.tokenizer.added_tokens_decoder:
+        is_cut = finish_reason == "length" and end > begin  # an empty answer has no end of its own
+        if is_cut and ids[end - 1] in self.template.tokenizer.added_tokens_decoder:
             end -= 1  # the answer is unfinished: its end is the template's
         return ids[:end], [0] * begin + [1] * (end - begin)
 

@@ -30,6 +30,8 @@ _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  #
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_FIELDS = ("image", "url", "path", "base64", "image_url")
+# Media types other than PNG's, by the beginning of a file in base64. Strict servers refuse an image of another type.
+_MEDIA_TYPES = {"/9j/": "image/jpeg", "R0lGOD": "image/gif", "UklGR": "image/webp"}
 _IMAGE_MARK = "<image>"  # in LLaVA's and ShareGPT's texts, the place of the next image of the row
 
 
@@ -167,7 +169,7 @@ def _image_in_part(part: Mapping, images: Iterator):
         if image is None:
             continue
         if name == "base64" and image:
-            return f"data:image/png;base64,{image}"
+            return _data_uri(image)
         return image
     return next(images, None)
 
@@ -193,7 +195,7 @@ def image_uri(image) -> str:
         image.save(file, "PNG")
         image = file.getvalue()
     if isinstance(image, bytes):
-        image = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        image = _data_uri(base64.b64encode(image).decode())
     if not isinstance(image, str):
         raise UnusableRow("a message has an image that is not there")
     if image.startswith(("http://", "https://")):
@@ -201,6 +203,15 @@ def image_uri(image) -> str:
     if not image.startswith("data:") and not os.path.isfile(image):
         raise UnusableRow(f"there is no image file '{one_line(image, 60)}'")
     return image
+
+
+def _data_uri(content: str) -> str:
+    """The content of an image file, in base64, as a `data:` URI with its media type."""
+    media_type = "image/png"
+    for beginning, other_type in _MEDIA_TYPES.items():
+        if content.startswith(beginning):
+            media_type = other_type
+    return f"data:{media_type};base64,{content}"
 
 
 def images_in(messages: Sequence[Mapping]) -> list[str]:

@@ -51,7 +51,10 @@ def dtype_to_load(dtype: str, device: str | torch.device) -> str:
             products in bf16; every other dtype is returned as it is.
         device (`str` or `torch.device`): The device that the model is loaded on.
     """
-    on_cpu = str(device) == "cpu" or (str(device) == "auto" and not torch.accelerator.is_available())
+    if str(device) == "auto":
+        on_cpu = not torch.accelerator.is_available()
+    else:
+        on_cpu = torch.device(device).type == "cpu"
     if dtype != "auto" or not on_cpu or not is_emulated(torch.bfloat16):
         return dtype
     _logger.warning_once(
