@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from support import layouts
 from support.pairs import make_draft
 
@@ -114,6 +116,27 @@ def test_card_names_engines_that_serve(config, served, target, tmp_path):
     text = str(render_card(tmp_path, CardFacts("example/target"), "example/draft"))
     assert set(re.findall(r"With (\S+ \S+) or newer", text)) == served
     assert ('"num_speculative_tokens": 5}' in text) is ("--speculative-num-draft-tokens 6" in text) is bool(served)
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0", "99.0"])
+def test_card_does_not_depend_on_this_machine(version, target, tmp_path, monkeypatch):
+    """With an older vLLM installed, the card of a DFlash 2 drafter said nothing of vLLM, and nobody was told."""
+    convolution = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 4}
+    make_draft(target, target_layer_ids=[0, 1, 2], block_size=6, **convolution).save_pretrained(tmp_path)
+    facts = CardFacts("example/target")
+    expected = str(render_card(tmp_path, facts, "example/draft"))
+    monkeypatch.setattr("dflash_hf.hub.engines._installed_version", lambda engine: version)
+    assert str(render_card(tmp_path, facts, "example/draft")) == expected
+
+
+def test_oldest_version_reads_the_weights(folder):
+    """A mask embedding of its own that only the weights show was not asked about in older versions."""
+    weights = load_file(folder / "model.safetensors")
+    weights["mask_embedding"] = torch.ones(weights["norm.weight"].shape)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    torch.save({"mask_embedding": weights["mask_embedding"]}, folder / "mask_embedding.pt")
+    text = str(render_card(folder, CardFacts("a/b"), "a/c"))
+    assert set(re.findall(r"With (\S+ \S+) or newer", text)) == {"vLLM 0.25", "SGLang 0.5.20"}
 
 
 def test_card_shows_working_load_call(folder, tmp_path):

@@ -16,17 +16,17 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dflash_hf import hub_cards
 from dflash_hf._io.errors import requires_extra
 from dflash_hf._io.files import digest_of, read_json, write_json
-from dflash_hf._io.names import FACTS_FILE, LLAMA_CPP, PLOT_FILE, REPORT_FILE
+from dflash_hf._io.names import ENGINES, FACTS_FILE, LLAMA_CPP, PLOT_FILE, REPORT_FILE
 from dflash_hf._io.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.conversion.gguf_names import gguf_in
 from dflash_hf.evaluation.methods import LABELS
 from dflash_hf.evaluation.report import EvalReport
-from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.check import check, drafter_folder, read_shapes
 from dflash_hf.hub.code_version import uses_package_code
 from dflash_hf.hub.drafter_folder import DrafterFolder
 from dflash_hf.hub.findings import Finding, can_read_by_engine
 from dflash_hf.hub.launch import launch_command
-from dflash_hf.hub.limits import PUBLISHED_LAYOUTS, RECOMMENDED_SINCE, first_version
+from dflash_hf.hub.limits import CHECKED_VERSIONS, PUBLISHED_LAYOUTS, RECOMMENDED_SINCE, first_version
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 
@@ -140,8 +140,10 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         import jinja2  # noqa: F401
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
-    findings = check(folder)
-    drafter = DrafterFolder(read_json(folder / "config.json"), folder)
+    # Whoever reads the card has other versions than this machine, so it is about the newest known ones.
+    findings = check(folder, [f"{engine}=={CHECKED_VERSIONS[engine][-1]}" for engine in ENGINES])
+    shapes = read_shapes(folder)
+    drafter = drafter_folder(folder, read_json(folder / "config.json"), config, shapes)
     if drafter.layout not in PUBLISHED_LAYOUTS:
         raise ValueError(f"{folder} is in a layout that is not published; write it in z-lab's with `dflash convert`.")
     trained_with = (config.dflash_config or {}).get("trained_with") or {}
@@ -151,7 +153,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "repo": repo,
         "config": config,
         "has_chat_template": trained_with.get("template") != digest_of(""),
-        "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "loading": "native" if drafter.layout == "Muse" else _loading(folder, findings),
         "engines": _launch_lines(drafter, findings, config, facts, repo),
         "training": list(facts.training.items()),

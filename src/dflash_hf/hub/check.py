@@ -147,15 +147,31 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         yield Finding("warning", SERVERS, "vocab_size", message, leaves_open=True)
     yield from _limits_of_llama_cpp(parsed, target)
     # 4. What engines read of it.
-    non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
-    token_head = parsed.token_head_class if parsed.has_token_head else None
-    drafter = DrafterFolder(config, folder, target, shapes, non_default, token_head, load_error)
+    drafter = drafter_folder(folder, config, parsed, shapes, target, load_error)
     if drafter.layout in PUBLISHED_LAYOUTS:
         yield from _unknown_tensors(drafter, tensor_names(parsed))
     for limit in LIMITS:
         finding = limit.finding(drafter, versions)
         if finding is not None:
             yield finding
+
+
+def drafter_folder(
+    folder: Path, config: dict, parsed, shapes: dict, target: dict | None = None, load_error: str | None = None
+) -> DrafterFolder:
+    """
+    A drafter's folder with all that limits read.
+
+    Args:
+        folder (`Path`): The folder.
+        config (`dict`): Its `config.json`.
+        parsed (`DFlashDraftConfig`): What this package reads in it.
+        shapes (`dict`): From [`read_shapes`].
+        target (`dict`, *optional*), load_error (`str`, *optional*): As in [`DrafterFolder`].
+    """
+    non_default = {key: (value, default) for key, value, default in non_default_fields(parsed)}
+    token_head = parsed.token_head_class if parsed.has_token_head else None
+    return DrafterFolder(config, folder, target or {}, shapes, non_default, token_head, load_error)
 
 
 def _findings_of_gguf(file: Path, target: dict) -> Iterator[Finding]:
