@@ -134,9 +134,11 @@ def test_oldest_version_reads_the_weights(folder):
     weights = load_file(folder / "model.safetensors")
     weights["mask_embedding"] = torch.ones(weights["norm.weight"].shape)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    torch.save({"mask_embedding": weights["mask_embedding"]}, folder / "mask_embedding.pt")
+    mask_token_id = json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"]
+    table = {"embedding": weights["mask_embedding"], "mask_token_id": mask_token_id}
+    torch.save(table, folder / "mask_embedding.pt")
     text = str(render_card(folder, CardFacts("a/b"), "a/c"))
-    assert set(re.findall(r"With (\S+ \S+) or newer", text)) == {"vLLM 0.25", "SGLang 0.5.20"}
+    assert set(re.findall(r"With (\S+ \S+) or newer", text)) == {"vLLM 0.25.1", "SGLang 0.5.20"}
 
 
 def test_card_shows_working_load_call(folder, tmp_path):
