@@ -27,6 +27,17 @@ def test_file_is_whole_or_unchanged(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_link_is_written_through(tmp_path):
+    """A plain file replaced the link, and what it pointed to stayed as it was."""
+    (tmp_path / "disk").mkdir()
+    target = tmp_path / "disk" / "a.json"
+    target.write_text("{}", encoding="utf-8")
+    link = tmp_path / "a.json"
+    link.symlink_to(target)
+    write_json(link, {"a": 1})
+    assert link.is_symlink() and json.loads(target.read_text(encoding="utf-8")) == {"a": 1}
+
+
 def test_infinite_numbers_are_null(tmp_path):
     """`Infinity` and `NaN` are not JSON: other readers refuse the file."""
     write_json(tmp_path / "a.json", {"a": [math.inf, -math.inf, math.nan, 1.5], "Infinity": "NaN"})

@@ -20,9 +20,10 @@ LOCK_FILE = ".lock"
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """
-    A temporary path next to `path` to write to. At the end of the block it replaces `path`; after an exception, Ctrl-C
-    included, it is removed, and `path` is unchanged.
+    A temporary path next to `path` to write to. At the end of the block it replaces `path`, or the file that `path` is
+    a link to; after an exception, Ctrl-C included, it is removed, and `path` is unchanged.
     """
+    path = path.resolve()
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
         yield temporary_path
