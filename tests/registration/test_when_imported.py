@@ -1,5 +1,6 @@
 """Importing the package costs nothing, and yet what it changes is changed when it is needed."""
 
+import importlib.util
 import subprocess
 import sys
 import types
@@ -75,8 +76,20 @@ def test_all_actions_run_in_order(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
-def test_missing_module_raises_as_usual():
-    when_imported("no_such_module_here", lambda: None)
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
-        __import__("no_such_module_here")
-    assert "no_such_module_here" not in _actions
+def test_action_waits_until_the_module_is_executed(tmp_path, monkeypatch):
+    """A look whether it is there, or an import that failed, was taken for the import, and the action never ran."""
+    name = "found_before_it_is_imported"
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    when_imported(name, lambda: seen.append(1))
+    with pytest.raises(ModuleNotFoundError, match=name):
+        __import__(name)
+    file = tmp_path / f"{name}.py"
+    file.write_text("raise RuntimeError")
+    importlib.invalidate_caches()
+    with pytest.raises(RuntimeError):
+        __import__(name)
+    file.write_text("value = 1")
+    assert importlib.util.find_spec(name) is not None and seen == []
+    __import__(name)
+    assert seen == [1] and name not in _actions

@@ -3,7 +3,6 @@ Actions that run once another module is imported: `import dflash_hf` must be fas
 it patches take seconds to import, and may never be needed.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable
 
@@ -33,18 +32,29 @@ class _Finder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        actions = _actions.pop(name, None)  # popped first: `find_spec` below calls this finder again
-        if actions is None:
+        if name not in _actions:
             return None
-        spec = importlib.util.find_spec(name)
+        spec = _spec_of_others(name, path, target)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            for action in actions:
+            # They wait until here: a module may be found and not imported, or its first import may fail.
+            for action in _actions.pop(name, ()):
                 action()
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _spec_of_others(name: str, path, target):
+    """What the other finders find, the first that finds anything."""
+    for finder in sys.meta_path:
+        if finder is _Finder:
+            continue
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
