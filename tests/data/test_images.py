@@ -22,8 +22,10 @@ from dflash_hf.data.messages import UnusableRow, image_uri, images_in, messages_
 from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import ChatTemplate
+from dflash_hf.evaluation import divergence
 from dflash_hf.targets.features import FeatureTap
 from dflash_hf.targets.frozen import target_forward
+from dflash_hf.targets.generation import generate_one
 
 
 datasets = pytest.importorskip("datasets")
@@ -253,6 +255,31 @@ def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatc
     pair = (*target_options, "--draft", tmp_path / "draft", "--data", answers, "--max-new-tokens", 8)
     status, out = run("eval", *pair, "--dtype", "float32", "--runs", 1)
     assert status == 0 and re.search(r"(\d+) of \1 outputs with the drafter equal the target's own", out)
+
+
+@pytest.mark.parametrize("kind", PLACE)
+def test_rounding_is_measured_with_the_images(kind, monkeypatch):
+    """It was that of another context: the tokens of the images were read without them."""
+    processor = processor_of(kind)
+    target = target_of(kind, processor)
+    reader = ImageReader(processor)
+    (example,) = RowEncoder(ChatTemplate(processor.tokenizer, reader=reader))(
+        chat({"type": "image", "image": picture(3, 20)})
+    )
+    prompt = reader.prompt(example["input_ids"][:-3], example["images"])
+    answer = generate_one(target, prompt, do_sample=False, max_new_tokens=6).sequences[0, len(prompt) :].tolist()
+    predictions = []
+    two_best = divergence._two_best
+
+    def noted(*arguments):
+        result = two_best(*arguments)
+        predictions.append(result[0][:, 0].tolist())
+        return result
+
+    monkeypatch.setattr(divergence, "_two_best", noted)
+    rounding = divergence.measure_rounding(target, [(prompt, answer)], block_size=3)
+    assert rounding.positions == len(answer) and rounding.size < 1e-3
+    assert predictions == [answer] * 4
 
 
 def test_server_receives_images_as_data(tmp_path):

@@ -125,8 +125,8 @@ def test_faulty_forward_does_not_widen_rounding(bf16, monkeypatch):
     honest = measure_rounding(target, texts, 4)
     original = divergence._two_best
 
-    def garbled(target, ids, start, step, chosen=None):
-        best, gaps = original(target, ids, start, step, chosen)
+    def garbled(target, ids, images, start, step, chosen=None):
+        best, gaps = original(target, ids, images, start, step, chosen)
         return (best.flip(1), gaps + 100) if step == 4 else (best, gaps)
 
     monkeypatch.setattr(divergence, "_two_best", garbled)

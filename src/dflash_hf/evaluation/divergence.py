@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_hf.targets.features import cache_argument
-from dflash_hf.targets.generation import generate_one
+from dflash_hf.targets.generation import generate_one, image_inputs
 
 
 EQUAL = "equal"
@@ -107,13 +107,17 @@ def find_divergences(
         if key not in gaps:  # several methods often diverge at the same token
             prompt = prompts[divergence.prompt]
             answer = list(own[divergence.prompt][: divergence.position])
-            # `+` of an `ImagePrompt`, which is a list, keeps its images.
-            context_ids = prompt + answer if isinstance(prompt, list) else [*prompt, *answer]
+            context_ids = _joined(prompt, answer)
             gaps[key] = gap_at(target, context_ids, divergence.own, divergence.other)
         divergence.gap = gaps[key]
         is_near_tie = divergence.gap is not None and divergence.gap <= 2 * rounding.size
         divergence.verdict = NEAR_TIE if is_near_tie else WRONG
     return divergences, rounding
+
+
+def _joined(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """A prompt and what follows it; `+` of an `ImagePrompt`, which is a list, keeps its images."""
+    return prompt + list(answer) if isinstance(prompt, list) else [*prompt, *answer]
 
 
 def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, int, int] | None:
@@ -150,13 +154,16 @@ def measure_rounding(target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
         answer = answer[: POSITIONS - rounding.positions]
         if not answer:
             continue
-        ids = torch.tensor([[*prompt, *answer]], device=target.device)
+        text = _joined(prompt, answer)
+        ids = torch.tensor([list(text)], device=target.device)
+        images = image_inputs(target, text)
+        images_of_two = {name: torch.cat([tensor, tensor]) for name, tensor in images.items()}
         start = len(prompt)
-        best, gaps = _two_best(target, ids, start, 1)  # [n, 2], [n]
+        best, gaps = _two_best(target, ids, images, start, 1)  # [n, 2], [n]
         computed = {
-            "in blocks": _two_best(target, ids, start, block_size, best),
-            "whole": _two_best(target, ids, start, None, best),
-            "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, best),
+            "in blocks": _two_best(target, ids, images, start, block_size, best),
+            "whole": _two_best(target, ids, images, start, None, best),
+            "in a batch of two": _two_best(target, ids.expand(2, -1), images_of_two, start, None, best),
         }
         rounding.positions += len(answer)
         for way in list(rounding.ways):
@@ -170,13 +177,22 @@ def measure_rounding(target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
 
 
 @torch.no_grad()
-def _two_best(target, ids: torch.Tensor, start: int, step: int | None, tokens: torch.Tensor | None = None):
+def _two_best(
+    target,
+    ids: torch.Tensor,
+    images: dict[str, torch.Tensor],
+    start: int,
+    step: int | None,
+    tokens: torch.Tensor | None = None,
+):
     """
     What the target predicts for each of the last `n` tokens of a sequence, of the first row.
 
     Args:
         target (`PreTrainedModel`): The target.
         ids (`torch.Tensor`): `[N, S]`, equal rows.
+        images (`dict[str, torch.Tensor]`): What the forward takes of the images among the first `start` tokens of all
+            rows.
         start (`int`): Index of the first of the `n` tokens.
         step (`int`, *optional*): How many tokens are read at a time. `None`: all in one forward.
         tokens (`torch.Tensor`): `[n, 2]`, the two tokens whose logits are compared. Default: the two best.
@@ -194,7 +210,11 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, tokens: t
     done = 0
     for begin, end in zip(edges, edges[1:]):
         first = max(start - 1 - begin, 0)  # only the prompt's last token predicts one of the answer
-        output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **{cache_name: cache})
+        options = {cache_name: cache}
+        if begin == 0:  # images are in the prompt; what has an entry for each token is cut as the ids are
+            for name, tensor in images.items():
+                options[name] = tensor[:, :end] if name.endswith("token_type_ids") else tensor
+        output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **options)
         cache = getattr(output, cache_name, None)
         logits = output.logits[0, first:].float()  # [m, V]
         best.append(logits.topk(2).indices)
@@ -202,7 +222,7 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, tokens: t
         gaps.append(logits.gather(1, pair).diff()[:, 0].neg())
         done += len(logits)
         if cache is None and end < last:  # it keeps its state elsewhere: read the sequence in one forward
-            return _two_best(target, ids, start, None, tokens)
+            return _two_best(target, ids, images, start, None, tokens)
     return torch.cat(best), torch.cat(gaps)
 
 

@@ -57,11 +57,19 @@ def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
         options: Further arguments of `generate`.
     """
     input_ids = torch.tensor([list(ids)], device=target.device)
-    for name, tensor in getattr(ids, "inputs", {}).items():
-        options[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
+    options |= image_inputs(target, ids)
     return target.generate(
         input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
     )
+
+
+def image_inputs(target: PreTrainedModel, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What a forward of the target takes besides ids: of an `ImagePrompt` its images, else nothing."""
+    inputs = getattr(ids, "inputs", {})
+    return {
+        name: tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
+        for name, tensor in inputs.items()
+    }
 
 
 def context_length_of(target: PreTrainedModel) -> int | None:
