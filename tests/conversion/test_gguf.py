@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
+from dflash_hf.conversion import gguf_read
 from dflash_hf.conversion.convert import convert
 from dflash_hf.conversion.gguf_names import gguf_files_in, gguf_in
 from dflash_hf.conversion.gguf_read import unpack_gguf
@@ -304,6 +305,18 @@ def test_wrong_files_are_named(folder, tiny_file, tmp_path):
         with pytest.raises(error, match=message):
             convert(**options)
     assert not back.exists() and not new["dst"].exists()
+
+
+def test_file_without_its_mask_embedding_is_named(tiny, tiny_file, tmp_path, monkeypatch):
+    """It was a `KeyError`."""
+    made(tiny, "own mask").save_pretrained(tmp_path / "draft")
+    file = tmp_path / "dflash.gguf"
+    convert(tmp_path / "draft", file, to="gguf", target=tiny_file)
+    reader = gguf_read.open_gguf(file)
+    reader.tensors = [tensor for tensor in reader.tensors if tensor.name != "token_embd.weight"]
+    monkeypatch.setattr(gguf_read, "open_gguf", lambda file: reader)
+    with pytest.raises(ValueError, match="dflash.gguf is damaged: it has no token_embd.weight"):
+        unpack_gguf(file, tmp_path / "back")
 
 
 def test_replaced_file_is_read_again(folder, tiny_file, tmp_path):

@@ -72,7 +72,9 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
             numbers = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             tensors[published] = numbers.reshape(shape).to(dtype)
     if parsed.own_mask_embedding:
-        table = stored["token_embd.weight"]
+        table = stored.get("token_embd.weight")
+        if table is None:
+            raise ValueError(f"{file} is damaged: it has no token_embd.weight, which holds its mask embedding.")
         row = gguf.dequantize(table.data, table.tensor_type)[parsed.mask_token_id]
         tensors["mask_embedding"] = torch.tensor(row).to(dtype)
     return save_folder(folder, {**config, "dtype": dtype_name(dtype)}, tensors)
