@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dflash_hf._io.argument_types import output_folder, positive, readable_file
 from dflash_hf._io.errors import UsageError
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import bar
 from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
@@ -104,8 +105,8 @@ def _measure(arguments):
     packed = should_pack(arguments.packed, target, draft)
     methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup, arguments.mtp)
     if draft.dtype != target.dtype:
-        draft_dtype = str(draft.dtype).removeprefix("torch.")
-        target_dtype = str(target.dtype).removeprefix("torch.")
+        draft_dtype = dtype_name(draft.dtype)
+        target_dtype = dtype_name(target.dtype)
         note(
             f"the drafter is {draft_dtype}, its target {target_dtype}: --dtype sets one for both, bfloat16, or "
             "float32 on a processor without units for it"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dflash_hf._io.errors import UsageError
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.terminal import Outcome, hold_back_logs, marks_around, stdin_lines, wants_color
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
@@ -166,7 +167,7 @@ def _comparison(is_equal: bool, target) -> str:
     if is_equal:
         return "the same tokens"
     if target.dtype in (torch.bfloat16, torch.float16):
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = dtype_name(target.dtype)
         return f"other tokens, as rounding in {dtype} allows; compare with --dtype float32"
     return "other tokens"
 

@@ -35,8 +35,8 @@ def add_arguments(parser) -> None:
     add_data(parser, template="none", files=".jsonl, .json, .parquet, .csv, .txt")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer again: ")
-    help = "share of rows with enable_thinking, drawn by --seed"
-    parser.add_argument("--thinking", type=probability, metavar="SHARE", help=help)
+    help_text = "share of rows with enable_thinking, drawn by --seed"
+    parser.add_argument("--thinking", type=probability, metavar="SHARE", help=help_text)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")

@@ -215,11 +215,13 @@ def _replace_process(engine: str, command: list[str], environment: dict[str, str
 
 def _hub_pair(arguments) -> _EnginePair:
     """The pair of an engine that reads folders and names on the Hub."""
+    from dflash_hf.targets.config_fields import text_part
+
     pair = NamedPair(arguments)
     return _EnginePair(
         target=_absolute(arguments.target),
         draft=_absolute(arguments.draft),
-        target_config=pair.config.get("text_config", pair.config),
+        target_config=text_part(pair.config),
         draft_config=pair.draft_config,
         loading=pair.loading,
         template=pair.template(),

@@ -38,9 +38,9 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
 
 def add_choice(parser, option: str, choices: tuple[str, ...], default: str, prefix: str = "", **more) -> None:
     """Add an option with a few choices, which its help lists after a `prefix`; its metavar is its name's last word."""
-    help = f"{prefix}{', '.join(choices)} (default: %(default)s)"
+    help_text = f"{prefix}{', '.join(choices)} (default: %(default)s)"
     name = option.rpartition("-")[2].upper()
-    parser.add_argument(option, choices=choices, metavar=name, default=default, help=help, **more)
+    parser.add_argument(option, choices=choices, metavar=name, default=default, help=help_text, **more)
 
 
 def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", prefix: str = "") -> None:
@@ -70,8 +70,8 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") 
 
 def add_packed(group) -> None:
     """Add `--packed` and `--no-packed`, for [`~dflash_hf.pairs.packing_choice.pack_if_chosen`]."""
-    help = "faster CPU inference (default: if memory allows)"
-    group.add_argument("--packed", action=BooleanOptionalAction, help=help)
+    help_text = "faster CPU inference (default: if memory allows)"
+    group.add_argument("--packed", action=BooleanOptionalAction, help=help_text)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -90,8 +90,8 @@ def add_answering(parser) -> None:
 
 def add_sampling(parser, default: float | None = 0.0, shown: str = "0, greedy") -> None:
     """Add `--temperature` (its help shows the default as `shown`), `--top-p` and `--seed`."""
-    help = f"0 is greedy (default: {shown})"
-    parser.add_argument("--temperature", type=argument_types.temperature, default=default, help=help)
+    help_text = f"0 is greedy (default: {shown})"
+    parser.add_argument("--temperature", type=argument_types.temperature, default=default, help=help_text)
     parser.add_argument("--top-p", type=argument_types.probability, help="nucleus sampling (default: 1)")
     parser.add_argument("--seed", type=argument_types.seed, default=0, help="sampling seed (default: %(default)s)")
 
@@ -126,14 +126,14 @@ def add_template(parser, default: str) -> None:
 
 def add_template_arguments(parser, default: str = "the drafter's") -> None:
     """Add `--template-args`; its help shows `default`."""
-    help = f"'{{\"enable_thinking\": false}}' (default: {default})"
-    parser.add_argument("--template-args", metavar="JSON", help=help)
+    help_text = f"'{{\"enable_thinking\": false}}' (default: {default})"
+    parser.add_argument("--template-args", metavar="JSON", help=help_text)
 
 
 def add_color(parser, what: str) -> None:
     """Add `--color` and `--no-color`."""
-    help = f"colour {what} (default: on a terminal without NO_COLOR)"
-    parser.add_argument("--color", action=BooleanOptionalAction, help=help)
+    help_text = f"colour {what} (default: on a terminal without NO_COLOR)"
+    parser.add_argument("--color", action=BooleanOptionalAction, help=help_text)
 
 
 def options_given(arguments, names: Iterable[str]) -> list[str]:

@@ -115,9 +115,9 @@ def _add_options(parser, dataclass_type: type, without: frozenset = frozenset())
         if not field.init or field.name in without:
             continue
         kinds = [typing.get_origin(kind) or kind for kind in allowed_types(hints[field.name])]
-        help = help_of(field, hints[field.name], is_short=True).replace("%", "%%")
+        help_text = help_of(field, hints[field.name], is_short=True).replace("%", "%%")
         options: dict = {"metavar": _metavar(field.name, kinds)}
-        options["help"] = help if field.name in LISTED else argparse.SUPPRESS
+        options["help"] = help_text if field.name in LISTED else argparse.SUPPRESS
         if bool in kinds:
             options |= {"nargs": "?", "const": "true"}
         elif list in kinds:

@@ -22,6 +22,7 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import PathSelector, TokenHead
 from dflash_hf.pairs.configs import read_config
+from dflash_hf.targets.config_fields import text_part
 
 
 # llama.cpp's keys, without "dflash.", of which a configuration is derived; and those that every drafter needs.
@@ -207,7 +208,7 @@ def target_config(target: str | Path) -> dict:
     """
     if not is_gguf(target):
         config = read_config(str(target), f"target={target}")
-        return config.get("text_config", config)
+        return text_part(config)
     fields = open_gguf(target).fields
     architecture = fields["general.architecture"].contents()
     if ARCH in architecture:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import bar
 from dflash_hf._io.terminal import marks_around
 from dflash_hf.data.encode import RowEncoder
@@ -80,7 +81,7 @@ def run_demo(
     """
     encoder = RowEncoder(ChatTemplate(pair.tokenizer))
     prompts = [prompt_ids(encoder, row) for row in rows]
-    dtype = str(pair.target.dtype).removeprefix("torch.")
+    dtype = dtype_name(pair.target.dtype)
     say(
         f"compare   {len(rows)} prompts, greedy, {max_new_tokens} tokens at most, {dtype}, "
         f"{torch.get_num_threads()} thread(s), every method in turn"

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 import transformers
 
+from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import origin
 from dflash_hf.decoding.packing import packed_weights
@@ -270,8 +271,8 @@ def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
         "device": str(target.device),
         "hardware": hardware(target.device),
         "threads": torch.get_num_threads(),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "draft_dtype": str(draft.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(target.dtype),
+        "draft_dtype": dtype_name(draft.dtype),
         "max_new_tokens": max_new_tokens,
         "runs": runs,
         "prompt_lookup_num_tokens": LOOKUP_TOKENS,

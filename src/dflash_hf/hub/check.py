@@ -32,6 +32,7 @@ from dflash_hf.layouts.read import canonical_config, is_drafter_config
 from dflash_hf.layouts.tensor_names import published_name, tensor_names
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.pairs.configs import incompatibilities, non_default_fields, read_config, resized_vocabulary
+from dflash_hf.targets.config_fields import text_part
 
 
 _ALL_READERS = (*ENGINES, LLAMA_CPP)
@@ -245,4 +246,4 @@ def _target_config(target) -> dict:
                 target = read_config(str(target), f"target={target}")
         except OSError as error:
             raise ValueError(f"{target} cannot be read: {error}") from error
-    return target.get("text_config", target)
+    return text_part(target)

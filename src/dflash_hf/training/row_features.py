@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_hf._io.names import dtype_name
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.training.arguments import ScriptArguments
@@ -99,7 +100,7 @@ def store_rows(rows, folder: Path, trainer, script, encoder, should_stop: Callab
         return
     target = trainer.target
     layer_ids = trainer.draft.config.target_layer_ids
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     manifest = manifest_of(target, script.target, layer_ids, encoder, dtype, states=trainer.args.has_teacher)
     collator = DFlashCollator(0, encoder.template.reader)
     shard_bytes = _SHARD_TOKENS * manifest.token_bytes

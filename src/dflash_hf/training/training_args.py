@@ -98,7 +98,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
             self.num_train_epochs = 1e6  # so that the time limit ends training; logs and the bar show time instead
         minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
         check_values(self, DFlashOptions, minima)
-        if self.max_steps == 0 or self.max_steps < 0 and not self.num_train_epochs > 0:
+        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
             name = "num_train_epochs" if self.max_steps else "max_steps"
             raise ValueError(f"{name}={getattr(self, name)} trains nothing; give a positive number, or leave it out.")
         if self.loss_decay_gamma is not None and not self.loss_decay_gamma > 0:
