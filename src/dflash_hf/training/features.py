@@ -1,6 +1,7 @@
 """
-Stored features as a dataset, in place of the target's forward. They are written by `feature_store.py`, which describes
-the files; their manifest says from what they were made (`feature_manifest.py`).
+Stored features as a dataset, in place of the target's forward, and a thread that reads them ahead of the step. They
+are written by `feature_store.py`, which describes the files; their manifest says from what they were made
+(`feature_manifest.py`).
 """
 
 import os
