@@ -1,11 +1,14 @@
 """
 The training step compared with a naive one on the same shapes, on a CPU.
 
-The naive step computes the logits of all slots in one tensor and leaves the loss to `cross_entropy` and autograd.
-Both use the same drafter, mask, features and labels, and must agree on loss and gradients before anything is timed.
+The naive step computes the logits of all slots in one tensor and leaves the loss to `cross_entropy` and autograd. The
+package's is measured in both of its forms: chunks whose gradients are computed in the forward pass, and chunks whose
+logits are computed again in the backward pass, as for a token head, whose parameters are trained. All use the same
+drafter, mask, features and labels, and must agree on loss and gradients before anything is timed.
 
     python examples/benchmarks/training_step.py                # time and memory, about 10 minutes on one thread
     python examples/benchmarks/training_step.py --only paper   # 512 anchors x 16 slots x 151,936 tokens of vocabulary
+    python examples/benchmarks/training_step.py --only features  # how long a step waits for stored features
 
 Memory is the peak of the process's resident memory during the loss and its backward, above the level before; every
 measurement runs in a separate process. Linux only. Time is CPU time, which other work on the machine disturbs less
@@ -18,11 +21,14 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen3Config
 
@@ -31,6 +37,7 @@ from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.training.anchors import sample_anchors
 from dflash_hf.training.block_mask import block_mask
 from dflash_hf.training.blocks import build_blocks
+from dflash_hf.training.features import FeaturesAhead, StoredRow, stored_output
 from dflash_hf.training.losses import LogitsHead, block_loss, loss_normalizer, slot_weights, token_losses
 
 
@@ -41,6 +48,7 @@ SHAPES = {
     "paper": {"anchors": 512, "block": 16, "length": 3072, "hidden": 1024, "vocab": 151936, "dtype": "bfloat16"},
 }
 CHUNK = 512
+NAMES = {"memory": "small", "paper": "paper's shape"}  # of the shapes whose loss part is measured
 
 
 def dense_loss(hidden, head, labels, counted, weights):
@@ -50,13 +58,24 @@ def dense_loss(hidden, head, labels, counted, weights):
     return (nll * counted * weights).sum() / (counted * weights).sum()
 
 
-def chunked_loss(hidden, head, labels, counted, weights):
+class ParameterHead(LogitsHead):
+    """Scores with a parameter that is trained, and changes nothing."""
+
+    def __init__(self, logits):
+        super().__init__(logits)
+        self.parameter = nn.Parameter(torch.zeros(()))
+
+    def loss(self, tokens):
+        return super().loss(tokens) + self.parameter
+
+
+def chunked_loss(hidden, head, labels, counted, weights, head_class=LogitsHead):
     """As in the trainer."""
-    losses = token_losses(hidden, LogitsHead(head), labels, counted, CHUNK)
+    losses = token_losses(hidden, head_class(head), labels, counted, CHUNK)
     return block_loss(losses, counted, weights).sum() / loss_normalizer(counted, weights).sum()
 
 
-LOSSES = {"dense": dense_loss, "chunked": chunked_loss}
+LOSSES = {"dense": dense_loss, "recomputed": partial(chunked_loss, head_class=ParameterHead), "chunked": chunked_loss}
 
 
 def make_head(shape, dtype):
@@ -73,7 +92,7 @@ def status(key: str) -> int:
 
 
 def measure_memory(shape: dict, kind: str) -> dict:
-    """Peak memory and seconds of only the loss and its backward, from given hidden states."""
+    """Peak memory and CPU seconds of only the loss and its backward, from given hidden states."""
     torch.manual_seed(0)
     dtype = getattr(torch, shape["dtype"])
     head = make_head(shape, dtype)
@@ -88,19 +107,19 @@ def measure_memory(shape: dict, kind: str) -> dict:
     hidden.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
-    start = time.perf_counter()
+    start = time.process_time()
     loss = LOSSES[kind](hidden, head, labels, counted, weights)
     loss.backward()
     return {
         "loss": loss.item(),
         "peak_extra_bytes": status("VmHWM") - before,
-        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - start,
         "all_logits_fp32_bytes": 4 * counted.sum().item() * shape["vocab"],
     }
 
 
-def measure_time(shape: dict, pairs: int) -> dict:
-    """Seconds of whole steps of a drafter, the two kinds in turn."""
+def measure_time(shape: dict, rounds: int) -> dict:
+    """Seconds of whole steps of a drafter, the kinds in turn."""
     torch.manual_seed(0)
     target = Qwen3Config(
         vocab_size=shape["vocab"],
@@ -137,25 +156,59 @@ def measure_time(shape: dict, pairs: int) -> dict:
         return taken, loss.item(), [p.grad for p in draft.parameters()]
 
     _, dense, dense_gradients = step("dense")
-    _, chunked, gradients = step("chunked")
-    torch.testing.assert_close(chunked, dense, atol=0, rtol=1e-5)
-    for expected, gradient in zip(dense_gradients, gradients, strict=True):
-        torch.testing.assert_close(expected, gradient, atol=1e-6, rtol=1e-3)
-    taken = {"dense": [], "chunked": []}  # for each step, CPU and wall-clock seconds
-    for pair in range(pairs):
-        for kind in ("dense", "chunked") if pair % 2 else ("chunked", "dense"):
+    for kind in ("recomputed", "chunked"):
+        _, loss, gradients = step(kind)
+        torch.testing.assert_close(loss, dense, atol=0, rtol=1e-5)
+        for expected, gradient in zip(dense_gradients, gradients, strict=True):
+            torch.testing.assert_close(expected, gradient, atol=1e-6, rtol=1e-3)
+    taken = {kind: [] for kind in LOSSES}  # for each step, CPU and wall-clock seconds
+    for round_number in range(rounds):
+        for kind in LOSSES if round_number % 2 else reversed(LOSSES):
             taken[kind].append(step(kind)[0])
-    result = {"pairs": pairs}
+    result = {"rounds": rounds}
     for i, clock in enumerate(("processor", "clock")):
         seconds = {kind: [pair[i] for pair in values] for kind, values in taken.items()}
-        ratios = [chunked / dense for dense, chunked in zip(*seconds.values(), strict=True)]
         result[clock] = {
             "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
             "spread": {kind: [min(values), max(values)] for kind, values in seconds.items()},
-            "ratio_median": statistics.median(ratios),
-            "ratio_spread": [min(ratios), max(ratios)],
         }
+        for kind in ("dense", "recomputed"):
+            ratios = [chunked / other for chunked, other in zip(seconds["chunked"], seconds[kind], strict=True)]
+            result[clock][f"ratio_to_{kind}"] = [statistics.median(ratios), min(ratios), max(ratios)]
     return result
+
+
+def measure_features(rounds: int, length: int = 3072, width: int = 5 * 4096, seconds: float = 1.0) -> dict:
+    """
+    Milliseconds that a step waits for its stored features, read in the step and ahead of it.
+
+    Args:
+        rounds: Steps of each kind; each has a row of its own.
+        length, width: Of the features of a row, in bf16.
+        seconds: What else a step does, on one core.
+    """
+    waits = {"in the step": [], "ahead": []}
+    features = torch.randn(length, width).bfloat16()
+    matrix = torch.randn(1024, 1024)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        for number in range(rounds):
+            path = Path(folder, f"{number}.safetensors")
+            save_file({"features": features}, path)
+            rows.append([StoredRow((str(path), path.stat().st_mtime_ns), 0, length)])
+        for kind, times in waits.items():
+            batches = iter([{"input_ids": torch.zeros(1, length), "stored": row} for row in rows])
+            if kind == "ahead":
+                batches = FeaturesAhead(batches, states=False, pin_memory=torch.cuda.is_available())
+            for batch in batches:
+                start = time.perf_counter()
+                stored_output(batch, states=False)
+                times.append(1000 * (time.perf_counter() - start))
+                while time.perf_counter() - start < seconds:
+                    matrix @ matrix
+            if kind == "ahead":
+                batches.close()
+    return {"bytes": features.nbytes, **{kind: statistics.median(times[1:]) for kind, times in waits.items()}}
 
 
 def apart(*arguments: str) -> dict:
@@ -178,48 +231,64 @@ def write(results: dict) -> None:
         f"{machine['processor']}, {machine['threads']} thread(s), torch {machine['torch']}, transformers "
         f"{machine['transformers']}. `python examples/benchmarks/training_step.py`"
     )
-    lines += ["", "| | dense logits | chunked | chunked / dense |", "|---|---|---|---|"]
+    lines += ["", "| | dense logits | recomputed | chunked | chunked / dense | chunked / recomputed |"]
+    lines.append("|---|---|---|---|---|---|")
     if "time" in results:
         for clock in ("processor", "clock"):
             timed = results["time"][clock]
-            seconds = timed["seconds"]
-            spread = timed["spread"]
-            cells = [f"{seconds[kind]:.2f} s ({spread[kind][0]:.2f}-{spread[kind][1]:.2f})" for kind in LOSSES]
-            ratio = f"{timed['ratio_median']:.2f} ({timed['ratio_spread'][0]:.2f}-{timed['ratio_spread'][1]:.2f})"
-            name = f"whole step, {clock}, median of {results['time']['pairs']} alternating pairs"
-            lines.append(f"| {name} | {cells[0]} | {cells[1]} | {ratio} |")
-    if "memory" in results:
-        peaks = [results["memory"][kind]["peak_extra_bytes"] / 1e9 for kind in LOSSES]
-        lines.append(
-            f"| peak memory of the loss part | {peaks[0]:.2f} GB | {peaks[1]:.2f} GB | {peaks[1] / peaks[0]:.2f} |"
-        )
+            cells = []
+            for kind in LOSSES:
+                low, high = timed["spread"][kind]
+                cells.append(f"{timed['seconds'][kind]:.2f} s ({low:.2f}-{high:.2f})")
+            for kind in ("dense", "recomputed"):
+                median, low, high = timed[f"ratio_to_{kind}"]
+                cells.append(f"{median:.2f} ({low:.2f}-{high:.2f})")
+            name = f"whole step, {clock}, median of {results['time']['rounds']} alternating rounds"
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    for part in ("memory", "paper"):
+        if part not in results:
+            continue
+        measured = results[part]
+        peaks = {kind: values["peak_extra_bytes"] for kind, values in measured.items()}
+        cells = [f"{peaks[kind] / 1e9:.2f} GB" if kind in peaks else "" for kind in LOSSES]
+        cells += [f"{peaks['chunked'] / peaks[kind]:.2f}" if kind in peaks else "" for kind in ("dense", "recomputed")]
+        lines.append(f"| peak memory of the loss part, {NAMES[part]} | {' | '.join(cells)} |")
+        seconds = {kind: values["cpu_seconds"] for kind, values in measured.items()}
+        cells = [f"{seconds[kind]:.1f} s" if kind in seconds else "" for kind in LOSSES]
+        cells += [
+            f"{seconds['chunked'] / seconds[kind]:.2f}" if kind in seconds else "" for kind in ("dense", "recomputed")
+        ]
+        lines.append(f"| CPU time of the loss part, {NAMES[part]} | {' | '.join(cells)} |")
     for title, name in (("Step", "timed"), ("Loss part", "small")):
         shape = ", ".join(f"{key} {value}" for key, value in SHAPES[name].items())
         lines += ["", f"{title}: {shape}{'; two draft layers' if name == 'timed' else ''}."]
-    lines.append("")
     if "paper" in results:
-        paper = results["paper"]
         shape = SHAPES["paper"]
-        lines.append(
-            f"{shape['anchors']} anchors x {shape['block']} slots x {shape['vocab']} tokens of vocabulary "
-            f"({shape['dtype']}, hidden {shape['hidden']}, {CHUNK} rows at a time): "
-            f"{paper['peak_extra_bytes'] / 1e9:.2f} GB above the level before, {paper['seconds']:.0f} s for the "
-            f"loss and its backward. A copy of all logits in fp32 is {paper['all_logits_fp32_bytes'] / 1e9:.1f} GB."
-        )
+        copy_bytes = results["paper"]["chunked"]["all_logits_fp32_bytes"]
+        lines += [
+            "",
+            f"Paper's shape: {', '.join(f'{key} {value}' for key, value in shape.items())}; {CHUNK} rows at a time.",
+        ]
+        lines[-1] += f" A copy of all logits in fp32 is {copy_bytes / 1e9:.1f} GB."
+    if "features" in results:
+        waits = results["features"]
+        lines += ["", f"A step waits for the stored features of a row ({waits['bytes'] / 1e6:.0f} MB)"]
+        lines[-1] += f" {waits['in the step']:.1f} ms if they are read in the step,"
+        lines[-1] += f" {waits['ahead']:.1f} ms if they are read ahead."
     (RESULTS / "training_step.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["time", "memory", "paper"], help="one of the three measurements")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--only", choices=["time", "memory", "paper", "features"], help="one measurement")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--measure", nargs=2, metavar=("SHAPE", "KIND"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         shape, kind = arguments.measure
         shape = SHAPES[shape]
-        print(json.dumps(measure_time(shape, arguments.pairs) if kind == "time" else measure_memory(shape, kind)))
+        print(json.dumps(measure_time(shape, arguments.rounds) if kind == "time" else measure_memory(shape, kind)))
         return
     file = RESULTS / "training_step.json"
     results = json.loads(file.read_text()) if arguments.only and file.exists() else {}
@@ -230,11 +299,13 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     if arguments.only in (None, "time"):
-        results["time"] = apart("--measure", "timed", "time", "--pairs", str(arguments.pairs))
+        results["time"] = apart("--measure", "timed", "time", "--rounds", str(arguments.rounds))
     if arguments.only in (None, "memory"):
         results["memory"] = {kind: apart("--measure", "small", kind) for kind in LOSSES}
     if arguments.only in (None, "paper"):
-        results["paper"] = apart("--measure", "paper", "chunked")
+        results["paper"] = {kind: apart("--measure", "paper", kind) for kind in ("recomputed", "chunked")}
+    if arguments.only in (None, "features"):
+        results["features"] = measure_features(arguments.rounds)
     write(results)
 
 

@@ -111,20 +111,68 @@ def test_logits_never_exist_all_at_once(kind):
     teacher_rows = []
     teacher.head = lambda states, head=teacher.head: (teacher_rows.append(len(states)), head(states))[1]
     losses = token_losses(hidden, LogitsHead(head), labels, counted, 7, teacher if kind == "kl" else None)
-    total = int(counted.sum())  # tokens that do not count never reach the head
-    chunks = [7] * (total // 7) + [total % 7] * (total % 7 > 0)
-    assert len(chunks) > 1 and head.rows == chunks
+    chunks = sizes_of_chunks(counted, 7)  # tokens that do not count never reach the head
     losses.loss.sum().backward()
-    assert head.rows == [*chunks, *reversed(chunks)]  # again in the backward pass
+    assert len(chunks) > 1 and head.rows == [0, *chunks]  # once; before, none, to see whether parameters are trained
     assert teacher_rows == (head.rows if kind == "kl" else [])
     assert head.weight.grad is None
     assert not hidden.grad[~counted].any()
 
 
-def test_logits_of_one_chunk_are_computed_once():
-    hidden, head, labels, counted, _ = tokens()
-    token_losses(hidden, LogitsHead(head), labels, counted).loss.sum().backward()
-    assert head.rows == [counted.sum()]
+def sizes_of_chunks(counted, size):
+    total = int(counted.sum())
+    return [size] * (total // size) + [total % size] * (total % size > 0)
+
+
+class Scaled(LogitsHead):
+    """Multiplies the logits by a parameter."""
+
+    def __init__(self, logits, scale):
+        super().__init__(logits)
+        self.scale = scale
+
+    def score(self, queries, logits):
+        return None, logits * self.scale
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("chunk_size", [7, 1000])
+def test_trained_parameter_gets_its_gradient(chunk_size, is_trained):
+    """It is a sum over weighted tokens, whose weights the forward pass does not know: the logits are needed again."""
+    hidden, head, labels, counted, _ = tokens(torch.float64)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=is_trained)
+    learned = [hidden, scale] if is_trained else [hidden]
+    losses = token_losses(hidden, Scaled(head, scale), labels, counted, chunk_size).loss
+    gradients = torch.autograd.grad((losses * weights).sum(), learned)
+    chunks = sizes_of_chunks(counted, chunk_size)
+    assert head.rows == [0, *chunks, *(reversed(chunks) if is_trained and chunk_size == 7 else ())]
+    log_q = (hidden @ head.weight.T * scale).log_softmax(-1)
+    dense = -(log_q.gather(-1, labels[..., None])[..., 0] * counted * weights).sum()
+    for gradient, expected in zip(gradients, torch.autograd.grad(dense, learned), strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_no_logits_are_kept_for_the_backward_pass(kind):
+    """Not even those of the only chunk."""
+    hidden, head, labels, counted, teacher = tokens()
+    losses = token_losses(hidden, LogitsHead(head), labels, counted, 1000, replace(teacher, kind=kind)).loss
+    largest = max(math.prod(shape) for shape in shapes_of_graph(losses))
+    assert hidden.numel() >= largest > 0  # logits would be 5 times as many
+
+
+def shapes_of_graph(tensor):
+    """The shapes of what the nodes of a graph keep."""
+    shapes = [torch.Size([])]
+    nodes = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        saved = getattr(node, "saved_tensors", ())
+        saved = [*saved, *(getattr(node, name) for name in dir(node) if name.startswith("_saved_"))]
+        shapes += [value.shape for value in saved if isinstance(value, torch.Tensor)]
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return shapes
 
 
 def test_evaluation_needs_no_gradient():
@@ -141,7 +189,7 @@ def test_loss_without_counted_tokens_is_zero(kind):
     nothing = torch.zeros_like(counted)
     result = token_losses(hidden, LogitsHead(head), labels, nothing, 7, teacher if kind == "kl" else None)
     result.loss.sum().backward()
-    assert not result.loss.any() and head.rows == [0]
+    assert not result.loss.any() and set(head.rows) == {0}
     assert not hidden.grad.any() and hidden.grad.isfinite().all()
 
 

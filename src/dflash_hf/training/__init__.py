@@ -11,7 +11,7 @@ A training run: `train.py`, from its data to a saved drafter, with `start.py` (t
 `trainer_card.py` (facts for the model card), `muon.py`, `adapters.py` and `nodes.py` (several processes).
 
 Stored features: `row_features.py` (those that a run stores for itself), `feature_store.py` (writing them),
-`feature_manifest.py` (from what they were made) and `features.py` (the dataset).
+`feature_manifest.py` (from what they were made) and `features.py` (the dataset, and what reads it ahead).
 
 Settings: `recipe.py` decides each one, in an order that stands there; `arguments.py` and `training_args.py` declare
 them, `presets.py` and `head_presets.py` have values for those that the user leaves out.

@@ -1,13 +1,18 @@
 """
-Stored features as a dataset, in place of the target's forward. They are written by `feature_store.py`, which describes
-the files; their manifest says from what they were made (`feature_manifest.py`).
+Stored features as a dataset, in place of the target's forward, and a thread that reads them ahead of the step. They
+are written by `feature_store.py`, which describes the files; their manifest says from what they were made
+(`feature_manifest.py`).
 """
 
+import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise, tee
 from pathlib import Path
 
 import torch
@@ -36,7 +41,17 @@ class StoredRow:
     end: int  # the token after its last one
 
     def read(self, name: str) -> torch.Tensor:
-        """`features` `[S, L*H]`, `states` `[S, H]`, `input_ids` or `loss_mask` `[S]`."""
+        """
+        `features` `[S, L*H]`, `states` `[S, H]`, `input_ids` or `loss_mask` `[S]`.
+
+        Raises:
+            `ValueError`: the file is not the one that was opened.
+        """
+        path, changed = self.file
+        # The kernel ends a process that reads past the new end of a mapped file. One that was removed stays readable.
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_mtime_ns != changed:
+                raise ValueError(f"{path} has changed since it was opened; store the features again, and resume.")
         return _open_shard(*self.file).get_slice(name)[self.start : self.end]
 
 
@@ -108,14 +123,99 @@ def _open_shard(path: str, changed: int):
         raise ValueError(f"{path} is damaged ({error}); {remedy}.") from error
 
 
+def read_rows(rows: list[StoredRow], states: bool, pin_memory: bool = False) -> dict[str, torch.Tensor]:
+    """
+    The `features` `[N, S, L*H]` of rows, padded, and their `states` `[N, S, H]` if `states` is true.
+
+    Args:
+        pin_memory (`bool`): Whether to read them into pinned memory, from which copies to an accelerator are
+            asynchronous.
+    """
+    names = ("features", "states") if states else ("features",)
+    tensors = {}
+    for name in names:
+        tensor = pad_sequence([row.read(name) for row in rows], batch_first=True)
+        tensors[name] = tensor.pin_memory() if pin_memory else tensor
+    return tensors
+
+
+class FeaturesAhead:
+    """
+    Reads the features of the next micro-batches in a thread, beside the training step.
+
+    An iterator over the micro-batches of one pass over the data, to each of which it adds itself as `reader`. All
+    micro-batches of an optimizer step exist at once, since the loss is divided by the sum of their weights; features,
+    which are much larger, are read for the next two of them only.
+
+    A thread rather than the workers of a `DataLoader`: reading is copying from files in memory, for which Python's
+    lock is released, while a process would need shared memory for whole micro-batches and copy them twice more.
+
+    Args:
+        batches (`Iterator[dict]`): The micro-batches, with `stored`, in the order in which they are trained on.
+        states, pin_memory (`bool`): As for [`read_rows`].
+
+    Attributes:
+        source (`Iterator[dict]`): The `batches`.
+    """
+
+    DEPTH = 2  # micro-batches that are read ahead: one may take longer than a step, if two take less than two
+
+    def __init__(self, batches: Iterator[dict], states: bool, pin_memory: bool):
+        self.source = batches
+        self._batches, self._upcoming = tee(batches)
+        self._read = partial(read_rows, states=states, pin_memory=pin_memory)
+        # One thread of torch, as where `DataLoader` pins memory: the cores are for the step.
+        self._executor = ThreadPoolExecutor(1, "features", initializer=torch.set_num_threads, initargs=(1,))
+        self._pending: deque[tuple[list[StoredRow], Future]] = deque()
+        for _ in range(self.DEPTH):
+            self._read_next()
+
+    def __iter__(self) -> "FeaturesAhead":
+        return self
+
+    def __next__(self) -> dict:
+        return {**next(self._batches), "reader": self}
+
+    def _read_next(self) -> None:
+        """Begin to read the features of another micro-batch, if there is one."""
+        batch = next(self._upcoming, None)
+        if batch is not None:
+            rows = batch["stored"]
+            self._pending.append((rows, self._executor.submit(self._read, rows)))
+
+    def take(self, rows: list[StoredRow]) -> dict[str, torch.Tensor]:
+        """
+        The features of a micro-batch, see [`read_rows`]; those of micro-batches before it are dropped.
+
+        Raises:
+            `RuntimeError`: they have been taken or dropped. An error of reading is raised here, too.
+        """
+        while self._pending:
+            pending_rows, future = self._pending.popleft()
+            self._read_next()
+            if pending_rows == rows:
+                return future.result()
+        raise RuntimeError(
+            "The features of a micro-batch are read once, in the order of the micro-batches; compute its loss once."
+        )
+
+    def close(self) -> None:
+        """End the thread, after what it is reading."""
+        self._pending.clear()
+        self._executor.shutdown(cancel_futures=True)
+
+
 def stored_output(batch: dict, states: bool) -> TargetOutput:
-    """The target's output for a batch of stored rows, read from disk; with its final hidden states or without."""
-
-    def read(name: str) -> torch.Tensor:
-        rows = pad_sequence([row.read(name) for row in batch["stored"]], batch_first=True)  # [N, S, ...]
-        return rows.to(batch["input_ids"].device)
-
-    return TargetOutput(read("features"), read("states") if states else None)
+    """
+    The target's output for a batch of stored rows, on the batch's device; with its final hidden states or without. It
+    is read from disk, unless the batch has a `reader` that has done so.
+    """
+    rows = batch["stored"]
+    tensors = batch["reader"].take(rows) if "reader" in batch else read_rows(rows, states)
+    device = batch["input_ids"].device
+    # A copy from pinned memory is awaited by the device alone.
+    moved = {name: tensor.to(device, non_blocking=tensor.is_pinned()) for name, tensor in tensors.items()}
+    return TargetOutput(moved["features"], moved.get("states"))
 
 
 def check_stored(dataset: StoredFeatures, states: bool, weights: dict | None = None, **expected) -> None:

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -72,20 +74,26 @@ class DraftedTokens:
     query: torch.Tensor | None  # [M, q]  what the token head scores by, see `TokenHead.step`
     kind: str = "ce"  # kind of loss, a key of `LOSS_TERMS`
 
+    @cached_property
+    def log_probabilities(self) -> torch.Tensor:
+        """Those of the `scores`, `[M, V]` or `[M, k]`, differentiable, for loss and metrics."""
+        return log_softmax(self.scores)
+
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
         """The run's loss for scores `[M, V]`, `[M]`."""
-        return divergence(scores, self.labels, self.teacher, self.kind)
+        log_q = self.log_probabilities if scores is self.scores else log_softmax(scores)
+        return divergence(log_q, self.labels, self.teacher, self.kind)
 
     def distance(self, scores: torch.Tensor) -> torch.Tensor:
         """The total variation between the teacher and scores `[M, V]`, `[M]`, from 0 to 1."""
-        return total_variation(scores, self.teacher)
+        return total_variation(log_softmax(scores).exp(), self.teacher)
 
     def selection(self) -> torch.Tensor:
         """
         The loss of choosing among candidates, `[M]`: the divergence of their scores from the teacher's distribution
         over them, or from the label; 0 if the label is no candidate.
         """
-        log_q = self.scores.log_softmax(-1)
+        log_q = self.log_probabilities
         target_share = self.ids == self.labels[:, None]  # [M, k]
         if self.teacher is not None:
             target_share = self.teacher.to(_at_least_fp32(self.teacher.dtype)).softmax(-1).gather(1, self.ids)
@@ -97,15 +105,15 @@ class DraftedTokens:
     def metrics(self) -> "TokenMetrics":
         """What the log says of these tokens."""
         labels = self.labels
-        scores = self.scores.to(_at_least_fp32(self.scores.dtype))
-        best = scores.max(-1).indices  # `argmax` takes twice as long in fp32, and four times as long in bf16
+        log_q = self.log_probabilities
+        best = self.scores.max(-1).indices  # `argmax` takes twice as long in fp32, and four times as long in bf16
         best_without_head = best if self.logits is self.scores else self.logits.max(-1).indices
         correct_without_head = best_without_head == labels
         if self.ids is None:
-            nll = functional.cross_entropy(scores, labels, reduction="none")
+            nll = functional.nll_loss(log_q, labels, reduction="none")
             return TokenMetrics(nll, best == labels, correct_without_head)
         is_label = self.ids == labels[:, None]
-        nll = -scores.log_softmax(-1).masked_fill(~is_label, -math.inf).amax(-1)  # infinite if it is no candidate
+        nll = -log_q.masked_fill(~is_label, -math.inf).amax(-1)  # infinite if it is no candidate
         return TokenMetrics(nll, is_label.gather(1, best[:, None])[:, 0], correct_without_head)
 
 
@@ -145,29 +153,32 @@ class LogitsHead:
         return tokens.divergence(tokens.scores)
 
 
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities of logits `[..., V]`, in fp32 at least."""
+    return functional.log_softmax(logits, dim=-1, dtype=_at_least_fp32(logits.dtype))
+
+
 def divergence(
-    logits: torch.Tensor, labels: torch.LongTensor, teacher: torch.Tensor | None = None, kind: str = "kl"
+    log_q: torch.Tensor, labels: torch.LongTensor, teacher: torch.Tensor | None = None, kind: str = "kl"
 ) -> torch.Tensor:
     """
-    The loss `[M]` of logits `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, in the terms of
+    The loss `[M]` of log-probabilities `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, in the terms of
     `LOSS_TERMS[kind]`; without a teacher, the labels' cross-entropy.
     """
-    log_q = logits.to(_at_least_fp32(logits.dtype)).log_softmax(-1)
     terms = LOSS_TERMS["ce" if teacher is None else kind]
     loss = 0.0
     if terms.cross_entropy:
         loss = loss + terms.cross_entropy * functional.nll_loss(log_q, labels, reduction="none")
     if terms.total_variation:
-        loss = loss + terms.total_variation * total_variation(logits, teacher)
+        loss = loss + terms.total_variation * total_variation(log_q.exp(), teacher)
     if terms.kl:
-        log_p = teacher.to(log_q).log_softmax(-1)
+        log_p = log_softmax(teacher.to(log_q))
         loss = loss + terms.kl * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return loss
 
 
-def total_variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The total variation between the distributions of two logits `[M, V]`, `[M]`, from 0 to 1."""
-    q = logits.to(_at_least_fp32(logits.dtype)).softmax(-1)
+def total_variation(q: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The total variation between probabilities and those of a teacher's logits, `[M, V]` each: `[M]`, from 0 to 1."""
     return 0.5 * (q - teacher.to(q).softmax(-1)).abs().sum(-1)
 
 
@@ -206,13 +217,18 @@ def token_losses(
 ) -> TokenLosses:
     """
     The losses of tokens through the target's frozen head, with the logits of at most `chunk_size` tokens in memory at
-    a time; of more tokens than one chunk, the logits are computed again in the backward pass.
+    a time.
+
+    If no parameter of the head is trained, the gradient of each token's loss is computed in the forward pass, while
+    its logits are in memory: it is known up to a factor, the token's weight. Otherwise the weights would be needed for
+    the gradients of the parameters, and the logits of all chunks are computed again in the backward pass.
 
     Only counted tokens of the drafter's vocabulary reach the head. Half-precision logits are summed in fp32.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`, the drafter's final hidden states.
-        head (`LogitsHead`): The target's head, and the drafter's token head if it has one.
+        head (`LogitsHead`): The target's head, and the drafter's token head if it has one. The loss of a token depends
+            on its own hidden state and query, and on parameters.
         labels (`torch.LongTensor`): `[...]`, ids in the drafter's vocabulary, -1 for tokens outside it.
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Tokens of one pass through the head.
@@ -220,21 +236,26 @@ def token_losses(
             `labels`.
     """
     draftable = counted & (labels >= 0)
-    draftable_hidden = hidden[draftable]  # [M, H]
-    draftable_labels = labels[draftable]  # [M]
-    state_index = None if teacher is None else teacher.state_index[draftable].to(teacher.states.device)  # [M]
-    count = len(draftable_hidden)
-    recompute = count > chunk_size and torch.is_grad_enabled()
-    chunks = []
-    for start in range(0, max(count, 1), chunk_size):  # even without tokens: every rank runs its backward
-        part = slice(start, start + chunk_size)
-        queries = None if head.queries is None else head.queries[part]
-        states = None if state_index is None else teacher.states[state_index[part]]
-        arguments = (head, teacher, draftable_hidden[part], queries, draftable_labels[part], states)
-        if recompute:
-            chunks.append(checkpoint(_chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(_chunk_losses(*arguments))
+    inputs = [hidden[draftable]]  # [M, H]
+    if head.queries is not None:
+        inputs.append(head.queries)  # [M, q]
+    label_chunks = labels[draftable].split(chunk_size)  # without tokens one empty chunk: every rank runs its backward
+    index_chunks = [None] * len(label_chunks)
+    if teacher is not None:
+        index_chunks = teacher.state_index[draftable].split(chunk_size)
+    input_chunks = zip(*(rows.split(chunk_size) for rows in inputs), strict=True)
+
+    compute: Callable[..., tuple[torch.Tensor, ...]] = _chunk_losses
+    if torch.is_grad_enabled():
+        if _depends_on_parameters(head, teacher, inputs):
+            if len(label_chunks) > 1:
+                compute = partial(checkpoint, _chunk_losses, use_reentrant=False, preserve_rng_state=False)
+        elif any(rows.requires_grad for rows in inputs):
+            compute = _losses_with_gradients
+    chunks = [
+        compute(head, teacher, chunk_labels, state_index, *chunk_inputs)
+        for chunk_labels, state_index, chunk_inputs in zip(label_chunks, index_chunks, input_chunks, strict=True)
+    ]
     columns = (torch.cat(column).to(hidden.device) for column in zip(*chunks, strict=True))
     loss, nll, correct, correct_without_head = (_scatter(column, draftable) for column in columns)
     return TokenLosses(loss, nll, correct, draftable, correct_without_head)
@@ -243,23 +264,64 @@ def token_losses(
 def _chunk_losses(
     head: LogitsHead,
     teacher: Teacher | None,
-    hidden: torch.Tensor,
-    queries: torch.Tensor | None,
     labels: torch.LongTensor,
-    states: torch.Tensor | None,
+    state_index: torch.LongTensor | None,
+    hidden: torch.Tensor,
+    queries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The loss and the [`TokenMetrics`] of `M` tokens in one pass through the head, `[M]` each."""
     logits = head.logits(hidden)  # [M, V]
     ids, scores = head.score(queries, logits)
     logits = logits.to(scores.device)
     teacher_logits = None
-    if states is not None:
+    if teacher is not None:
+        states = teacher.states[state_index.to(teacher.states.device)]  # [M, H]
         # The target's head may have rows past the drafter's vocabulary.
         teacher_logits = teacher.head(states)[..., : logits.shape[-1]].to(scores.device)
     kind = "ce" if teacher is None else teacher.kind
     labels = labels.to(scores.device)
     tokens = DraftedTokens(scores, logits, ids, labels, teacher_logits, hidden, queries, kind)
     return head.loss(tokens), *tokens.metrics()
+
+
+def _depends_on_parameters(head: LogitsHead, teacher: Teacher | None, inputs: list[torch.Tensor]) -> bool:
+    """Whether trained parameters have a part in the loss: then it has a gradient although its inputs have none."""
+    nothing = torch.empty(0, dtype=torch.long, device=inputs[0].device)
+    loss, *_ = _chunk_losses(head, teacher, nothing, nothing, *(rows[:0].detach() for rows in inputs))
+    return loss.requires_grad
+
+
+def _losses_with_gradients(
+    head: LogitsHead,
+    teacher: Teacher | None,
+    labels: torch.LongTensor,
+    state_index: torch.LongTensor | None,
+    *inputs: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """As [`_chunk_losses`], with the gradients of the loss computed now, so that no logits are kept."""
+    leaves = [rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
+    loss, *metrics = _chunk_losses(head, teacher, labels, state_index, *leaves)
+    trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    # The loss of a token depends on its own row, so the gradient of the sum has the gradient of each loss in its row.
+    gradients = torch.autograd.grad(loss.sum(), trained_leaves, materialize_grads=True)
+    trained_inputs = [rows for rows in inputs if rows.requires_grad]
+    return _RowGradients.apply(loss.detach(), gradients, *trained_inputs), *metrics
+
+
+class _RowGradients(torch.autograd.Function):
+    """Losses `[M]` of the rows of inputs `[M, ...]`, from their values and their known gradients by these rows."""
+
+    @staticmethod
+    def forward(ctx, losses: torch.Tensor, gradients: tuple[torch.Tensor, ...], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*gradients)
+        return losses.view_as(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weights = weights[:, None]  # [M, 1]
+        scaled = [(gradient * weights.to(gradient.device)).to(gradient.dtype) for gradient in ctx.saved_tensors]
+        return None, None, *scaled
 
 
 def dpace_weights(losses: TokenLosses, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.block_attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
-from dflash_hf.training.features import stored_output
+from dflash_hf.training.features import FeaturesAhead, StoredFeatures, parts_of, stored_output
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
 from dflash_hf.training.objective import Objective
@@ -135,6 +135,8 @@ class DFlashTrainer(AtomicTrainer):
             target.to(args.device)
         self.objective = self.make_objective()
 
+        self._features_ahead: FeaturesAhead | None = None  # of the current pass, if its features are stored
+
         # 5. Metrics and log lines.
         self.card_facts = dict(card_facts or {})
         self.statistics = Statistics.zeros(args.device)  # since the last line of the log
@@ -227,7 +229,7 @@ class DFlashTrainer(AtomicTrainer):
         """
         if 0 < self.state.max_steps <= self.state.global_step:
             return [], None  # upstream would run one step too many when it resumes a finished run
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, _ = super().get_batch_samples(self._read_ahead(epoch_iterator), num_batches, device)
         if not batches and self.state.global_step == 0:
             rows = self.train_dataset
             batch_size = f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
@@ -251,6 +253,23 @@ class DFlashTrainer(AtomicTrainer):
         # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
         total = self.accelerator.reduce(total, "mean")
         return batches, total.where(total > 0, 1)  # without any anchor, every rank still runs the backward of 0 / 1
+
+    def _read_ahead(self, epoch_iterator: Iterator[dict]) -> Iterator[dict]:
+        """The micro-batches of a pass over the data, which read ahead if their features are stored."""
+        if not all(isinstance(part, StoredFeatures) for part in parts_of(self.train_dataset)):
+            return epoch_iterator
+        if self._features_ahead is None or self._features_ahead.source is not epoch_iterator:
+            self._end_reading()
+            self._features_ahead = FeaturesAhead(
+                epoch_iterator, self.args.has_teacher, self.args.dataloader_pin_memory
+            )
+        return self._features_ahead
+
+    def _end_reading(self) -> None:
+        """End what reads ahead in the last pass, if anything does."""
+        if self._features_ahead is not None:
+            self._features_ahead.close()
+        self._features_ahead = None
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
@@ -362,8 +381,11 @@ class DFlashTrainer(AtomicTrainer):
             self.add_callback(TimeBudgetCallback(self.time_budget))
 
         # 4. Upstream's loop.
-        with groups_as_masks(self.draft.config):
-            return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        try:
+            with groups_as_masks(self.draft.config):
+                return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        finally:
+            self._end_reading()
 
     def push_to_hub(self, *args, **kwargs):
         """Not supported: upstream's card says nothing about a drafter."""
