@@ -71,15 +71,16 @@ class Mode:
     loop: Callable | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of a pair, of its prompts, and of the text."""
+    """Sizes of a pair, of its prompts, and of the text; and the models' dtype."""
 
     layers: int = 36
     draft_layers: int = 5
     block_size: int = 16
     prompt: int = 64
     tokens: int = 128
+    dtype: str = "float32"
 
 
 @dataclass
@@ -160,9 +161,10 @@ MODES = {
 
 
 @functools.cache
-def target_of(layers: int, device: str):
+def target_of(shape: Shape, device: str):
     """A random target on a device, the same on each; `cuda` inside of a pretend accelerator."""
-    return make_target("qwen3", num_hidden_layers=layers, max_position_embeddings=4096).to(device)
+    dtype = getattr(torch, shape.dtype)
+    return make_target("qwen3", dtype, num_hidden_layers=shape.layers, max_position_embeddings=4096).to(device)
 
 
 def oracle_of(mode: Mode, shape: Shape, texts: torch.LongTensor) -> ScriptedDraft:
@@ -175,7 +177,7 @@ def oracle_of(mode: Mode, shape: Shape, texts: torch.LongTensor) -> ScriptedDraf
         texts (`torch.LongTensor`): `[R, S]`, of the target.
     """
     draft = make_draft(
-        target_of(shape.layers, "cpu"),
+        target_of(shape, "cpu"),
         block_size=shape.block_size,
         num_hidden_layers=shape.draft_layers,
         target_layer_ids=spread_layers(shape),
@@ -242,7 +244,7 @@ def measure(mode: Mode, shape: Shape) -> Result:
     Raises:
         `RuntimeError`: hardly a draft was accepted, so that the rounds are not those of a drafter.
     """
-    target = target_of(shape.layers, "cpu")
+    target = target_of(shape, "cpu")
     prompts = torch.randint(2, VOCAB - 2, (mode.rows, shape.prompt), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), "do_sample": mode.is_sampled}
     inputs["pad_token_id"] = 0
@@ -257,7 +259,7 @@ def measure(mode: Mode, shape: Shape) -> Result:
     drafter = None if mode.decoding is None else oracle_of(mode, shape, script)
 
     with PretendAccelerator(uncounted=UNCOUNTED) as accelerator:
-        target = target_of(shape.layers, "cuda")
+        target = target_of(shape, "cuda")
         inputs = {name: value.to("cuda") if torch.is_tensor(value) else value for name, value in inputs.items()}
         if drafter is not None:
             drafter = _on_device(drafter)
@@ -328,7 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
     for size in fields(Shape):
-        parser.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
+        parser.add_argument(f"--{size.name.replace('_', '-')}", type=type(size.default), default=size.default)
     arguments = parser.parse_args()
     shape = Shape(**{size.name: getattr(arguments, size.name) for size in fields(Shape)})
     torch.set_num_threads(1)
@@ -343,7 +345,7 @@ def main() -> None:
     print(
         f"Counted on a pretend accelerator, per round. {shape.layers} + {shape.draft_layers} layers of Qwen3's, tiny"
     )
-    print(f"widths, fp32, blocks of {shape.block_size}, a prompt of {shape.prompt} tokens; drafts right in")
+    print(f"widths, {shape.dtype}, blocks of {shape.block_size}, a prompt of {shape.prompt} tokens; drafts right in")
     print(
         f"{ACCURACY:.0%} of slots; {shape.tokens} new tokens, means of the second half of the rounds. A copy that is"
     )

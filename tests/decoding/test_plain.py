@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.decoding import probe
+from dflash_hf.decoding.attention import is_replaceable, takes_slot_masks
 from dflash_hf.decoding.fallback import fallback_reason
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.decoding.recurrent import ReplaySession
@@ -266,7 +267,7 @@ def test_ids_on_another_device_decode_plainly(monkeypatch):
 
 @pytest.mark.parametrize("masks", ["flash_attention_2", "flex_attention"])
 def test_attention_without_masks_is_not_probed(masks, caplog, request):
-    """FlashAttention reads the mask of a draft as numbers of rows, which ends a CUDA process in the probe."""
+    """Somebody's attention may read the mask of a draft as numbers of rows, which ends a CUDA process in the probe."""
     name = "own_" + masks.replace("flash", "rows")  # upstream looks for a library where the name says "flash"
 
     def attention(module, query, key, value, attention_mask, **kwargs):
@@ -284,12 +285,16 @@ def test_attention_without_masks_is_not_probed(masks, caplog, request):
     call.target.set_attn_implementation(name)
     drafted = call(draft)
     assert drafted.lengths == [[]]
-    assert f"attn_implementation='{name}', which takes no mask of a draft; load it with" in caplog.text
+    assert (
+        f"cannot be replaced (attn_implementation='{name}': it is not one of upstream's); load it with" in caplog.text
+    )
     call.target.set_attn_implementation("sdpa")  # as the line says
     assert max(call(draft).lengths[0]) > 1
 
 
 def test_kernels_hub_attentions_are_recognised():
     refused = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "paged|flash_attention_2")
-    assert not any(probe.takes_masks(name) for name in (*refused, "flex_attention"))
-    assert all(probe.takes_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))
+    assert not any(takes_slot_masks(name) for name in (*refused, "flex_attention"))
+    assert all(takes_slot_masks(name) for name in ("sdpa", "eager", "somebodys_own", None))
+    assert all(is_replaceable(name) for name in (*refused, "flex_attention", "sdpa"))
+    assert not any(is_replaceable(name) for name in ("eager", "somebodys_own", None))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.attention import prefers_no_mask
 from dflash_hf.decoding.masks import indices_in_slots, is_within
 from dflash_hf.decoding.slots import Ring, SlotCache
 from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
@@ -245,7 +246,7 @@ class DraftContext:
         features, pending_indices = self._take_pending()
         start = self.device_lengths[:, None]
         block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
-        self.cache.reserve(max(self.lengths) + num_slots)
+        self.cache.reserve(max(self.lengths) + num_slots, exactly=self._omits_masks)
         groups = [block_indices] if features is None else [pending_indices, block_indices]
         self.cache.set_next_indices(*groups)
         positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
@@ -297,8 +298,17 @@ class DraftContext:
         positions = self.to_draft((indices + self.first_positions).clamp(min=0))
         self.draft.extend_context(states, positions, self.cache)
 
-    def _masks(self, block_indices: torch.LongTensor) -> dict[str, torch.Tensor]:
-        """For each layer type, the additive mask `[R, 1, B, K]` of a block whose slots have these indices `[R, B]`."""
+    @property
+    def _omits_masks(self) -> bool:
+        """Whether layers get no mask if each slot of a block sees all keys."""
+        is_whole = len(self.lengths) == 1 and self.cache.ring is None and not self.fixed_shapes
+        return is_whole and prefers_no_mask(self.draft)
+
+    def _masks(self, block_indices: torch.LongTensor) -> dict[str, torch.Tensor | None]:
+        """
+        For each layer type, the additive mask `[R, 1, B, K]` of a block whose slots have these indices `[R, B]`;
+        `None` if it would hide nothing.
+        """
         ring = self.cache.ring
         last = block_indices[:, -1:]
         key_indices = indices_in_slots(self.cache, ring, last)
@@ -307,7 +317,9 @@ class DraftContext:
             key_indices = key_indices.masked_fill(~in_context, -1)
         key = key_indices[:, None]  # [R or 1, 1, K]
 
-        def mask(window, causal: bool) -> torch.Tensor:
+        def mask(window, causal: bool) -> torch.Tensor | None:
+            if self._omits_masks and window is None and not causal:
+                return None
             last_visible = block_indices if causal else last.expand_as(block_indices)
             visible = (key <= last_visible[:, :, None]) & is_within(key, block_indices[:, :, None], window)
             if ring is not None:

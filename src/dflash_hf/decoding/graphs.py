@@ -17,6 +17,7 @@ from torch.nn.modules import module as global_hooks
 from transformers.utils import logging
 
 from dflash_hf.decoding.adapters import adapters_of
+from dflash_hf.decoding.attention import takes_slot_masks
 from dflash_hf.decoding.call import GenerateCall
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.targets.unsafe_hooks import collects_features
@@ -81,6 +82,9 @@ def _no_graph_reasons(call: GenerateCall) -> Iterator[tuple[nn.Module, str | Non
         yield call.target, f"the text may exceed its {call.positions_after_prompt + call.prompt_length} positions"
     if call.capabilities.session is not SlotSession:
         yield call.target, "its states are recurrent"
+    attention = call.target.config.get_text_config()._attn_implementation
+    if not takes_slot_masks(attention):
+        yield call.target, f"{attention} takes no mask of a draft"
     for model in (call.target, call.draft):
         yield model, no_graph_reason(model)
 

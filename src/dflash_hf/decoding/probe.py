@@ -8,10 +8,10 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from transformers import masking_utils
 from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
+from dflash_hf.decoding.attention import takes_slot_masks, with_slot_attention
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import ProbeLengths, recurrent_states
@@ -40,7 +40,7 @@ class TargetCapabilities(NamedTuple):
         trees (`bool`): Whether trees can be verified.
         feature_layers (`frozenset[int]`): Decoder layers whose output is one vector per token; -1: their input.
         failure (`str`, *optional*): Why the probe failed; the next call repeats it.
-        attention (`str`, *optional*): Its attention implementation, if that takes no masks of drafts.
+        no_masks (`str`, *optional*): The attention that takes no masks of drafts, and why it cannot be replaced.
     """
 
     session: Any
@@ -49,14 +49,14 @@ class TargetCapabilities(NamedTuple):
     trees: bool = False
     feature_layers: frozenset[int] = frozenset()
     failure: str | None = None
-    attention: str | None = None
+    no_masks: str | None = None
 
     def fallback_reason(self, name: str, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
-        if self.attention is not None:
+        if self.no_masks is not None:
             return (
-                f"{name} was loaded with attn_implementation={self.attention!r}, which takes no mask of a draft; load "
-                "it with attn_implementation='sdpa'"
+                f"{name} takes no mask of a draft, and its attention cannot be replaced ({self.no_masks}); load it "
+                "with attn_implementation='sdpa'"
             )
         if self.failure is not None:
             return f"{name} could not be tried on a few tokens ({self.failure})"
@@ -78,18 +78,6 @@ class TargetCapabilities(NamedTuple):
         return None
 
 
-def takes_masks(attention: str | None) -> bool:
-    """
-    Whether an attention implementation takes additive masks `[R, 1, n, S]`, as upstream makes them for it.
-
-    FlashAttention reads a mask as a list of rows: on a GPU an index out of bounds ends the process, so a target with
-    it is not tried at all. FlexAttention takes a function instead. Implementations that a user has registered get no
-    masks from upstream, and are tried.
-    """
-    create = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
-    return "flash" not in (attention or "") and create in (None, masking_utils.sdpa_mask, masking_utils.eager_mask)
-
-
 # Ways to roll a target back, the simplest first.
 SESSION_CLASSES = (SlotSession, ReplaySession)
 # For each target, as long as it lives: capabilities by everything that they depend on, see `_probe_key`. Without a
@@ -106,8 +94,11 @@ def capabilities_of(target) -> TargetCapabilities:
     may pass.
     """
     attention = target.config.get_text_config()._attn_implementation
-    if not takes_masks(attention):
-        return TargetCapabilities(None, math.inf, attention=attention)
+    if not takes_slot_masks(attention):
+        try:
+            with_slot_attention(target)
+        except ValueError as error:
+            return TargetCapabilities(None, math.inf, no_masks=f"attn_implementation={attention!r}: {error}")
     results = _capabilities.setdefault(target, {})
     key = _probe_key(target)
     if key not in results:

@@ -12,6 +12,7 @@ import torch
 from transformers import masking_utils
 
 from dflash_hf.decoding.acceptance import Acceptance
+from dflash_hf.decoding.attention import prefers_no_mask, with_slot_attention
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
@@ -44,6 +45,8 @@ class SlotSession:
         rollback_is_free (`bool`): Whether rejected tokens need no work, since nothing but the slots is stateful.
 
     Attributes:
+        target (`PreTrainedModel`): The target, or a clone of it whose attention reads slots without repeating them.
+        omits_masks (`bool`): Whether blocks are attended to without a mask where that is possible.
         lengths (`list[int]`): Tokens of each row that the cache holds.
         device_lengths (`torch.LongTensor`): `[R]`, the same on the device, where a round advances them without a copy
             from the host.
@@ -64,7 +67,9 @@ class SlotSession:
         max_candidates: int = 0,
         graph=None,
     ):
-        self.target = target
+        # Graphs are made of the target itself: they outlive a call.
+        self.target = target if graph is not None else with_slot_attention(target)
+        self.omits_masks = len(padding) == 1 and self.target is not target and prefers_no_mask(target)
         self.caller_cache = cache
         self.padding = padding
         self.first_positions = first_positions
@@ -104,7 +109,8 @@ class SlotSession:
             Logits `[R, n, V]` after each candidate and, with a tap, its features `[R, n, L * H]`.
         """
         num_candidates = candidates.tokens.shape[1]
-        self.cache.reserve(max(self.lengths) + num_candidates)
+        omits_masks = self.omits_masks and candidates.ancestors is None
+        self.cache.reserve(max(self.lengths) + num_candidates, exactly=omits_masks)
         start = self.device_lengths[:, None]  # [R, 1]
         indices = start + torch.arange(num_candidates, device=start.device)  # [R, n]
         self.cache.set_next_indices(indices)
@@ -117,7 +123,7 @@ class SlotSession:
             path_indices = path_indices.clamp(max=self.last_index)
         inputs = {
             "input_ids": candidates.tokens,
-            "attention_mask": self._masks(candidates, indices),
+            "attention_mask": self._masks(candidates, indices, omits_masks),
             "position_ids": path_indices + self.first_positions,
             **arguments,
         }
@@ -126,11 +132,16 @@ class SlotSession:
         shapes = (candidates.tokens.shape, self.cache.num_attended)
         return self.graph.run(shapes, self.tap, inputs)
 
-    def _masks(self, candidates, indices: torch.LongTensor) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
-        """One mask `[R, 1, n, K]`, or that of each layer type."""
+    def _masks(
+        self, candidates, indices: torch.LongTensor, omits_masks: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+        """
+        One mask `[R, 1, n, K]`, or that of each layer type. With `omits_masks`, layers that attend to all earlier
+        tokens get none.
+        """
 
         def mask(rule: LayerMaskRule | None) -> torch.Tensor | None:
-            if rule is None:
+            if rule is None or (omits_masks and rule == LayerMaskRule()):
                 return None
             return verification_mask(self.cache, indices, rule, self.target.dtype, candidates)
 

@@ -275,8 +275,10 @@ class SlotCache(Cache):
         self.next_indices: tuple[torch.LongTensor, ...] = ()
         self._slot_indices: dict[Ring | None, tuple[SlotIndex, ...]] = {}
 
-    def reserve(self, used: int) -> None:
-        """Make room for indices `0` to `used - 1` of each row; attention then sees their slots, rounded up."""
+    def reserve(self, used: int, exactly: bool = False) -> None:
+        """
+        Make room for indices `0` to `used - 1` of each row. Attention then sees their slots, `exactly` or rounded up.
+        """
         if self.fixed_shapes:
             if used >= self.capacity:
                 self._resize(1 << used.bit_length())
@@ -286,7 +288,7 @@ class SlotCache(Cache):
             used = max(used, self.probe_lengths.min_attended)
         if used >= self.capacity:
             self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1, CAPACITY_STEP))
-        self.num_attended = min(_round_up(used, ATTENDED_STEP), self.capacity)
+        self.num_attended = used if exactly else min(_round_up(used, ATTENDED_STEP), self.capacity)
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity

@@ -1,6 +1,8 @@
 """Shallow clones of a model, with the same weights: other calls do not see what is changed in a clone."""
 
 import copy
+import functools
+import types
 from collections.abc import Iterable
 
 from torch import nn
@@ -10,10 +12,11 @@ from transformers import PreTrainedModel
 def shallow_clone(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
     """
     A model that computes the same as `model`, in which these modules and those that contain them are copies.
-    Everything else is shared, every weight included.
+    Everything else is shared: every weight, and the dictionaries of hooks. A hook that is registered on a module also
+    runs in its copy, which it gets as its module; [`original_of`] returns the module that was copied.
 
     Raises:
-        `ValueError`: a forward was replaced, by accelerate or others: it may call the shared module.
+        `ValueError`: a forward was replaced by a function that may call the shared module.
     """
     to_copy = {*modules}
     clones: dict[nn.Module, nn.Module] = {}
@@ -24,13 +27,33 @@ def shallow_clone(model: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
         clones[module] = module  # in case the module contains itself
         children = {name: child if child is None else clone(child) for name, child in module._modules.items()}
         if module in to_copy or any(child is not module._modules[name] for name, child in children.items()):
-            if "forward" in vars(module):
-                raise ValueError(f"The forward of a {type(module).__name__} was replaced: it has no private copy.")
-            clones[module] = copy.copy(module)  # which shares `_modules`, and hooks
-            clones[module]._modules = children
+            clones[module] = _copy_of(module, children)
         return clones[module]
 
     return clone(model)
+
+
+def _copy_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """A copy of a module with other children, which shares everything else."""
+    copied = copy.copy(module)
+    copied._modules = children
+    attributes = vars(copied)
+    attributes["_cloned_from"] = original_of(module)  # not by `setattr`, which would make it a child
+    # Methods that were replaced on the module itself: accelerate keeps `forward` and `_old_forward` there.
+    for name, attribute in vars(module).items():
+        bound_to = attribute.__self__ if isinstance(attribute, types.MethodType) else None
+        if bound_to is module:
+            attributes[name] = types.MethodType(attribute.__func__, copied)
+        elif isinstance(attribute, functools.partial) and attribute.args[:1] == (module,):
+            attributes[name] = functools.partial(attribute.func, copied, *attribute.args[1:], **attribute.keywords)
+        elif name == "forward":
+            raise ValueError(f"the forward of a {type(module).__name__} was replaced, so it has no private copy")
+    return copied
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """The module that a module is a copy of; the module itself if it is none."""
+    return vars(module).get("_cloned_from", module)
 
 
 def with_own_config(model: PreTrainedModel) -> PreTrainedModel:

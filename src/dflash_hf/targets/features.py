@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.modeling.modeling_dflash import execution_device
 from dflash_hf.modeling.target_dflash import decoder_layers, feature_hook
+from dflash_hf.targets.clones import original_of
 
 
 def input_device(target) -> torch.device:
@@ -82,14 +83,14 @@ def _capture_input(layer, args, kwargs=None) -> None:
     if tap is not None:
         states = args[0] if args else (kwargs or {}).get("hidden_states")  # remote code may name it differently
         if states is not None:
-            tap.record((layer, _capture_input), states)
+            tap.record((original_of(layer), _capture_input), states)
 
 
 @feature_hook
 def _capture_output(layer, args, output) -> None:
     tap = _tap_of_this_forward()
     if tap is not None:
-        tap.record((layer, _capture_output), output if isinstance(output, torch.Tensor) else output[0])
+        tap.record((original_of(layer), _capture_output), output if isinstance(output, torch.Tensor) else output[0])
 
 
 @feature_hook
