@@ -82,28 +82,30 @@ class SlotIndex:
     """
     The slots `[R, n]` of tokens in buffers `[R, heads, capacity, head_dim]`, as one flat index over the first three
     dimensions. The index is built once for all layers, and copying with it is faster than `scatter_`: 30x on a CPU in
-    bfloat16.
+    bfloat16. It goes through rows, then tokens, then heads: in this order projections have written the states, which
+    need no copy before they are written to their slots.
     """
 
     def __init__(self, slots: torch.LongTensor):
         self.slots = slots
-        self._flat: dict[torch.Size, torch.LongTensor] = {}  # `[R * heads * n]` by shape
+        self._flat: dict[torch.Size, torch.LongTensor] = {}  # `[R * n * heads]` by shape
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The states at these slots, `[R * heads * n, head_dim]`."""
-        return buffer.view(-1, buffer.shape[3]).index_select(0, self._index(buffer))
+        """The states at these slots, `[R, heads, n, head_dim]`."""
+        states = buffer.view(-1, buffer.shape[3]).index_select(0, self._index(buffer))
+        return states.view(*self.slots.shape, -1, buffer.shape[3]).transpose(1, 2)
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        """Write states `[R, heads, n, head_dim]`, or in the shape that [`read`] returns, to these slots."""
-        states = states.to(buffer.dtype).reshape(-1, buffer.shape[3])  # autocast mixes dtypes
+        """Write states `[R, heads, n, head_dim]` to these slots."""
+        states = states.to(buffer.dtype).transpose(1, 2).reshape(-1, buffer.shape[3])  # autocast mixes dtypes
         buffer.view(-1, buffer.shape[3]).index_copy_(0, self._index(buffer), states)
 
     def _index(self, buffer: torch.Tensor) -> torch.LongTensor:
         shape = buffer.shape[:3]
         if shape not in self._flat:
             rows, heads, capacity = shape
-            first = torch.arange(rows * heads, device=self.slots.device).view(rows, heads, 1) * capacity
-            self._flat[shape] = (first + self.slots[:, None]).flatten()
+            first = torch.arange(rows * heads, device=self.slots.device).view(rows, 1, heads) * capacity
+            self._flat[shape] = (first + self.slots[:, :, None]).flatten()
         return self._flat[shape].to(buffer.device)
 
 
