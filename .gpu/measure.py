@@ -20,6 +20,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -290,6 +291,7 @@ def main() -> int:
         for name in SECONDS:
             SECONDS[name] *= PRETEND_SLOWDOWN
         arguments.seconds *= PRETEND_SLOWDOWN
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process with the parts, too
     start = time.monotonic()
     earlier = read_rows(arguments.resume) if arguments.resume else []
     names = arguments.only or parts_left(earlier)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,26 @@ def test_resumed_run_does_what_is_left(unruly_folder):
     assert not [row for row in rows[before:] if row["part"] == "batch"]
     assert [row for row in rows if row["part"] == "batch"]
     assert ("training", "no time") in ends
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no signals")
+def test_terminated_run_ends_its_process(unruly_folder):
+    """It kept the GPU and its memory from whatever ran next."""
+    part = (
+        'import os, time\n\ndef machine(setting):\n    setting.add("process", pid=os.getpid())\n    time.sleep(600)\n'
+    )
+    (unruly_folder / "parts.py").write_text(part, encoding="utf-8")
+    command = [sys.executable, "measure.py", "--output", "out", "--only", "machine"]
+    runner = subprocess.Popen(command, cwd=unruly_folder, stdout=subprocess.PIPE, text=True)
+    assert "process" in runner.stdout.readline()
+    (pid,) = (row["pid"] for row in rows_of(unruly_folder / "out") if "pid" in row)
+    runner.terminate()
+    assert runner.wait(timeout=60) == 143
+    runner.stdout.close()
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(pid, 0)
+            time.sleep(0.1)
 
 
 def test_wrong_text_in_fp32_fails_the_run(unruly_folder):
