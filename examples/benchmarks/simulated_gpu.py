@@ -112,6 +112,7 @@ class World:
     """A drafter, as [`DraftSession`], and what the target says."""
 
     OTHERS = 500  # tokens that share what the candidates leave
+    block_tokens = BLOCK
     token_head = SimpleNamespace(order=0)
     context = SimpleNamespace(device=torch.device("cpu"))
     draft = SimpleNamespace(config=SimpleNamespace(max_block_tokens=BLOCK), target_ids=lambda ids: ids)
@@ -148,7 +149,7 @@ class World:
         truth = torch.nn.functional.pad(torch.where(place < LIKELY, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
         # Each node asks for the target's token one slot further.
         depths = torch.arange(draft.tokens.shape[1]).expand(self.rows, -1) if draft.depths is None else draft.depths
-        return draft.agree(truth.gather(1, depths))
+        return draft.longest_match(truth.gather(1, depths))
 
 
 def tau(make, *world: float) -> float:
@@ -202,7 +203,8 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         text.lengths = [NEW - rest for rest in left]
         text.done = not any(text.unfinished)
         if policy is not None:
-            policy.update_candidate_strategy(text, draft, Acceptance(counts, path))
+            committed = [[1] * count for count in counts]  # which ones they are decides nothing without prompt lookup
+            policy.update_candidate_strategy(text, draft, Acceptance(counts, path, tokens=committed))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 

@@ -4,7 +4,7 @@ Training on one GPU at the shapes of Qwen3-8B: tokens per second, model FLOPs ut
 A random target and a fresh drafter of five layers; `DFlashTrainer` with bf16 autocast over fp32 master weights, AdamW,
 blocks of 16 at 512 anchors of a sequence of 3072 tokens, flex attention. No download; about 3 minutes on one H200.
 
-    python examples/benchmarks/training_gpu.py [--loss ce|dpace|kl] [--attention flex|dense] [--checkpointing]
+    python examples/benchmarks/training_gpu.py [--loss ce|dpace|kl] [--attention flex|dense] [--head NAME]
     python examples/benchmarks/training_gpu.py --tiny        # the same code on a CPU, in seconds
     python examples/benchmarks/training_gpu.py --tiny --length 32768 [--checkpointing]    # results/long_texts.md
 
@@ -41,6 +41,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.training.block_mask import block_mask
+from dflash_hf.training.head_presets import head_presets
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -138,20 +139,26 @@ def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also for a CPU")
     parser.add_argument("--rows", type=int, default=1, help="sequences per step")
     parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 of warm-up on a GPU")
     parser.add_argument("--loss", default="ce", choices=["ce", "dpace", "kl"])
     parser.add_argument("--attention", default="auto", choices=["auto", "flex", "dense"])
+    parser.add_argument("--head", choices=sorted(head_presets()), help="a token head, as in dflash train")
     parser.add_argument("--chunk", type=int, default=1024, help="rows of logits at a time")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the drafter's activations")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="peak of the device, dense bf16")
     parser.add_argument("--length", type=int, default=3072, help="tokens of a sequence")
     parser.add_argument("--anchors", type=int, default=512, help="blocks of a sequence")
     parser.add_argument("--save", action="store_true", help="write results/training_gpu.json")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    """Train for some steps. Returns setting and figures, as they are printed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = TINY if arguments.tiny else QWEN3_8B
     length = arguments.length
@@ -161,7 +168,8 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device(device):
         target = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
-        config = DFlashDraftConfig.for_target(target.config, shape["vocab_size"] - 1, block_size=16)
+        head = head_presets()[arguments.head].draft_config if arguments.head else {}
+        config = DFlashDraftConfig.for_target(target.config, shape["vocab_size"] - 1, block_size=16, **head)
         draft = DFlashDraftModel(config)
 
     # 2. Random rows, one sixth of each a prompt.
@@ -208,7 +216,7 @@ def main() -> None:
     with alive:
         trainer.train()
     seconds = statistics.median(clock.seconds[warm_up:])
-    result = {
+    return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -218,6 +226,7 @@ def main() -> None:
         "anchors": anchors,
         "block_size": 16,
         "loss": arguments.loss,
+        "head": arguments.head,
         "attention": "flex" if trainer.objective.uses_flex else "dense",
         "checkpointing": arguments.checkpointing,
         "seconds_per_step": seconds,
@@ -229,6 +238,11 @@ def main() -> None:
         "mfu": sum(flops.values()) / seconds / (arguments.peak_tflops * 1e12),
         "peak_memory_gb": (torch.cuda.max_memory_allocated() if device.type == "cuda" else alive.peak) / 1e9,
     }
+
+
+def main() -> None:
+    arguments = parse()
+    result = measure(arguments)
     print(json.dumps(result, indent=1))
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
