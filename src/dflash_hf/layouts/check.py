@@ -9,7 +9,7 @@ names key, value and rule.
 4. [`check_rotary_table`]: the rotary table itself, once `rope_parameters` have the rotated width in both spellings.
 
 `DFlashDraftConfig` calls them while it is created, see `configuration.py`. That `dflash_config` is a dictionary is
-checked before all of them, when its keys are merged (`precedence.py`).
+checked before all of them, when its keys are merged (`merge_nested_keys`).
 """
 
 import math
@@ -37,8 +37,9 @@ _MAX_OF_FIELD = {
     **dict.fromkeys(("num_hidden_layers", "num_target_layers", "block_size"), _MAX_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), math.inf),
 }
-# Fields that may be 0, which the rules for integers and numbers forbid.
-_MAY_BE_ZERO = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout")
+_MIN_OF_FIELD = {"trained_length": 0}  # of other integers: 1
+# Fields with a rule of their own (`_check_sizes`, `_check_tokens`), and ids that the drafter does not use.
+_NOT_CHECKED_BY_TYPE = ("attention_dropout", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_given(config, rope_scaling=None) -> None:
@@ -108,15 +109,17 @@ def _check_types(config) -> None:
     kinds_of |= dict.fromkeys(chain(*sizes_of_parts()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
+        minimum = _MIN_OF_FIELD.get(key, 1)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
-        if key in _MAY_BE_ZERO or (value is None and NoneType in kinds):
+        if key in _NOT_CHECKED_BY_TYPE or (value is None and NoneType in kinds):
             continue
         if bool in kinds:
             require(isinstance(value, bool), "true or false", **{key: value})
         elif float in kinds:
             require(_is_positive(value), "a positive number", **{key: value})
         elif int in kinds:
-            require(_is_integer(value, minimum=1), "a positive integer", **{key: value})
+            rule = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            require(_is_integer(value, minimum), rule, **{key: value})
             require(value <= maximum, f"at most {maximum}", **{key: value})
 
 
