@@ -7,15 +7,15 @@ committed token, the others hold mask tokens. What one round verifies is counted
 drafts `max_block_tokens - 1` tokens, which inference engines call `num_speculative_tokens`.
 
 Most keys of a `config.json` are fields at the top level. Those that may be nested in `dflash_config`, or are not
-always written, are in one table, `config_keys`. A field has the first of these values that is not null:
+always written, are in one table, `config_keys`. An argument of `from_pretrained` or `from_dict` replaces what the file
+says of its field, even by `None`. Any other field has the first of these values that is not null:
 
-1. The caller's argument of `from_pretrained` or `from_dict`.
-2. The file's value in `dflash_config`, which engines read first (`merge_nested_keys`).
-3. The file's value at the top level.
-4. The field's default, or the value that follows from other fields (`derive_fields`).
+1. The value in the file's `dflash_config`, which engines read first (`merge_nested_keys`).
+2. The value at the file's top level.
+3. The field's default, or the value that follows from other fields (`derive_fields`).
 
-The constructor takes the keys of a file, and so follows the same rule from the second line on. Assigning
-`config.dflash_config` later sets the fields of its keys, too.
+The constructor takes the keys of a file as arguments, and follows the same order. Assigning `config.dflash_config`
+later sets the fields of its keys, too.
 
 `to_dict` writes in this order: the fields at the top level, without those that are nested or have their default;
 `dflash_config`; then the token head rewrites its own keys, as engines read them. `to_diff_dict` adds the names that
@@ -33,7 +33,8 @@ from .head_dflash import TokenHead
 from .heads_dflash import TOKEN_HEADS, head_fields
 
 
-VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
+# The version of this code, which every `config.json` that it writes has as `dflash_hf_version`.
+VERSION = "0.3.0.dev0"
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -57,7 +58,7 @@ _EQUAL_BY_DEFAULT = {
 }
 # Fields that no other field and no default gives.
 _REQUIRED = ("mask_token_id", "target_layer_ids")
-# Where a key is written.
+# Where a key is written, see `ConfigKey`.
 TOP_LEVEL = "top level"
 NESTED = "dflash_config"
 BOTH = "both"
@@ -331,13 +332,16 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As upstream, without a warning about `model_type: qwen3` in a drafter's folder."""
+        """Replaces the model type, since upstream would warn of the `model_type: qwen3` in a drafter's folder."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream; a file can neither set a key of `_IGNORED` nor replace a method."""
+        """
+        Applies the order at the top of this file to the file's content and the caller's arguments. A file can neither
+        set a key of `_IGNORED` nor replace a method.
+        """
         names = cls.field_names()
         arguments = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         accepted = {

@@ -327,7 +327,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         """The output of attention or MLP, with the convolution around it if there is one; `normed`: after the norm."""
         if convolution is None:
             return sublayer(normed)
-        delta_before, delta_after = convolution.corrections(normed)  # both from the input of the sublayer
+        # The corrections of both applications follow from the sublayer's input.
+        delta_before, delta_after = convolution.corrections(normed)
         output = sublayer(convolution(normed, delta_before, after_sublayer=False))
         return convolution(output, delta_after, after_sublayer=True)
 
@@ -535,8 +536,8 @@ class DFlashDraftModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
         """
-        As upstream, with an error if tensors are missing or have the wrong shape: a drafter with a random layer still
-        runs, and only a low acceptance length shows it.
+        Adds an error if tensors are missing or have the wrong shape: a drafter with a random layer still runs, and
+        only a low acceptance length shows it.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         wrong = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
@@ -548,8 +549,8 @@ class DFlashDraftModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
         """
-        As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
-        mask embedding, if it has one, in the file that engines read. Of a drafter with adapters, upstream saves the
+        Adds the code, so that `trust_remote_code=True` works without the package, and the drafter's own mask
+        embedding, if it has one, in the file that engines read. As upstream does, a drafter with adapters saves the
         active adapter alone.
         """
         if self._hf_peft_config_loaded:

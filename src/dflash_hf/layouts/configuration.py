@@ -4,7 +4,6 @@ import copy
 
 import torch
 
-from dflash_hf._io.names import dtype_name
 from dflash_hf.layouts.all_layouts import PUBLISHED
 from dflash_hf.layouts.check import check_derived, check_given, check_rope, check_rotary_table
 from dflash_hf.layouts.errors import require
@@ -51,12 +50,12 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         """Completes and checks the fields, which the constructor has set; `arguments` as in the base class."""
         # 1. Values and keys that other projects write instead of a field.
         self.set_part_fields(arguments)
-        self._read_nulls()
+        self._read_other_values()
         use_swa = self._read_other_nested_keys()
         if self.dtype is None:
             self.dtype = arguments.get("torch_dtype")
         if isinstance(self.dtype, str | torch.dtype):
-            self.dtype = dtype_name(self.dtype)
+            self.dtype = str(self.dtype).removeprefix("torch.")
         # 2. The fields as they were given.
         check_given(self, arguments.get("rope_scaling"))
         # 3. Fields that follow from others.
@@ -73,8 +72,8 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         self.rope_parameters = with_rotary_width(self.rope_parameters, self.head_dim)
         check_rotary_table(self)
 
-    def _read_nulls(self) -> None:
-        """Set what files write in other ways: null for a default, and a value that means that a part is absent."""
+    def _read_other_values(self) -> None:
+        """Set the fields for which files write null instead of the default, or a value instead of null."""
         for field in _NULL_IS_DEFAULT:
             if getattr(self, field) is None:
                 setattr(self, field, getattr(type(self), field))
@@ -169,7 +168,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """
-        As upstream, from a file in any layout.
+        Reads a file in any layout, with errors that name it.
 
         Raises:
             `ValueError`: names the file and the problem.
@@ -184,7 +183,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream, from a file in any layout; see `layouts.read`."""
+        """Reads the content of a file in any layout; see `layouts.read`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         canonical["dflash_config"] = without_keys_of_arguments(canonical["dflash_config"], kwargs)
         return super().from_dict(canonical, **kwargs)

@@ -22,7 +22,7 @@ other projects need these rules as well:
 
 from transformers.utils import logging
 
-from dflash_hf.layouts.errors import require
+from dflash_hf.layouts.errors import require_key
 from dflash_hf.modeling.configuration_dflash import merge_nested_keys
 
 
@@ -76,7 +76,7 @@ def read_one_based_layer_ids(config: dict) -> None:
         ids = config.pop(key, None)
         if ids is not None and config.get("target_layer_ids") is None:
             are_numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-            require(are_numbers, "a list of layer numbers counted from 1; 0 is the embedding", **{key: ids})
+            require_key(are_numbers, "a list of layer numbers counted from 1; 0 is the embedding", key, ids)
             config["target_layer_ids"] = [i - 1 for i in ids]
 
 
