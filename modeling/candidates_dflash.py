@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
-from transformers import DynamicCache, masking_utils
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import (
     CandidateGenerator,
     EosTokenCriteria,
+    LogitsProcessorList,
     MaxLengthCriteria,
+    StoppingCriteriaList,
     logits_process,
 )
 from transformers.utils import logging
@@ -94,7 +96,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
     # Not `output_hidden_states`: its last entry is taken after the final norm.
     model_kwargs_overrides: dict = {}
 
-    def __init__(self, draft, target, max_length: int, block_tokens: int | None = None):
+    def __init__(
+        self, draft: PreTrainedModel, target: PreTrainedModel, max_length: int, block_tokens: int | None = None
+    ):
         self.draft = draft
         self.target = target
         self.max_length = max_length
@@ -103,7 +107,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # The drafter's keys and values of the tokens that it has read. No layer drops any: the drafter's own masks
         # apply its windows.
         self.cache = DynamicCache()
-        self.length_at_last_draft = 0  # of the sequence, in tokens; 0: the drafter has read nothing
+        # Tokens of the sequence at the last draft; 0: the drafter has read nothing.
+        self.length_at_last_draft = 0
         # Layer id -> output [1, n, H] of the target's first forward since the last draft, its verification. Later
         # forwards, such as those of a streamer that calls the target itself, are ignored.
         self.features: dict[int, torch.Tensor] = {}
@@ -156,7 +161,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` `[1, S + n]`, and `None` instead of logits: upstream then compares the candidates with
             the target's own choices.
         """
-        if is_first_iteration:  # also of a generator that has drafted another sequence
+        if is_first_iteration:  # the generator may have drafted another sequence before
             self.cache = DynamicCache()
             self.length_at_last_draft = 0
             self.features.clear()
@@ -188,10 +193,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             raise RuntimeError("No features of the target: run the loop in `with generator.reading_features():`.")
         layers = [self.features[layer_id] for layer_id in self.draft.config.target_layer_ids]
         self.features.clear()
-        if self.length_at_last_draft == 0:  # of the prompt, without padding on the left
+        if self.length_at_last_draft == 0:
+            # The features are those of the prompt; padding on its left is left out.
             padding = 0 if attention_mask is None else int(attention_mask.shape[1] - attention_mask.sum())
             layers = [layer[:, padding:] for layer in layers]
-        else:  # of the last anchor and the accepted tokens, which come first
+        else:
+            # The features are those of the last draft; the last anchor and the accepted tokens come first.
             num_committed = input_ids.shape[1] - self.length_at_last_draft
             layers = [layer[:, :num_committed] for layer in layers]
         self.length_at_last_draft = input_ids.shape[1]
@@ -203,18 +210,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
 
 def generate_with_candidates(
-    draft,
-    target,
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
     input_ids: torch.LongTensor,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer=None,
     **kwargs,
 ):
     """
-    Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
+    Generate with `target`, drafted by `draft`. The other arguments are those of `GenerationMixin._assisted_decoding`;
+    `kwargs` are the target's own arguments, and those that only upstream's assistants read.
 
     Returns:
         What the target generates without a drafter: the same tokens if greedy, a sample of the same distribution
@@ -231,17 +239,23 @@ def generate_with_candidates(
     if reason is not None:
         logger.warning_once(f"Decoding without the drafter: {reason}; the package dflash-hf drafts most of this.")
         return target._sample(*arguments, **model_kwargs)
+    # A caller's own 20 cannot be told from upstream's default here, and so means a whole block, too.
     requested = generation_config.num_assistant_tokens
     block_tokens = None
     if requested not in (None, UPSTREAM_ASSISTANT_TOKENS):
-        block_tokens = int(requested) + 1  # and the anchor
+        block_tokens = 1 + int(requested)  # the anchor and the drafted tokens
     generator = DFlashCandidateGenerator(draft, target, generation_config.max_length, block_tokens)
     with generator.reading_features():
         return target._assisted_decoding(*arguments, assistant_model=generator, **model_kwargs)
 
 
 def _fallback_reasons(
-    target, input_ids, processors_and_criteria, generation_config, synced_gpus, model_kwargs
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    processors_and_criteria: tuple,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict,
 ) -> Iterator[str]:
     """
     Why upstream's loop cannot draft this call, or would not give the target's own text. Each reason is sufficient, and

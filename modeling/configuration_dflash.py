@@ -7,12 +7,15 @@ committed token, the others hold mask tokens. What one round verifies is counted
 drafts `max_block_tokens - 1` tokens, which inference engines call `num_speculative_tokens`.
 
 Most keys of a `config.json` are fields at the top level. Those that may be nested in `dflash_config`, or are not
-always written, are in one table, `config_keys`. A file is read in this order:
+always written, are in one table, `config_keys`. An argument of `from_pretrained` or `from_dict` replaces what the file
+says of its field, even by `None`. Any other field has the first of these values that is not null:
 
-1. `from_dict`: keys of `_IGNORED` are dropped, and the caller's arguments replace the file's keys, nested ones too.
-2. The constructor sets the fields from the top level.
-3. `_read_nested`: keys in `dflash_config` set their fields, and so win over the top level.
-4. `_derive_fields`: fields that are still unset follow from others.
+1. The value in the file's `dflash_config`, which engines read first (`merge_nested_keys`).
+2. The value at the file's top level.
+3. The field's default, or the value that follows from other fields (`derive_fields`).
+
+The constructor takes the keys of a file as arguments, and follows the same order. Assigning `config.dflash_config`
+later sets the fields of its keys, too.
 
 `to_dict` writes in this order: the fields at the top level, without those that are nested or have their default;
 `dflash_config`; then the token head rewrites its own keys, as engines read them. `to_diff_dict` adds the names that
@@ -30,7 +33,8 @@ from .head_dflash import TokenHead
 from .heads_dflash import TOKEN_HEADS, head_fields
 
 
-VERSION = "0.3.0.dev0"  # of this code, in every `config.json` that it writes
+# The version of this code, which every `config.json` that it writes has as `dflash_hf_version`.
+VERSION = "0.3.0.dev0"
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -46,7 +50,15 @@ _IGNORED = (
     "distributed_config",
     "dflash_hf_version",
 )
-# Where a key is written.
+# Fields that equal another field unless they are set.
+_EQUAL_BY_DEFAULT = {
+    "num_key_value_heads": "num_attention_heads",
+    "v_head_dim": "head_dim",
+    "target_hidden_size": "hidden_size",
+}
+# Fields that no other field and no default gives.
+_REQUIRED = ("mask_token_id", "target_layer_ids")
+# Where a key is written, see `ConfigKey`.
 TOP_LEVEL = "top level"
 NESTED = "dflash_config"
 BOTH = "both"
@@ -58,8 +70,7 @@ class ConfigKey(NamedTuple):
 
     Attributes:
         field (`str`): The field of the configuration, and the key's name at the top level.
-        nested_name (`str`, *optional*): The key's name in `dflash_config`, where some projects write it. If a file has
-            it in both places, the nested one wins, as in the engines. `None`: it is read at the top level only.
+        nested_name (`str`, *optional*): The key's name in `dflash_config`. `None`: it is read at the top level only.
         written (`str`): Where it is written: `TOP_LEVEL`, `NESTED` or `BOTH`.
         always_written (`bool`): Whether it is written even if the field has its default.
     """
@@ -76,12 +87,13 @@ _KEYS = (
     ConfigKey("target_layer_ids", "target_layer_ids", BOTH, always_written=True),
     ConfigKey("num_target_layers", "num_target_layers", TOP_LEVEL, always_written=True),
     ConfigKey("sliding_window", "swa_window_size", TOP_LEVEL, always_written=True),
+    # The token head decides whether this key is written, and where: Domino's nests it.
+    ConfigKey("sample_from_anchor", "shift_label", TOP_LEVEL, always_written=True),
     ConfigKey("has_embed_tokens", "has_embed_tokens", TOP_LEVEL),
     ConfigKey("is_causal", None, TOP_LEVEL),
     ConfigKey("draft_vocab_size", None, TOP_LEVEL),
     ConfigKey("v_head_dim", None, TOP_LEVEL),
-    ConfigKey("conv_kernel_size", "conv_kernel_size", NESTED),
-    ConfigKey("conv_group_size", "conv_group_size", NESTED),
+    ConfigKey("trained_length", None, TOP_LEVEL),
     ConfigKey("output_multiplier", "output_multiplier", NESTED),
     ConfigKey("final_logit_softcapping", "final_logit_softcapping", NESTED),
     ConfigKey("input_embedding_scale", "input_embedding_scale", NESTED),
@@ -93,13 +105,8 @@ _KEYS = (
 
 
 def config_keys() -> tuple[ConfigKey, ...]:
-    """All keys that may be nested or are not always written: those above, and the token heads' fields."""
-    return (*_KEYS, *(ConfigKey(field, field, NESTED) for field in head_fields()))
-
-
-def nested_fields() -> dict[str, str]:
-    """Key in `dflash_config` -> field, for all keys that may be nested."""
-    return {key.nested_name: key.field for key in config_keys() if key.nested_name is not None}
+    """All keys that may be nested or are not always written: those above, and the fields of optional parts."""
+    return (*_KEYS, *(ConfigKey(field, field, NESTED) for field in part_fields()))
 
 
 def part_fields() -> tuple[str, ...]:
@@ -112,6 +119,90 @@ def sizes_of_parts() -> tuple[tuple[str, ...], ...]:
     return (CONVOLUTION_KEYS, *(head.sizes for head in TOKEN_HEADS))
 
 
+def merge_nested_keys(config: dict) -> dict:
+    """
+    A `config.json` with the keys of its `dflash_config` at the top level, under the names of their fields. They
+    replace values that are there already, unless they are null. Keys without a field stay in `dflash_config`.
+
+    Raises:
+        `ValueError`: `dflash_config` is not a dictionary.
+    """
+    nested = config.get("dflash_config")
+    if nested is None:
+        nested = {}
+    if not isinstance(nested, dict):
+        raise ValueError(
+            f"dflash_config={nested!r} must be a dictionary such as "
+            '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}; correct the drafter\'s configuration.'
+        )
+    merged = dict(config)
+    other_keys = dict(nested)
+    for key in config_keys():
+        value = other_keys.pop(key.nested_name, None)
+        if value is not None:
+            merged[key.field] = value
+    merged["dflash_config"] = other_keys
+    return merged
+
+
+class NestedForm(dict):
+    """
+    What `config.dflash_config` returns: a snapshot. Changing it would not change the configuration, so every change in
+    place is an error; a copy is an ordinary dictionary.
+    """
+
+    def _refuse_change(self, *args, **kwargs):
+        raise TypeError(
+            "A change of `config.dflash_config` in place would not change the configuration: set a field, such as "
+            "`config.block_size`, or assign other keys: `config.dflash_config = {**config.dflash_config, key: value}`."
+        )
+
+    __setitem__ = _refuse_change
+    __delitem__ = _refuse_change
+    __ior__ = _refuse_change
+    clear = _refuse_change
+    pop = _refuse_change
+    popitem = _refuse_change
+    setdefault = _refuse_change
+    update = _refuse_change
+
+    def copy(self):
+        return dict(self)
+
+    def __reduce__(self):
+        """Copies and pickles are dictionaries."""
+        return dict, (dict(self),)
+
+
+class NestedKeys:
+    """
+    The attribute `dflash_config` of a configuration, as a descriptor. The configuration stores only the keys that have
+    no field, so that no value is stored twice.
+    """
+
+    def __get__(self, config, owner=None) -> NestedForm | None:
+        """
+        The nested form of all keys, a new dictionary at each access. It is complete even if no file was read, since
+        SGLang uses the object that remote code creates, and reads these keys only here.
+        """
+        if config is None:  # the dataclass asks the class for the field's default
+            return None
+        nested = config.other_nested_keys
+        for key in config_keys():
+            if key.written != TOP_LEVEL and (key.always_written or not config.has_default(key.field)):
+                nested[key.nested_name] = getattr(config, key.field)
+        if "causal_head" in nested:  # JetSpec's name of `is_causal`, which is written if the file had it
+            nested["causal_head"] = bool(config.is_causal)
+        return NestedForm(nested | config.token_head_class.extra_nested_keys(config))
+
+    def __set__(self, config, nested: dict | None) -> None:
+        """Sets the fields of its keys, unless they are null, and replaces the keys that have no field."""
+        values = copy.deepcopy(merge_nested_keys({"dflash_config": nested}))
+        vars(config)["dflash_config"] = values.pop("dflash_config")
+        for field, value in values.items():
+            setattr(config, field, value)
+
+
 class DFlashDraftConfig(PreTrainedConfig):
     r"""
     Configuration of a [`DFlashDraftModel`].
@@ -121,8 +212,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
             own slot included (DSpark), instead of the token at `anchor + k`. Default: false.
         mask_token_id (`int`): Id whose embedding fills all slots but the anchor's; a row of the target's embedding.
+            Required.
         target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 the input of the
-            first. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
+            first. Required.
         num_target_layers (`int`): Depth of the target.
         target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
         layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
@@ -145,14 +237,15 @@ class DFlashDraftConfig(PreTrainedConfig):
         trained_length (`int`): Tokens of the longest training text. 0: not trained yet. `None`: unknown; the drafter
             then attends to the whole text.
         dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields at each
-            access. Keys without a field are kept for re-saving; to change one, assign a changed dictionary.
+            access. Assigning a dictionary sets the fields of its keys; its other keys are kept for re-saving.
 
     Only part of each attention head's channels is rotated if `rope_parameters` has `partial_rotary_factor`, or
     `rope_dim`, in channels. The remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which
     inference engines know.
 
     Raises:
-        `ValueError`: names key, value and remedy.
+        `ValueError`: a required field is missing, or `dflash_config` is not a dictionary. No other value is checked
+            here: the package's subclass of the same name checks all of them.
     """
 
     model_type = "dflash"
@@ -198,77 +291,85 @@ class DFlashDraftConfig(PreTrainedConfig):
     own_mask_embedding: bool = False
     has_embed_tokens: bool = False
     trained_length: int | None = None
-    dflash_config: dict | None = None
     tie_word_embeddings: bool | None = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    # The last field: the constructor assigns them in this order, and this one sets others.
+    dflash_config: dict | None = NestedKeys()  # type: ignore[assignment]
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **arguments):
+        """`arguments`: those of the constructor that the class does not declare, such as a token head's fields."""
+        self.set_part_fields(arguments)
+        self.derive_fields()
+        for field in _REQUIRED:
+            if getattr(self, field) is None:
+                raise ValueError(f"{field}=None must be set: give the value with which the drafter was trained.")
+        super().__post_init__(**arguments)
+
+    def set_part_fields(self, arguments: dict) -> None:
+        """
+        Set the fields of optional parts. Those of token heads, which the heads declare, are removed from `arguments`;
+        what `dflash_config` says of them wins.
+        """
         for field, default in head_fields().items():
-            value = kwargs.pop(field, None)
-            setattr(self, field, default if value is None else value)
-        if self.dtype is None:
-            self.dtype = kwargs.get("torch_dtype")
-        self._read_nested(kwargs)
-        self._derive_fields(kwargs)
-        super().__post_init__(**kwargs)
-
-    def _read_nested(self, kwargs: dict) -> None:
-        """
-        Set the fields from `dflash_config`, whose other keys are kept.
-
-        Args:
-            kwargs (`dict`): The constructor's arguments without a field, for subclasses, which may change it.
-        """
-        nested = copy.deepcopy(_stored_nested(self))
-        for key, field in nested_fields().items():
-            if nested.get(key) is not None:
-                setattr(self, field, nested.pop(key))
-        if nested.get("shift_label") is not None:  # Domino's name of the field
-            self.sample_from_anchor = nested.pop("shift_label")
-        self.dflash_config = nested
+            value = arguments.pop(field, None)
+            if vars(self).get(field) is None:
+                setattr(self, field, default if value is None else value)
         for sizes in sizes_of_parts():
-            for key in sizes:
-                if getattr(self, key) == 0:
-                    setattr(self, key, None)
+            for field in sizes:
+                if getattr(self, field) == 0:
+                    setattr(self, field, None)
 
-    def _derive_fields(self, kwargs: dict) -> None:
-        """Set the fields that follow from others, unless they are set; `kwargs` as for `_read_nested`."""
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+    def derive_fields(self) -> None:
+        """Set the fields that follow from others, unless they are set."""
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        self.v_head_dim = self.v_head_dim or self.head_dim
-        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        for field, other_field in _EQUAL_BY_DEFAULT.items():
+            setattr(self, field, getattr(self, field) or getattr(self, other_field))
         if self.layer_types is None:
-            self.layer_types = [LAYER_TYPES[0]] * self.num_hidden_layers
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As upstream, without a warning about `model_type: qwen3` in a drafter's folder."""
+        """Replaces the model type, since upstream would warn of the `model_type: qwen3` in a drafter's folder."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream; a file can neither set a key of `_IGNORED` nor replace a method."""
+        """
+        Applies the order at the top of this file to the file's content and the caller's arguments. A file can neither
+        set a key of `_IGNORED` nor replace a method.
+        """
         names = cls.field_names()
-        # The caller's arguments override the file, its nested form included.
-        changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
-        nested = config_dict.get("dflash_config") or {}
-        nested = {key: value for key, value in nested.items() if nested_fields().get(key) not in changes}
-        names = {*names, "rope_scaling"}
+        arguments = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         accepted = {
             key: value
-            for key, value in config_dict.items()
-            if key not in _IGNORED and (key in names or not hasattr(cls, key))
+            for key, value in merge_nested_keys(config_dict).items()
+            if key not in _IGNORED and (key in names or key == "rope_scaling" or not hasattr(cls, key))
         }
-        return super().from_dict({**accepted, "dflash_config": nested, **changes}, **kwargs)
+        return super().from_dict({**accepted, **arguments}, **kwargs)
 
     @classmethod
     def field_names(cls) -> set[str]:
         """Names of all fields, including the heads'."""
         return {field.name for field in fields(cls)} | set(head_fields())
+
+    @property
+    def other_nested_keys(self) -> dict:
+        """A copy of the keys of `dflash_config` that have no field."""
+        return dict(vars(self)["dflash_config"])
+
+    def has_default(self, field: str) -> bool:
+        """Whether a field has the value that it has in drafters whose file lacks it."""
+        if field in _EQUAL_BY_DEFAULT:
+            default = getattr(self, _EQUAL_BY_DEFAULT[field])
+        elif field in head_fields():
+            default = head_fields()[field]
+        else:
+            default = getattr(DFlashDraftConfig, field)
+        return getattr(self, field) == default
 
     @property
     def token_head_class(self) -> type[TokenHead]:
@@ -326,13 +427,11 @@ class DFlashDraftConfig(PreTrainedConfig):
             architecture = "DFlash2DraftModel"
         output["architectures"] = [architecture]
         for key in config_keys():
-            is_omitted = not key.always_written and _has_default(self, key.field)
+            is_omitted = not key.always_written and self.has_default(key.field)
             if key.written == NESTED or is_omitted:
                 del output[key.field]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.token_head_class.write_config(output, self)
-        if not self.trained_length:  # 0: a new drafter, not trained yet
-            del output["trained_length"]
         # Without this flag Qwen3Config drops the window.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
         # No `rope_scaling`: it is now an alias of `rope_parameters`, and vLLM sets these keys one after the other.
@@ -349,78 +448,3 @@ class DFlashDraftConfig(PreTrainedConfig):
             scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
             output["rope_scaling"] = copy.deepcopy(scaling)
         return output
-
-
-def _has_default(config: DFlashDraftConfig, field: str) -> bool:
-    if field == "v_head_dim":
-        default = config.head_dim
-    elif field in head_fields():
-        default = head_fields()[field]
-    else:
-        default = getattr(DFlashDraftConfig, field)
-    return getattr(config, field) == default
-
-
-class _NestedForm(dict):
-    """
-    What `config.dflash_config` returns: a snapshot. Changing it would not change the configuration, so every change in
-    place is an error; a copy is an ordinary dictionary.
-    """
-
-    def _refuse_change(self, *args, **kwargs):
-        raise TypeError(
-            "A change of `config.dflash_config` in place would not change the configuration: set a field, such as "
-            "`config.block_size`, or assign other keys: `config.dflash_config = {**config.dflash_config, key: value}`."
-        )
-
-    __setitem__ = _refuse_change
-    __delitem__ = _refuse_change
-    __ior__ = _refuse_change
-    clear = _refuse_change
-    pop = _refuse_change
-    popitem = _refuse_change
-    setdefault = _refuse_change
-    update = _refuse_change
-
-    def copy(self):
-        return dict(self)
-
-    def __reduce__(self):
-        """Copies and pickles are dictionaries."""
-        return dict, (dict(self),)
-
-
-def _stored_nested(config: DFlashDraftConfig) -> dict:
-    """`dflash_config` as it was assigned."""
-    return config.__dict__["dflash_config"]
-
-
-def _nested_form(config: DFlashDraftConfig) -> dict:
-    """
-    `config.dflash_config`: a new dictionary at each access, complete even if no file was read, since SGLang uses the
-    object that remote code creates, and reads these keys only here. Keys that have a field get the field's value; the
-    others are those that were assigned or read from a file.
-    """
-    nested = dict(_stored_nested(config))
-    for key in config_keys():
-        if key.nested_name is None or key.written == TOP_LEVEL:
-            continue
-        nested.pop(key.nested_name, None)
-        if key.always_written or not _has_default(config, key.field):
-            nested[key.nested_name] = getattr(config, key.field)
-    if "causal_head" in nested:  # JetSpec's name of `is_causal`
-        nested["causal_head"] = bool(config.is_causal)
-    return _NestedForm(nested | config.token_head_class.extra_nested_keys(config))
-
-
-def _set_nested_form(config: DFlashDraftConfig, nested: dict | None) -> None:
-    """
-    Stores the dictionary as it is. Keys with a field set it at construction only; later, reading overrides them with
-    the field's value.
-    """
-    config.__dict__["dflash_config"] = {} if nested is None else nested
-
-
-# Assigned after the class because `dflash_config` is a dataclass field: in the class body, the property would become
-# its default.
-DFlashDraftConfig.dflash_config = property(_nested_form, _set_nested_form)  # type: ignore[assignment]

@@ -30,6 +30,14 @@ class TokenHead:
     no state of a sequence either (`start` and `step` return it), so it is made for each call of `generate` or each run
     of training by whoever needs it, and shared by all rows. `heads_dflash.TOKEN_HEADS` lists the classes.
 
+    A head is one file, so that a new one needs no line elsewhere. Its members are for three readers:
+
+    - the drafter's files: `name`, `architecture`, `fields`, `sizes`, `is_configured`, `extra_nested_keys`,
+      `write_config`, `build_modules`, `init_weights`;
+    - training, which alone reads them: `preset`, `preset_loss_type`, `loss`, `needs_teacher`;
+    - drafting, and training as well: `order`, `drafts_last_slot`, `top_k`, `candidates`, `start`, `step`, `scores`,
+      `decode_block`.
+
     Class attributes:
         name (`str`): Name in messages.
         architecture (`str`): Name in the `architectures` of a drafter's `config.json`.
@@ -58,9 +66,6 @@ class TokenHead:
     sizes: tuple[str, ...] = ()
     order: float = 0
     drafts_last_slot = True
-    # Only the trainer reads `preset`, `preset_loss_type`, `loss` and `needs_teacher`; drafting with a published file
-    # never does. They are published all the same because a head is one file: were they tables of the trainer, a new
-    # head would need a line in each of them.
     preset: dict = {}
     preset_loss_type: str | None = None
 
@@ -68,6 +73,8 @@ class TokenHead:
         self.draft = draft
         self.config = draft.config
         self.embed = embed
+
+    # The drafter's files.
 
     @classmethod
     def is_configured(cls, values: Mapping) -> bool:
@@ -113,6 +120,8 @@ class TokenHead:
     def init_weights(cls, module: nn.Module, config) -> None:
         """Initialise one of the head's modules or submodules, so that a new head drafts the argmax of each slot."""
 
+    # Training.
+
     def loss(self, tokens, progress: float) -> torch.Tensor:
         """
         The training loss of each drafted token, `[M]`, differentiable.
@@ -131,6 +140,8 @@ class TokenHead:
     def needs_teacher(cls, config) -> bool:
         """Whether its loss needs the target's distribution (`tokens.teacher`)."""
         return False
+
+    # Drafting, and the scores of training.
 
     @property
     def top_k(self) -> int | None:

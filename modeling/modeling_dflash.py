@@ -145,13 +145,23 @@ class DFlashAttention(nn.Module):
             values = values * self.value_scale
         return apply_rotary(keys, cos, sin), values
 
-    def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        context,
+        position_embeddings,
+        attention_mask,
+        past_key_values=None,
+        attn_implementation=None,
+        **kwargs,
+    ):
         """
         Args:
             hidden_states (`torch.Tensor`): `[N, Q, H]`, of the block, or of several blocks side by side.
             context (`torch.Tensor`, *optional*): `[N, C, H]`, from `project_context`.
             position_embeddings (`tuple[torch.Tensor]`): Cosines and sines of context and block, `[N, C + Q, d]` each.
             attention_mask: As in [`DFlashDraftModel.forward`], for this layer.
+            attn_implementation (`str`, *optional*): Attention for this forward in place of the configuration's.
         """
         num_queries = hidden_states.shape[1]
         cos, sin = position_embeddings
@@ -165,6 +175,7 @@ class DFlashAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         attention_mask, implementation = self._resolve_mask(attention_mask, key, query)
+        implementation = attn_implementation or implementation
         if self.config.attention_sink_bias:
             if isinstance(attention_mask, BlockMask):
                 raise ValueError(
@@ -327,7 +338,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         """The output of attention or MLP, with the convolution around it if there is one; `normed`: after the norm."""
         if convolution is None:
             return sublayer(normed)
-        delta_before, delta_after = convolution.corrections(normed)  # both from the input of the sublayer
+        # The corrections of both applications follow from the sublayer's input.
+        delta_before, delta_after = convolution.corrections(normed)
         output = sublayer(convolution(normed, delta_before, after_sublayer=False))
         return convolution(output, delta_after, after_sublayer=True)
 
@@ -535,8 +547,8 @@ class DFlashDraftModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
         """
-        As upstream, with an error if tensors are missing or have the wrong shape: a drafter with a random layer still
-        runs, and only a low acceptance length shows it.
+        Adds an error if tensors are missing or have the wrong shape: a drafter with a random layer still runs, and
+        only a low acceptance length shows it.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         wrong = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
@@ -548,8 +560,8 @@ class DFlashDraftModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
         """
-        As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
-        mask embedding, if it has one, in the file that engines read. Of a drafter with adapters, upstream saves the
+        Adds the code, so that `trust_remote_code=True` works without the package, and the drafter's own mask
+        embedding, if it has one, in the file that engines read. As upstream does, a drafter with adapters saves the
         active adapter alone.
         """
         if self._hf_peft_config_loaded:

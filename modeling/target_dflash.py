@@ -131,7 +131,8 @@ def length_dependent_rope(target_config) -> dict[str, dict]:
     the text, so that its verification may use other frequencies than decoding token by token.
     """
     parameters = getattr(target_config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # of Gemma 3, for example
+    # Some targets, such as Gemma 3, have a table for each layer type.
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     tables = {table.get("rope_type"): table for table in (parameters, *by_layer_type)}
     return {rope_type: tables[rope_type] for rope_type in _LENGTH_DEPENDENT_ROPE_TYPES if rope_type in tables}
 

@@ -4,7 +4,8 @@ import pytest
 from support.pairs import DRAFT_CONFIG
 
 from dflash_hf import DFlashDraftConfig
-from dflash_hf.layouts.precedence import first_not_none, merge_nested_keys
+from dflash_hf.layouts.precedence import first_not_none, merge_keys
+from dflash_hf.modeling import configuration_dflash
 
 
 NESTED = DRAFT_CONFIG["dflash_config"]
@@ -39,6 +40,17 @@ def test_value_is_chosen_by_the_rule(rule):
     assert {field: getattr(config, field) for field in expected} == expected
 
 
+PUBLISHED_RULES = ("the caller's", "nested", "top level, as null is not set", "vLLM's name of the window")
+
+
+@pytest.mark.parametrize("rule", PUBLISHED_RULES)
+def test_code_beside_the_weights_has_the_same_rule(rule):
+    top_level, nested, arguments, expected = RULES[rule]
+    file = {**FILE, **top_level, "dflash_config": {**NESTED, **nested}}
+    config = configuration_dflash.DFlashDraftConfig.from_dict(file, **arguments)
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
 def test_first_not_none_skips_none_only():
     assert first_not_none(None, 0, 1) == 0
     assert first_not_none(False, None) is False
@@ -49,7 +61,7 @@ def test_merging_leaves_the_file_unchanged():
     nested = {**NESTED, "causal": True, "shift_label": None}
     file = {**FILE, "projector_type": None, "dflash_config": nested}
     before = {**file, "dflash_config": {**nested}}
-    merged = merge_nested_keys(file)
+    merged = merge_keys(file)
     assert file == before
     assert merged["mask_token_id"] == 95
     assert merged["dflash_config"] == {"causal": True}

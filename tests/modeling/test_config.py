@@ -13,6 +13,12 @@ from transformers import CONFIG_MAPPING, modeling_rope_utils
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.layouts.target_layers import default_target_layer_ids
+from dflash_hf.modeling import configuration_dflash
+
+
+PUBLISHED = configuration_dflash.DFlashDraftConfig
+BOTH_CLASSES = pytest.mark.parametrize("config_class", [DFlashDraftConfig, PUBLISHED], ids=["package", "published"])
+DOMINO = {"gru_hidden_dim": 8, "emb_dim": 4, "pure_draft_prefix_len": 1}
 
 
 def test_default_target_layers_are_evenly_spaced():
@@ -54,6 +60,64 @@ def test_keyword_overrides_the_file(nested, changes, tmp_path):
     ((name, value),) = changes.items()
     assert getattr(before, name) != value == getattr(config, name)
     assert config.dflash_config.get(name, value) == value and config.dflash_config["of_another"] == 1
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize("in_file", [True, False])
+def test_keyword_overrides_nested_shift_label(config_class, in_file):
+    """The code beside the weights set the field to what the file nests, under a name that it did not compare."""
+    file = DFlashDraftConfig(**DRAFT_CONFIG, **DOMINO, sample_from_anchor=in_file).to_dict()
+    assert file["dflash_config"]["shift_label"] is in_file and "sample_from_anchor" not in file
+    assert config_class.from_dict(file).sample_from_anchor is in_file
+    assert config_class.from_dict(file, sample_from_anchor=not in_file).sample_from_anchor is not in_file
+
+
+@BOTH_CLASSES
+def test_assigned_nested_keys_set_their_fields(config_class):
+    """Keys with a field were ignored, although the error for a change in place advises to assign them."""
+    config = config_class(**DRAFT_CONFIG, **DOMINO)
+    changes = {"block_size": 8, "emb_dim": 6, "shift_label": True, "swa_window_size": 9, "mask_token_id": None}
+    nested = {**config.dflash_config, **changes, "of_another": [1]}
+    config.dflash_config = nested
+    nested["of_another"].append(2)
+    assert (config.block_size, config.emb_dim, config.sliding_window) == (8, 6, 9)
+    assert config.sample_from_anchor is True and config.mask_token_id == 95  # null: not set
+    assert config.dflash_config["of_another"] == [1]
+    again = config_class.from_dict(json.loads(config.to_json_string()))
+    assert again.to_dict() == config.to_dict() and again.dflash_config["block_size"] == 8
+    before = config.to_dict()
+    config.dflash_config = config.dflash_config
+    assert config.to_dict() == before
+    config.dflash_config = None
+    assert config.block_size == 8 and "of_another" not in config.dflash_config
+
+
+@BOTH_CLASSES
+def test_nested_keys_that_are_no_dictionary_are_named(config_class):
+    with pytest.raises(ValueError, match=r"dflash_config=\[1\] must be a dictionary such as"):
+        config_class.from_dict({**DRAFT_CONFIG, "dflash_config": [1]})
+    config = config_class(**DRAFT_CONFIG)
+    with pytest.raises(ValueError, match=r"dflash_config=\[1\] must be a dictionary such as"):
+        config.dflash_config = [1]
+    assert config.dflash_config["mask_token_id"] == 95
+
+
+@pytest.mark.parametrize("field", ["mask_token_id", "target_layer_ids"])
+def test_published_configuration_names_a_missing_field(field):
+    """It was created with `None`, and comparing it with a target was a TypeError."""
+    file = {**DRAFT_CONFIG, "dflash_config": {**DRAFT_CONFIG["dflash_config"], field: None}, "num_target_layers": 36}
+    with pytest.raises(ValueError, match=f"{field}=None must be set"):
+        PUBLISHED.from_dict(file)
+
+
+@BOTH_CLASSES
+@pytest.mark.parametrize("trained_length", [None, 0, 24])
+def test_trained_length_is_saved(config_class, trained_length):
+    """0, not trained yet, was read back as `None`, unknown."""
+    config = config_class(**DRAFT_CONFIG, trained_length=trained_length)
+    written = json.loads(config.to_json_string())
+    assert ("trained_length" in written) == (trained_length is not None)
+    assert config_class.from_dict(written).trained_length == trained_length
 
 
 def test_reading_nested_keys_changes_nothing():
@@ -166,6 +230,7 @@ def test_causality_follows_layer_types_and_keys():
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a positive number"),
         ({"intermediate_size": None}, "intermediate_size=None must be a positive integer"),
         ({"num_target_layers": 1025}, "num_target_layers=1025 must be at most 1024"),
+        ({"trained_length": -1}, "trained_length=-1 must be an integer of at least 0"),
         ({"hidden_act": ["silu"]}, "hidden_act=['silu'] must be an activation"),
         ({"conv_kernel_size": 9, "conv_group_size": 8}, "conv_kernel_size=9 must be at most block_size=4"),
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size=5 must be a divisor of hidden_size=32"),

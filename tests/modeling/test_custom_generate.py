@@ -72,6 +72,17 @@ def test_changed_drafter_is_loaded_again(target, folder, modules_cache, monkeypa
     assert len(loads) == 2
 
 
+def test_loaded_drafter_follows_its_target(target, folder, monkeypatch):
+    """It stayed on the device of the first call. Here a drafter on another device is pretended."""
+    custom_generate_dflash.generate(target, str(folder), input_ids=PROMPT, max_new_tokens=2)
+    _, draft = custom_generate_dflash._loaded[target]
+    monkeypatch.setattr(type(draft), "device", torch.device("meta"))
+    devices = []
+    monkeypatch.setattr(draft, "to", devices.append)
+    custom_generate_dflash._load_drafter(target, str(folder), {})
+    assert devices == [target.device]
+
+
 def test_drafter_is_freed_with_its_target(folder):
     target = make_target()
     draft = DFlashDraftModel.from_pretrained(folder)

@@ -188,16 +188,26 @@ def test_longest_text_is_in_the_configuration(before, after, tmp_path):
     assert json.loads((tmp_path / "saved" / "config.json").read_text()).get("trained_length") == after
 
 
-def test_untrained_drafter_has_no_context_window(tmp_path):
+def test_untrained_drafter_has_no_context_window():
     """One that is trained in another loop, or on a stream: it once saw a single token, and accepted nothing."""
     target = make_target()
     config = DFlashDraftConfig.for_target(target.config, mask_token_id=5, num_hidden_layers=1, target_layer_ids=[0])
-    DFlashDraftModel(config).save_pretrained(tmp_path)
-    assert config.trained_length == 0 and "trained_length" not in json.loads((tmp_path / "config.json").read_text())
     draft = DFlashDraftModel(config)
+    assert config.trained_length == 0
     assert DraftSession(draft, target).context.window is None
     draft.config.trained_length = 7
     assert DraftSession(draft, target).context.window == 7
+
+
+def test_saved_untrained_drafter_records_its_length(tmp_path):
+    """0 was not saved: loaded again, its length was unknown, and no training recorded one."""
+    target = make_target()
+    config = DFlashDraftConfig.for_target(target.config, mask_token_id=5, num_hidden_layers=1, target_layer_ids=[0])
+    DFlashDraftModel(config).save_pretrained(tmp_path / "untrained")
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "untrained")
+    assert draft.config.trained_length == 0
+    make_trainer(tmp_path / "run", target, counting_rows(2, length=24), draft=draft)
+    assert draft.config.trained_length == 24
 
 
 def test_training_lowers_loss_and_raises_tau(tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from dflash_hf.decoding.acceptance import Acceptance, Block, argmax_token
-from dflash_hf.decoding.attention import with_slot_attention
+from dflash_hf.decoding.attention import SLOT_ATTENTION, is_replaceable
 from dflash_hf.decoding.draft_context import DraftContext
 from dflash_hf.decoding.sampling_noise import SamplingNoise
 from dflash_hf.modeling.modeling_dflash import execution_device
@@ -36,8 +36,6 @@ class DraftSession:
         self.noise = noise
         self.block_tokens = block_tokens or draft.config.max_block_tokens
         self.graph = graph
-        # The model's forward. Graphs are made of the model itself: they outlive a call.
-        self.forward = draft if graph is not None else with_slot_attention(draft)
         self.token_head = draft.config.token_head_class(draft, partial(draft.embed, target))
         self.context = DraftContext(draft, fixed_shapes=graph is not None)
 
@@ -64,7 +62,9 @@ class DraftSession:
         block = self.draft.embed_block(self.target, anchors, self.block_tokens)  # [R, B, H]
         inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(block.shape[1])}
         if self.graph is None:
-            hidden = self.forward(**inputs).last_hidden_state
+            if is_replaceable(self.draft.config._attn_implementation):
+                inputs["attn_implementation"] = SLOT_ATTENTION
+            hidden = self.draft(**inputs).last_hidden_state
         else:
             shapes = (
                 inputs["noise_embeds"].shape,

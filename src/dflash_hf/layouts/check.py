@@ -9,7 +9,7 @@ names key, value and rule.
 4. [`check_rotary_table`]: the rotary table itself, once `rope_parameters` have the rotated width in both spellings.
 
 `DFlashDraftConfig` calls them while it is created, see `configuration.py`. That `dflash_config` is a dictionary is
-checked before all of them, when its keys are merged (`precedence.py`).
+checked before all of them, when its keys are merged (`merge_nested_keys`).
 """
 
 import math
@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.layouts.errors import require
+from dflash_hf.layouts.errors import require, require_key
 from dflash_hf.layouts.head_schemas import schema_of
 from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, sizes_of_parts
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS
@@ -32,13 +32,14 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Far above the sizes of any real drafter: a wrong size must not become an allocation.
 _MAX_LAYERS = 1024
 _MAX_SIZE = 2**24
-_MAX_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
+_MAX_NUMBER = 1e18  # limits thetas, factors and scales: torch does not take integers of arbitrary size
 _MAX_OF_FIELD = {
     **dict.fromkeys(("num_hidden_layers", "num_target_layers", "block_size"), _MAX_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), math.inf),
 }
-# Fields that may be 0, which the rules for integers and numbers forbid.
-_MAY_BE_ZERO = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout")
+_MIN_OF_FIELD = {"trained_length": 0}  # all other integers are at least 1
+# Fields with a rule of their own (`_check_sizes`, `_check_tokens`), and ids that the drafter does not use.
+_NOT_CHECKED_BY_TYPE = ("attention_dropout", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_given(config, rope_scaling=None) -> None:
@@ -108,16 +109,18 @@ def _check_types(config) -> None:
     kinds_of |= dict.fromkeys(chain(*sizes_of_parts()), (int, NoneType))
     for key, kinds in kinds_of.items():
         value = getattr(config, key)
+        minimum = _MIN_OF_FIELD.get(key, 1)
         maximum = _MAX_OF_FIELD.get(key, _MAX_SIZE)
-        if key in _MAY_BE_ZERO or (value is None and NoneType in kinds):
+        if key in _NOT_CHECKED_BY_TYPE or (value is None and NoneType in kinds):
             continue
         if bool in kinds:
-            require(isinstance(value, bool), "true or false", **{key: value})
+            require_key(isinstance(value, bool), "true or false", key, value)
         elif float in kinds:
-            require(_is_positive(value), "a positive number", **{key: value})
+            require_key(_is_positive(value), "a positive number", key, value)
         elif int in kinds:
-            require(_is_integer(value, minimum=1), "a positive integer", **{key: value})
-            require(value <= maximum, f"at most {maximum}", **{key: value})
+            rule = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            require_key(_is_integer(value, minimum), rule, key, value)
+            require_key(value <= maximum, f"at most {maximum}", key, value)
 
 
 def _check_sizes(config) -> None:
@@ -143,7 +146,7 @@ def _check_one_rope(key: str, rope) -> None:
     """`rope_parameters`, or `rope_scaling`, is one table for all layers."""
     example = '{"rope_type": "default", "rope_theta": 10000.0}'
     is_one_table = rope is None or (isinstance(rope, dict) and not rope.keys() & {*LAYER_TYPES})
-    require(is_one_table, f"one dictionary for all layers, such as {example}", **{key: rope})
+    require_key(is_one_table, f"one dictionary for all layers, such as {example}", key, rope)
 
 
 def _check_layers(config) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from typing import NamedTuple
 
 import torch
 from transformers.quantizers import AutoHfQuantizer
@@ -19,8 +20,8 @@ from dflash_hf.layouts.tensor_names import is_ignored, published_name, tensor_na
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_TENSOR = "mask_embedding"
-# Methods whose weights upstream turns into plain ones while it loads them. Layers that stay quantised need kernels for
-# certain GPUs, or are unpacked by a forward of the whole model, which drafting never calls.
+# Methods whose weights upstream turns into plain ones while it loads them, if it is asked to. Layers that stay
+# quantised need kernels for certain GPUs, or are unpacked by a forward of the whole model, which drafting never calls.
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "nvfp4", "mxfp4")
 
 
@@ -79,8 +80,8 @@ def read_checkpoint(
 
     Args:
         name_or_path (`str` or `Path`, *optional*): Folder or repository; `None` for a `state_dict`.
-        model_class, config: The model to build. The configuration is changed in place: whether the drafter has its own
-            embeddings, and how its quantised weights are loaded.
+        model_class, config: The model to build. `_complete_config` changes the configuration in place: whether the
+            drafter has its own embeddings, and how its quantised weights are loaded.
         key_mapping (`dict[str, str]`, *optional*): Further renamings of tensors, applied first, as by `re.sub`.
         hub_arguments (`dict`): As in [`checkpoint_files`].
         variant (`str`, *optional*): As in `from_pretrained`.
@@ -90,11 +91,12 @@ def read_checkpoint(
         `ValueError`: names the file, and the key or tensor that is wrong.
         `OSError`: a file is missing.
     """
+    # 1. What the files hold.
     names = {**(key_mapping or {}), **tensor_names(config)}
-    checkpoint = Checkpoint(str(name_or_path))
-    checkpoint.is_quantized = _prepare_quantization(checkpoint.name, config)
+    checkpoint = Checkpoint(str(name_or_path), is_quantized=_is_quantized(str(name_or_path), config))
     if name_or_path is None:
         checkpoint.renamings = _exact_renamings(state_dict or {}, names)
+        _complete_config(config, checkpoint)
         return checkpoint
     files = checkpoint_files(checkpoint.name, variant=variant, **hub_arguments)
     headers = {path: read_header(path) for path in files}
@@ -102,14 +104,33 @@ def read_checkpoint(
     checkpoint.renamings = _exact_renamings(stored_names, names)
     # The separate file overrides a tensor of the same name, as in the engines.
     checkpoint.mask_embedding = read_mask_embedding(checkpoint.name, config, **hub_arguments)
-    config.own_mask_embedding |= checkpoint.mask_embedding is not None
-    config.has_embed_tokens |= _has_own_embedding(stored_names, config, names)
-    if not checkpoint.is_quantized:  # quantised files have other tensors; `check_loaded` checks them after loading
+    # 2. The configuration, with what only the files show.
+    _complete_config(config, checkpoint, has_own_embedding=_has_own_embedding(stored_names, config, names))
+    # 3. Both compared. Quantised files have other tensors, which `check_loaded` checks after loading.
+    if not checkpoint.is_quantized:
         stored_elsewhere = () if checkpoint.mask_embedding is None else (_MASK_TENSOR,)
         _check_tensors(headers, model_class, config, names, stored_elsewhere)
     elif config.interleaved_rotary:
         raise ValueError(f"{checkpoint.name}: rope_is_neox_style=False needs weights whose rows can be permuted.")
     return checkpoint
+
+
+def _complete_config(config, checkpoint: Checkpoint, has_own_embedding: bool = False) -> None:
+    """
+    Write into a configuration what only the files show, and how they are to be loaded. Nothing else changes it.
+
+    Args:
+        config (`DFlashDraftConfig`): Changed in place.
+        checkpoint (`Checkpoint`): What is known of the files.
+        has_own_embedding (`bool`): Whether they hold the drafter's own token embeddings.
+    """
+    if checkpoint.mask_embedding is not None:
+        config.own_mask_embedding = True
+    if has_own_embedding:
+        config.has_embed_tokens = True
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization["quant_method"] in _DEQUANTIZED:
+        config.quantization_config = {"dequantize": True, **quantization}
 
 
 def _exact_renamings(stored_names, names: dict[str, str]) -> dict[str, str]:
@@ -127,37 +148,27 @@ def _exact_renamings(stored_names, names: dict[str, str]) -> dict[str, str]:
     return {f"^{re.escape(name)}$": renamed[name] for name in order if name in renamed}
 
 
-def _prepare_quantization(name: str, config) -> bool:
+def _is_quantized(name: str, config) -> bool:
     """
-    Prepare a configuration for a quantised checkpoint, which upstream's quantisers load; those of `_DEQUANTIZED` are
-    asked for plain weights.
+    Whether a configuration describes quantised weights, which upstream's quantisers load.
 
     Args:
         name (`str`): Folder or repository, for errors.
-        config (`PreTrainedConfig`): Changed in place.
-
-    Returns:
-        `bool`: Whether the checkpoint is quantised.
+        config (`PreTrainedConfig`): The drafter's configuration.
 
     Raises:
-        `ValueError`: upstream has no quantiser for it, and would load the codes as weights.
+        `ValueError`: upstream has no quantiser for them, and would load the codes as weights.
     """
     remedy = "load its weights in bf16 if they are published, or have the engine that they were made for serve it"
     if isinstance(getattr(config, "quantization", None), dict):
         raise ValueError(f"{name} is quantised for MLX (`quantization` in config.json), which is not read: {remedy}.")
     quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return False
-    if not isinstance(quantization, dict):
-        return True
-    method = quantization["quant_method"]
-    if not AutoHfQuantizer.supports_quant_method(quantization):
+    if isinstance(quantization, dict) and not AutoHfQuantizer.supports_quant_method(quantization):
+        method = quantization["quant_method"]
         raise ValueError(
             f"{name} is quantised with quant_method={method!r}, for which transformers has no quantiser: {remedy}."
         )
-    if method in _DEQUANTIZED:
-        config.quantization_config = {"dequantize": True, **quantization}
-    return True
+    return quantization is not None
 
 
 def _check_plain_weights(name: str, model) -> None:
@@ -185,6 +196,14 @@ def _has_own_embedding(stored_names: list[str], config, names: dict[str, str]) -
     return any(published_name(stored, names) == name for stored in stored_names)
 
 
+class _Tensor(NamedTuple):
+    """A tensor in a drafter's files, with the name, dtype and shape that it has there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def _check_tensors(
     headers: dict[str, dict[str, tuple[str, tuple[int, ...]]]],
     model_class,
@@ -204,51 +223,83 @@ def _check_tensors(
     Raises:
         `ValueError`: names the tensor that is missing, unexpected, duplicated, or of the wrong shape or dtype.
     """
-    # 1. The files' tensors, by published names.
-    stored = {}  # dtype and shape, by published name
-    sources = {}  # names in the files, by published name
+    files = list(headers)
+    where = files[0] if len(files) == 1 else os.path.dirname(files[0])
+    stored = _published_tensors(headers, config, names)
+    _check_number_of_layers(where, stored, config.num_hidden_layers)  # before that many layers are built
+    with torch.device("meta"):
+        wanted = model_class(config).state_dict()
+    _check_names_and_shapes(where, stored, wanted, stored_elsewhere)
+    _check_dtypes(where, stored, wanted)
+
+
+def _published_tensors(headers: dict, config, names: dict[str, str]) -> dict[str, _Tensor]:
+    """
+    The tensors of the files by their published names, without those that are not loaded.
+
+    Raises:
+        `ValueError`: two tensors have one published name.
+    """
+    stored: dict[str, _Tensor] = {}
     for path, tensors in headers.items():
-        for name in tensors:
+        for name, (dtype, shape) in tensors.items():
             published = published_name(name, names)
             if is_ignored(published, config):
                 continue
             if published in stored:
-                raise ValueError(f"{path}: tensors {sources[published]} and {name} are both {published}; remove one.")
-            stored[published] = tensors[name]
-            sources[published] = name
+                raise ValueError(
+                    f"{path}: tensors {stored[published].name} and {name} are both {published}; remove one."
+                )
+            stored[published] = _Tensor(name, dtype, shape)
+    return stored
 
-    # 2. The model's tensors. A wrong number of layers is detected first, before that many layers are built.
+
+def _check_number_of_layers(where: str, stored: dict[str, _Tensor], num_layers: int) -> None:
+    """
+    Raises:
+        `ValueError`: the files hold fewer layers than the configuration names.
+    """
     layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
-    files = list(headers)
-    where = files[0] if len(files) == 1 else os.path.dirname(files[0])
-    if len(layers) < config.num_hidden_layers:
+    if len(layers) < num_layers:
         raise ValueError(
-            f"{where}: missing keys: num_hidden_layers={config.num_hidden_layers}, but the tensors belong to "
-            f"{len(layers)} layers; correct config.json or load the whole checkpoint."
+            f"{where}: missing keys: num_hidden_layers={num_layers}, but the tensors belong to {len(layers)} layers; "
+            "correct config.json or load the whole checkpoint."
         )
-    with torch.device("meta"):
-        wanted = model_class(config).state_dict()
 
-    # 3. The difference.
+
+def _check_names_and_shapes(
+    where: str, stored: dict[str, _Tensor], wanted: dict[str, torch.Tensor], stored_elsewhere: tuple[str, ...]
+) -> None:
+    """
+    Raises:
+        `ValueError`: a tensor of the model is missing or has another shape, or the files hold one that it lacks.
+    """
     problems = {
         "missing keys": [name for name in wanted if name not in stored and name not in stored_elsewhere],
-        "unexpected keys": [sources[name] for name in stored if name not in wanted],
+        "unexpected keys": [tensor.name for name, tensor in stored.items() if name not in wanted],
         "mismatched keys": [
-            f"{sources[name]} has shape {list(stored[name][1])} instead of {list(tensor.shape)}"
+            f"{stored[name].name} has shape {list(stored[name].shape)} instead of {list(tensor.shape)}"
             for name, tensor in wanted.items()
-            if name in stored and stored[name][1] != tuple(tensor.shape)
+            if name in stored and stored[name].shape != tuple(tensor.shape)
         ],
     }
     for problem, keys in problems.items():
         if keys:
             named = f"{', '.join(keys[:5])} ({len(keys)} in all)"
             raise ValueError(f"{where}: {problem}: {named}; load the weights that belong to this config.json.")
-    for name, (dtype, _) in stored.items():
+
+
+def _check_dtypes(where: str, stored: dict[str, _Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        `ValueError`: a weight is not in floating point, or the vocabulary's map not in integers.
+    """
+    for name, tensor in stored.items():
         is_weight = wanted[name].is_floating_point()
         allowed = _WEIGHTS if is_weight else ("I64",)
-        if dtype in allowed:
+        if tensor.dtype in allowed:
             continue
-        message = f"{where}: tensor {sources[name]} has dtype {dtype}, not one of {allowed}"
+        message = f"{where}: tensor {tensor.name} has dtype {tensor.dtype}, not one of {allowed}"
         if is_weight:
             raise ValueError(
                 f"{message}: it is quantised, but config.json has no quantization_config that says how; load the "

@@ -7,12 +7,11 @@ import torch
 from dflash_hf.layouts.all_layouts import PUBLISHED
 from dflash_hf.layouts.check import check_derived, check_given, check_rope, check_rotary_table
 from dflash_hf.layouts.errors import require
-from dflash_hf.layouts.precedence import check_nested, first_not_none, read_causality, without_keys_of_arguments
+from dflash_hf.layouts.precedence import first_not_none, settled_causality, without_keys_of_arguments
 from dflash_hf.layouts.read import canonical_config
 from dflash_hf.layouts.rotary import with_rotary_width
 from dflash_hf.layouts.target_layers import default_target_layer_ids, fitting_target_layer_ids
 from dflash_hf.modeling import configuration_dflash
-from dflash_hf.modeling.configuration_dflash import LAYER_TYPES
 from dflash_hf.modeling.target_dflash import num_decoder_layers
 
 
@@ -33,14 +32,9 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     Configuration of a [`DFlashDraftModel`]. It has the fields of its base class, the configuration beside a drafter's
     weights, reads every layout (see `layouts.read`), and is checked when it is created.
 
-    Creation has four steps, of which the base class calls the first three. `check.py` has the checks, in this order:
-
-    1. `_read_nested`: fields that `dflash_config` sets, and values that files write for "none".
-    2. `_derive_fields`: `check_given`; fields that follow from others; `check_derived`.
-    3. Upstream's own fields, with `rope_parameters` in transformers' form.
-    4. `__post_init__`: `check_rope`; the rotated width in both spellings; `check_rotary_table`.
-
     Args:
+        target_layer_ids (`list[int]`): As in the base class. Default: the paper's rule for `num_target_layers` and
+            `num_hidden_layers`.
         source_layout (`str`): The layout of the file that was read, by which tensors are renamed; not saved.
         interleaved_rotary (`bool`): Whether the rotary pairs in the file are interleaved; on loading, the rows of the
             weights are permuted. Not saved.
@@ -52,36 +46,53 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
     source_layout: str = PUBLISHED.name
     interleaved_rotary: bool = False
 
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
+    def __post_init__(self, **arguments):
+        """Completes and checks the fields, which the constructor has set; `arguments` as in the base class."""
+        # 1. Values and keys that other projects write instead of a field.
+        self.set_part_fields(arguments)
+        self._read_other_values()
+        use_swa = self._read_other_nested_keys()
+        if self.dtype is None:
+            self.dtype = arguments.get("torch_dtype")
+        if isinstance(self.dtype, str | torch.dtype):
+            self.dtype = str(self.dtype).removeprefix("torch.")
+        # 2. The fields as they were given.
+        check_given(self, arguments.get("rope_scaling"))
+        # 3. Fields that follow from others.
+        self._derive_layer_types(use_swa, arguments.get("max_window_layers") or 0)
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
+        self.derive_fields()
+        check_derived(self)
+        self.target_layer_ids = list(self.target_layer_ids)
+        # 4. Upstream's fields, with `rope_parameters` in transformers' form. The base class finds nothing left to set.
+        super().__post_init__(**arguments)
         check_rope(self)
+        # 5. The rotated width of a head in both spellings.
         self.rope_parameters = with_rotary_width(self.rope_parameters, self.head_dim)
         check_rotary_table(self)
 
-    def _read_nested(self, kwargs: dict) -> None:
-        check_nested(self.__dict__["dflash_config"])
-        super()._read_nested(kwargs)
-        nested = self.__dict__["dflash_config"]
-        self.is_causal = read_causality(self.is_causal, nested)
-        for key in _NULL_IS_DEFAULT:
-            if getattr(self, key) is None:
-                setattr(self, key, getattr(type(self), key))
+    def _read_other_values(self) -> None:
+        """Set the fields for which files write null instead of the default, or a value instead of null."""
+        for field in _NULL_IS_DEFAULT:
+            if getattr(self, field) is None:
+                setattr(self, field, getattr(type(self), field))
         if self.final_logit_softcapping == 0:  # no cap
             self.final_logit_softcapping = None
         if self.draft_vocab_size == self.vocab_size:  # not reduced
             self.draft_vocab_size = None
 
-    def _derive_fields(self, kwargs: dict) -> None:
-        if isinstance(self.dtype, str | torch.dtype):
-            self.dtype = str(self.dtype).removeprefix("torch.")
-        check_given(self, kwargs.get("rope_scaling"))
-        use_swa = self.__dict__["dflash_config"].pop("use_swa", None)
-        self._derive_layer_types(use_swa, kwargs.get("max_window_layers") or 0)
-        if self.target_layer_ids is None and self.num_target_layers is not None:
-            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
-        super()._derive_fields(kwargs)
-        check_derived(self)
-        self.target_layer_ids = list(self.target_layer_ids)
+    def _read_other_nested_keys(self) -> bool | None:
+        """
+        Set `is_causal` from the names that other projects nest. Of these, only JetSpec's `causal_head` is kept, for
+        re-saving. Returns `use_swa`, which concerns `layer_types`.
+        """
+        nested = self.other_nested_keys
+        causal = nested.pop("causal", None)
+        use_swa = nested.pop("use_swa", None)
+        self.is_causal = settled_causality(self.is_causal, causal, nested.get("causal_head"))
+        self.dflash_config = nested
+        return use_swa
 
     def _derive_layer_types(self, use_swa: bool | None, first_sliding_layer: int) -> None:
         """
@@ -95,9 +106,8 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
         if self.layer_types is None:
             require(isinstance(first_sliding_layer, int), "a number of layers", max_window_layers=first_sliding_layer)
             has_sliding_layers = use_swa is None and self.use_sliding_window and self.sliding_window
-            full, sliding = LAYER_TYPES
             self.layer_types = [
-                sliding if has_sliding_layers and i >= first_sliding_layer else full
+                "sliding_attention" if has_sliding_layers and i >= first_sliding_layer else "full_attention"
                 for i in range(self.num_hidden_layers)
             ]
         if use_swa and isinstance(self.layer_types, list | tuple) and "sliding_attention" not in self.layer_types:
@@ -146,20 +156,19 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "mask_token_id": mask_token_id,
+            "trained_length": 0,  # untrained; `None` would mean that the length is unknown
         }
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             # Multimodal configurations may have it beside the text configuration.
             fields[name] = first_not_none(getattr(text, name, None), getattr(target_config, name, None))
         if kwargs.get("target_layer_ids") is None:
             kwargs["target_layer_ids"] = fitting_target_layer_ids(num_target_layers, num_hidden_layers)
-        config = cls(**{**fields, **kwargs})
-        config.trained_length = 0  # untrained; `None` would mean that the length is unknown
-        return config
+        return cls(**{**fields, **kwargs})
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """
-        As upstream, from a file in any layout.
+        Reads a file in any layout, with errors that name it.
 
         Raises:
             `ValueError`: names the file and the problem.
@@ -174,7 +183,7 @@ class DFlashDraftConfig(configuration_dflash.DFlashDraftConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream, from a file in any layout; see `layouts.read`."""
+        """Reads the content of a file in any layout; see `layouts.read`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         canonical["dflash_config"] = without_keys_of_arguments(canonical["dflash_config"], kwargs)
         return super().from_dict(canonical, **kwargs)

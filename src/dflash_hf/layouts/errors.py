@@ -20,3 +20,8 @@ def require(condition: bool, must_be: str, **values) -> None:
     if not condition:
         received = " and ".join(f"{name}={value!r}" for name, value in values.items())
         raise ValueError(f"{received} must be {must_be}; correct the drafter's configuration.")
+
+
+def require_key(condition: bool, must_be: str, key: str, value) -> None:
+    """[`require`] for a field whose name is in a variable, `key`."""
+    require(condition, must_be, **{key: value})

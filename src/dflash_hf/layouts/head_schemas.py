@@ -6,7 +6,7 @@ of each head. The heads themselves are in `modeling/head_*_dflash.py`.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dflash_hf.layouts.errors import require
+from dflash_hf.layouts.errors import require, require_key
 from dflash_hf.layouts.source_layout import unchanged
 from dflash_hf.modeling.heads_dflash import TOKEN_HEADS, DominoHead, MarkovHead, PathSelector, TokenHead
 
@@ -51,32 +51,38 @@ def _check_selector(config) -> None:
     require(reduced is None or top_k <= reduced, f"at most draft_vocab_size={reduced}", selector_top_k=top_k)
 
 
-# DSpark's Markov head.
+# DSpark's Markov head. DeepSpec and Automodel name the fields as they are named here.
+
+_DSPARK_DEFAULTS: dict = {"sample_from_anchor": True}
+_SPECULATORS_DEFAULTS: dict = {
+    "sample_from_anchor": False,
+    "markov_rank": 256,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+# Keys of DSpark files that are read here and not kept.
+_DSPARK_KEYS_READ_HERE = ("projector_type", "use_confidence_head", "confidence_head_alpha")
 
 
 def _read_markov(config: dict) -> dict:
-    """Reads DSpark files of several projects; the fields have the names of DeepSpec and Automodel."""
+    """Reads DSpark files of several projects."""
     if not is_dspark(config):
         _check_anchor_convention(config)
         return config
-    # 1. The keys of projects that name the fields differently; and each project's defaults, for missing and null keys.
-    other_names = ("projector_type", "use_confidence_head", "confidence_head_alpha")
-    keys = {key: value for key, value in config.items() if key not in other_names}
-    defaults: dict = {"sample_from_anchor": True}
+    fields = {key: value for key, value in config.items() if key not in _DSPARK_KEYS_READ_HERE}
     if config.get("speculators_model_type"):
-        defaults = {
-            "sample_from_anchor": False,
-            "markov_rank": 256,
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-        }
-    elif config.get("use_confidence_head") is not None:  # ModelOpt; its confidence head always reads `W1`
-        keys["enable_confidence_head"] = config["use_confidence_head"]
-        keys["confidence_head_with_markov"] = config["use_confidence_head"]
-    elif config.get("confidence_head_alpha"):  # SpecForge
-        defaults["enable_confidence_head"] = True
-    # 2. What the file says wins over the defaults.
-    explicit = {key: value for key, value in keys.items() if value is not None or key not in defaults}
+        return _with_defaults(fields, _SPECULATORS_DEFAULTS)
+    if config.get("use_confidence_head") is not None:  # ModelOpt, whose confidence head always reads `W1`
+        has_confidence = config["use_confidence_head"]
+        fields |= {"enable_confidence_head": has_confidence, "confidence_head_with_markov": has_confidence}
+    elif config.get("confidence_head_alpha"):  # SpecForge, which has the weight of the confidence's loss
+        return _with_defaults(fields, {**_DSPARK_DEFAULTS, "enable_confidence_head": True})
+    return _with_defaults(fields, _DSPARK_DEFAULTS)
+
+
+def _with_defaults(config: dict, defaults: dict) -> dict:
+    """A configuration with defaults for the keys that are missing or null."""
+    explicit = {key: value for key, value in config.items() if value is not None or key not in defaults}
     return {**defaults, **explicit}
 
 
@@ -103,7 +109,7 @@ def _check_markov(config) -> None:
     kind = config.markov_head_type
     require(kind in types, f"one of {', '.join(types)}", markov_head_type=kind)
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
-        require(isinstance(getattr(config, key), bool), "true or false", **{key: getattr(config, key)})
+        require_key(isinstance(getattr(config, key), bool), "true or false", key, getattr(config, key))
     rank = config.markov_rank
     reads_embedding = config.enable_confidence_head and config.confidence_head_with_markov  # `W1` of the last token
     require(bool(rank) or not reads_embedding, "set for confidence_head_with_markov=True", markov_rank=rank)
@@ -137,33 +143,33 @@ def _check_domino(config) -> None:
 
 
 HEAD_SCHEMAS: dict[type[TokenHead], HeadSchema] = {
-    TokenHead: HeadSchema("DFlash", "dflash"),
+    TokenHead: HeadSchema(family="DFlash", speculators_model_type="dflash"),
     PathSelector: HeadSchema(
-        "DFlash2",
-        "dflash2",
+        family="DFlash2",
+        speculators_model_type="dflash2",
         # Names in drafters that z-lab's code saved without having loaded them.
-        {
+        tensor_names={
             rf"^candidate_selector\.{name}_codebook\.weight$": f"candidate_selector.{name}_codebook"
             for name in ("predecessor", "successor")
         },
-        _read_selector,
-        _check_selector,
+        read=_read_selector,
+        check=_check_selector,
     ),
     MarkovHead: HeadSchema(
-        "DSpark",
-        "dspark",
-        {
+        family="DSpark",
+        speculators_model_type="dspark",
+        tensor_names={
             r"^markov_w1\.": "markov_head.markov_w1.",
             r"^markov_w2\.": "markov_head.markov_w2.",
             r"^gate_proj\.": "markov_head.gate_proj.",
             r"^joint_proj\.": "markov_head.joint_proj.",
             r"^confidence_proj\.": "confidence_head.proj.",
         },
-        _read_markov,
-        _check_markov,
+        read=_read_markov,
+        check=_check_markov,
     ),
     # No `speculators_model_type`: the "domino" of speculators fuses features layer by layer, as DFlare does.
-    DominoHead: HeadSchema("Domino", None, {}, _read_domino, _check_domino),
+    DominoHead: HeadSchema(family="Domino", read=_read_domino, check=_check_domino),
 }
 
 

@@ -109,7 +109,7 @@ def _forget_renamings(model, checkpoint: Checkpoint) -> None:
     """
     conversions = getattr(model, "_weight_conversions", None) or []
     if checkpoint.is_quantized and getattr(model.config, "quantization_config", None) is None:
-        conversions = []  # its weights are plain ones now
+        conversions = []  # upstream has turned the weights into plain ones
     renamings = set(checkpoint.renamings)
     model._weight_conversions = [
         conversion for conversion in conversions if not renamings.intersection(conversion.source_patterns)

@@ -4,7 +4,7 @@ from dflash_hf.layouts.source_layout import LAYER_KEYS, SourceLayout, defaults_o
 
 
 _KEYS_WITH_DEFAULTS = (*LAYER_KEYS, "sliding_window", "mask_token_id", "target_layer_ids")
-_MAX_LAYERS = 1000  # for which `layer_types` are filled in; the number itself is checked later
+_MAX_LAYERS = 1000  # `layer_types` of more layers are not filled in; the number itself is checked later
 
 
 def _read(config: dict) -> dict:

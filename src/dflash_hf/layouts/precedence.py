@@ -1,13 +1,11 @@
 """
-Which value is used where a `config.json` gives several for one field. A null counts as not set.
+Which value is used where a `config.json` gives several for one field.
+
+The rule for the published layout is stated at the top of `modeling/configuration_dflash.py`, and `merge_nested_keys`
+there applies it: the caller's argument, then `dflash_config`, then the top level; a null counts as not set. Files of
+other projects need these rules as well:
 
     field                    several values                      used               why
-    any                      of the caller and of the file       the caller's       it is explicit; it overrides every
-                                                                                    form that the file has
-    any with both forms      in `dflash_config` and at the top   `dflash_config`    SGLang and z-lab's code read it
-    (`block_size`, ...)      level                                                  first
-    `sliding_window`         `dflash_config.swa_window_size`     `swa_window_size`  vLLM reads it first
-                             and at the top level
     keys in `KEY_NAMES`      under several names                 `dflash_config`;   projects differ only in the name
                                                                  in it, or else at
                                                                  the top level, the
@@ -20,20 +18,17 @@ Which value is used where a `config.json` gives several for one field. A null co
                              `ONE_BASED_LAYER_KEYS`                                 Eagle code
     `rope_parameters`        `rope_dim` and                      `rope_dim`         the factor may be a copy of the
                              `partial_rotary_factor`                                target's (`rotary`)
-
-The configuration beside the weights, which works without the package, applies the second and the third rule to its
-arguments (`_read_nested` in `modeling/configuration_dflash.py`).
 """
 
 from transformers.utils import logging
 
-from dflash_hf.layouts.errors import require
-from dflash_hf.modeling.configuration_dflash import nested_fields
+from dflash_hf.layouts.errors import require_key
+from dflash_hf.modeling.configuration_dflash import merge_nested_keys
 
 
 _logger = logging.get_logger(__name__)
-# Keys that files have in `dflash_config` or at the top level under several names: the name that is read here, and all
-# names in order of precedence.
+# Keys that other projects write in `dflash_config` or at the top level: the name that the package reads, and all names
+# in order of precedence.
 KEY_NAMES: dict[str, tuple[str, ...]] = {
     "projector_type": ("projector_type",),
     "model_arch": ("model_arch",),
@@ -46,7 +41,7 @@ KEY_NAMES: dict[str, tuple[str, ...]] = {
 }
 # Layer ids that count the embedding, entry 0 of `hidden_states`: they are one higher than `target_layer_ids`.
 ONE_BASED_LAYER_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-# Keys that stay in `dflash_config`, and the field that each determines.
+# Keys that stay in `dflash_config` until the configuration is created, and the field that each determines.
 _IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 
 
@@ -55,36 +50,23 @@ def first_not_none(*values):
     return next((value for value in values if value is not None), None)
 
 
-def check_nested(nested) -> None:
-    """`dflash_config` is a dictionary."""
-    example = '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}'
-    require(isinstance(nested, dict), f"a dictionary such as {example}", dflash_config=nested)
-
-
-def merge_nested_keys(config: dict) -> dict:
+def merge_keys(config: dict) -> dict:
     """
-    A `config.json` with the keys of its `dflash_config` at the top level, if they have a field or are in `KEY_NAMES`.
-    All other keys stay in `dflash_config`.
+    A `config.json` with the keys of its `dflash_config` at the top level, if they have a field or are in `KEY_NAMES`,
+    each under the name that is read here. All other keys stay in `dflash_config`.
 
     Raises:
         `ValueError`: `dflash_config` is not a dictionary.
     """
-    nested = {} if config.get("dflash_config") is None else config["dflash_config"]
-    check_nested(nested)
-    fields = nested_fields()
-    all_names = {name for names in KEY_NAMES.values() for name in names}
-    merged = {key: value for key, value in config.items() if key not in all_names}
-    for key, field in fields.items():
-        value = first_not_none(nested.get(key), config.get(field))
-        if value is not None:
-            merged[field] = value
+    merged = merge_nested_keys(config)
+    nested = config.get("dflash_config") or {}
     for key, names in KEY_NAMES.items():
         value = first_not_none(*(nested.get(name) for name in names), *(config.get(name) for name in names))
+        for name in names:
+            merged.pop(name, None)
+            merged["dflash_config"].pop(name, None)
         if value is not None:
             merged[key] = value
-    merged["dflash_config"] = {
-        key: value for key, value in nested.items() if key not in fields and key not in all_names
-    }
     return merged
 
 
@@ -94,29 +76,27 @@ def read_one_based_layer_ids(config: dict) -> None:
         ids = config.pop(key, None)
         if ids is not None and config.get("target_layer_ids") is None:
             are_numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-            require(are_numbers, "a list of layer numbers counted from 1; 0 is the embedding", **{key: ids})
+            require_key(are_numbers, "a list of layer numbers counted from 1; 0 is the embedding", key, ids)
             config["target_layer_ids"] = [i - 1 for i in ids]
 
 
-def read_causality(is_causal: bool | None, nested: dict) -> bool | None:
+def settled_causality(is_causal: bool | None, causal: bool | None, causal_head: bool | None) -> bool | None:
     """
-    The field `is_causal`, by its value at the top level and the keys `causal` and `causal_head` of `dflash_config`.
+    The field `is_causal`, by the values that files have for it.
 
     Args:
         is_causal (`bool`, *optional*): At the top level.
-        nested (`dict`): `dflash_config`; `causal` is removed from it, `causal_head` is kept for re-saving.
+        causal, causal_head (`bool`, *optional*): In `dflash_config`; the second is JetSpec's.
 
     Raises:
         `ValueError`: `causal_head` contradicts the others.
     """
-    causal = nested.pop("causal", None)
     if None not in (is_causal, causal) and causal != is_causal:
         _logger.warning_once(
             f"is_causal={is_causal} and dflash_config.causal={causal} contradict each other: is_causal wins, "
             f"as in the engines; if few drafts are accepted, load the drafter with `is_causal={causal}`."
         )
     is_causal = first_not_none(is_causal, causal)
-    causal_head = nested.get("causal_head")
     if not causal_head:
         return is_causal
     if is_causal is not None and not is_causal:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from dflash_hf.layouts.all_layouts import SOURCE_LAYOUTS, layout_of
 from dflash_hf.layouts.errors import UnknownDrafterError, require
 from dflash_hf.layouts.head_schemas import HEAD_SCHEMAS, head_schemas
-from dflash_hf.layouts.precedence import merge_nested_keys, read_one_based_layer_ids
+from dflash_hf.layouts.precedence import merge_keys, read_one_based_layer_ids
 from dflash_hf.layouts.rotary import shared_rope
 from dflash_hf.modeling.heads_dflash import TokenHead
 
@@ -47,13 +47,12 @@ def canonical_config(config: dict) -> dict:
     """
     # 1. Nested keys are merged into the top level; two fields are set by this function only.
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
-    config = merge_nested_keys(config)
+    config = merge_keys(config)
     # 2. Other methods and heads are rejected before anything is read.
     _reject_unknown_drafters(config)
     layout = layout_of(config)
-    _logger.info_once(
-        f"The drafter's config.json is read in the layout {layout.name!r}."
-    )  # `dflash check -v` shows it
+    # `dflash check -v` shows this line.
+    _logger.info_once(f"The drafter's config.json is read in the layout {layout.name!r}.")
     # 3. The keys of heads, in the order of `TOKEN_HEADS`; then those of the layout.
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True

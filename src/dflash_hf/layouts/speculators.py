@@ -1,5 +1,7 @@
 """speculators: the draft layers are described in `transformer_layer_config`, or beside the other keys."""
 
+from typing import Any
+
 from dflash_hf.layouts.errors import require
 from dflash_hf.layouts.rotary import without_partial_rotary
 from dflash_hf.layouts.source_layout import LAYER_KEYS, SourceLayout, defaults_of
@@ -24,7 +26,7 @@ def _detect(config: dict) -> bool:
 
 def _read(config: dict) -> dict:
     """Reads a nested or a flat configuration; both may leave out defaults."""
-    layers = config.get("transformer_layer_config")
+    layers: Any = config.get("transformer_layer_config")  # `require` checks its type
     if layers is None and "hidden_size" in config:
         layers = {}  # a flat file: its keys are at the top level
     require(isinstance(layers, dict), "a dictionary that describes the draft layers", transformer_layer_config=layers)
