@@ -161,7 +161,7 @@ class FeatureTap:
     """
 
     def __init__(self, target, layer_ids: list[int], consume=None):
-        layers = decoder_layers(target)
+        layers = [original_of(layer) for layer in decoder_layers(target)]
         self.layer_ids = tuple(layer_ids)
         self.hook_points = [(layers[max(i, 0)], _capture_input if i < 0 else _capture_output) for i in layer_ids]
         self.consume = consume
