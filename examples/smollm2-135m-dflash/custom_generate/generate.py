@@ -58,6 +58,8 @@ def _load_drafter(target, name: str | os.PathLike | None, hub_arguments: dict):
     source = (name, hub_arguments.get("revision"), _last_modified(name))
     loaded_source, draft = _loaded.get(target, (None, None))
     if source == loaded_source and not hub_arguments.get("force_download"):
+        if draft.device != target.device:  # the target has moved since the last call
+            draft.to(target.device)
         return draft
     # `trust_remote_code=True` of the call concerns the folder that this file comes from, and no other.
     trust_remote_code = True if name == trusted_name else None
