@@ -33,6 +33,7 @@ from dflash_hf.decoding.draft_context import DraftContext
 from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.evaluation.measure import with_decoding_config
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
@@ -119,8 +120,8 @@ class Conversation:
             for at in range(0, len(unread), 512):
                 piece = torch.tensor([unread[at : at + 512]])
                 read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
-                drafter.context.set_lengths([begin + at])
-                drafter.context.read(self._features(read.hidden_states), Acceptance([piece.shape[1]]))
+                drafter.context.lengths = RowLengths([begin + at], drafter.context.device)
+                drafter.context.read(self._features(read.hidden_states), Acceptance.from_counts([piece.shape[1]]))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
                 prompt = torch.tensor([self._ids(self.messages[:count] + question, ask=True)])
@@ -135,8 +136,9 @@ class Conversation:
                 )
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
-                drafter.context.set_lengths([size])
-                drafter.context.read(features[:, : prompt.shape[1] - size], Acceptance([prompt.shape[1] - size]))
+                drafter.context.lengths = RowLengths([size], drafter.context.device)
+                unread = prompt.shape[1] - size
+                drafter.context.read(features[:, :unread], Acceptance.from_counts([unread]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
                     drafter.context.seen, drafter.context.sink = window, sink
@@ -166,13 +168,14 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     size = drafter.draft.config.block_size
     ended = int(text[-1]) == drafter.target.generation_config.eos_token_id
     lengths = []
-    drafter.context.set_lengths([start])
+    drafter.context.lengths = RowLengths([start], drafter.context.device)
     while start + (1 if ended else size) < len(text):
         block = drafter.draft_block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
-        drafter.context.read(features[:, start - first : start - first + lengths[-1]], Acceptance([lengths[-1]]))
+        accepted_features = features[:, start - first : start - first + lengths[-1]]
+        drafter.context.read(accepted_features, Acceptance.from_counts([lengths[-1]]))
         start += lengths[-1]
     return lengths
 
@@ -196,7 +199,7 @@ def times(pair: LoadedPair, repeats: int = 30) -> None:
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.context.set_lengths([int(slots[0, 0])])
+        drafter.context.lengths = RowLengths([int(slots[0, 0])], drafter.context.device)
         drafter.context.pending = [(features, slots[:, :2] - 2)]
         drafter.draft_block(slots[:, 0], [])
 

@@ -156,10 +156,12 @@ class Replay(GenerationState):
                 path.append(place)
                 place = children.get((place, self.answers[row].tokens[length + len(path) - 1]))
             paths.append(path)
-        self._advance([len(path) for path in paths])
-        longest = max(map(len, paths))
-        path = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
-        return Acceptance([len(path) for path in paths], path)
+        counts = [len(path) for path in paths]
+        self.committed = []
+        for row, length, count in zip(self.answers, self.lengths, counts, strict=True):
+            self.committed.append(row.tokens[length : length + count])
+        self._advance(counts)
+        return Acceptance.from_paths(paths)
 
 
 class Trial:
@@ -298,9 +300,8 @@ class PerRank(AdaptiveLength):
     def update_candidate_strategy(self, state, candidates, acceptance):
         if self.round.tree is not None:
             ranks = self.statistics.ranks
-            for row, count in enumerate(acceptance.counts):
-                path = acceptance.path[row, :count].tolist()
-                for node in range(1, self.round.size.num_drafted + 1) if count else ():
+            for path in acceptance.paths:
+                for node in range(1, self.round.size.num_drafted + 1) if path else ():
                     ranks[node - 1] += ((node in path) - ranks[node - 1]) / self.MEMORY
         super().update_candidate_strategy(state, candidates, acceptance)
 

@@ -25,6 +25,8 @@ import torch
 from lookup import DATA, inputs_of
 from sizes import TEXTS
 
+from dflash_hf.decoding.acceptance import Block
+from dflash_hf.decoding.calibration import HostTree
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.policies import DraftPolicy
 from dflash_hf.decoding.trees import Tree
@@ -132,7 +134,8 @@ class Timing(DraftPolicy):
         size, drafted = self.size_now
         if drafted:
             candidates = self.draft_tree(state, max(DRAFTED)).first(size + 1)
-            return candidates.block or candidates
+            is_path = HostTree.of(candidates).is_path(size + 1)
+            return Block(candidates.tokens) if is_path else candidates
         return self.copied(state, state.anchors[:, None].expand(-1, size).tolist())
 
     def update_candidate_strategy(self, state, candidates, acceptance):

@@ -203,8 +203,10 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         text.lengths = [NEW - rest for rest in left]
         text.done = not any(text.unfinished)
         if policy is not None:
-            committed = [[1] * count for count in counts]  # which ones they are decides nothing without prompt lookup
-            policy.update_candidate_strategy(text, draft, Acceptance(counts, path, tokens=committed))
+            text.committed = [[1] * count for count in counts]  # which ones decides nothing without prompt lookup
+            nodes = [range(count) for count in counts] if path is None else path.tolist()
+            paths = [list(row[:count]) for row, count in zip(nodes, counts, strict=True)]
+            policy.update_candidate_strategy(text, draft, Acceptance.from_paths(paths))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 

@@ -54,7 +54,7 @@ class Successors:
         tokens = draft.tokens[0].tolist()
         parents = policy.round.tree.parents[0]
         probabilities = policy.round.tree.probabilities[0]
-        last = committed - 1 if acceptance.path is None else int(acceptance.path[0, committed - 1])
+        last = acceptance.paths[0][-1]
         path_chances = [1.0] * len(tokens)
         covered = [0.0] * len(tokens)
         for node in range(1, len(tokens)):

@@ -484,7 +484,7 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                 drafted = drafter.decode_block(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
             else:
                 if read < start:
-                    drafter.context.read(text.features[None, read:start], Acceptance([start - read]))
+                    drafter.context.read(text.features[None, read:start], Acceptance.from_counts([start - read]))
                 drafted = drafter.draft_block(text.tokens[None, start], []).tokens[0, 1:].tolist()
                 read = start
                 run.drafts += 1

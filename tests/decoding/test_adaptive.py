@@ -392,15 +392,15 @@ def test_expected_tokens_sum_path_chances():
 
 def test_outcomes_are_children_of_accepted_nodes():
     tree = HostTree.of(small_tree())
-    rejected = list(acceptance_outcomes(tree, 4, Acceptance([1]), [True]))
+    rejected = list(acceptance_outcomes(tree, 4, Acceptance.from_counts([1]), [True]))
     assert [accepted for _, accepted in rejected] == [False, False]
-    accepted = Acceptance([3], torch.tensor([[0, 1, 3]]))
+    accepted = Acceptance.from_paths([[0, 1, 3]])
     assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, 4, accepted, [True])] == [
         True,
         False,
         True,
     ]
-    ended = Acceptance([2], torch.tensor([[0, 1]]))
+    ended = Acceptance.from_paths([[0, 1]])
     assert [was_accepted for _, was_accepted in acceptance_outcomes(tree, 4, ended, [False])] == [
         True,
         False,

@@ -13,6 +13,7 @@ from support.trees import best_first, paths_of, tree_of
 from transformers import DynamicCache, LogitsProcessor
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
+from dflash_hf.decoding.calibration import HostTree
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.trees import draft_tree, grow_tree
 
@@ -171,7 +172,8 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
         for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
             chosen[row, tree.parents[row, node]] = tree.tokens[row, node]
     counts, path = tree.longest_match(chosen)
-    along = Acceptance(counts.tolist(), path).select(torch.arange(21).expand(3, -1)[..., None])
+    accepted = [nodes[:count] for nodes, count in zip(path.tolist(), counts.tolist())]
+    along = Acceptance.from_paths(accepted).select(torch.arange(21).expand(3, -1)[..., None])
     for row in range(3):
         children = tree.child_by_token(row)
         expected = [0]
@@ -186,7 +188,8 @@ def test_path_is_accepted_as_far_as_the_target_agrees(seed):
         assert not path[row, counts[row] :].any()
     first = tree.first(9)
     assert_is_tree(first, 8)
-    assert paths_of(first) < paths_of(tree) and first.block is None and tree.first(2).block is not None
+    assert paths_of(first) < paths_of(tree)
+    assert not HostTree.of(first).is_path(9) and HostTree.of(first).is_path(2)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +216,7 @@ def test_logits_of_a_node_are_those_of_its_path(family, nodes):
             text = torch.cat([prompts[row], tree.tokens[row, tree.ancestors[row, node]]])[None]
             torch.testing.assert_close(logits[row, node], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
     # The next token sees the deepest path alone.
-    path = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
-    session.keep(Acceptance([len(path) for path in paths], path))
+    session.keep(Acceptance.from_paths([path.tolist() for path in paths]))
     logits, _ = session.verify(Block(torch.tensor([[7], [8]])))
     for row in range(2):
         text = torch.cat([prompts[row], tree.tokens[row, paths[row]], torch.tensor([7 + row])])[None]

@@ -54,54 +54,48 @@ class Block(NamedTuple):
 
 class Acceptance(NamedTuple):
     """
-    What the target accepts of a round's candidates. Lists are on the host, tensors on the device: a round copies its
+    What the target accepts of a round's candidates: lists for the host, tensors for the device. A round copies its
     result to the host once, and nothing back.
 
     Attributes:
-        counts (`list[int]`): Tokens committed in each row, the target's own (bonus) token included; 0 for rows that
-            had ended before.
-        path (`torch.LongTensor`, *optional*): `[R, m]`, the nodes of the accepted tokens, the anchor first; `None`:
-            they are 0, 1, 2, ... in every row.
-        device_counts (`torch.LongTensor`, *optional*): `[R]`, the `counts`, where they are on the device already.
-        host_path (`list[list[int]]`, *optional*): The `path`, where it is on the host already.
-        tokens (`list[list[int]]`, *optional*): The committed tokens of each row, where they are on the host already.
+        paths (`list[list[int]]`): The accepted candidates of each row, by number, the anchor first. The row commits
+            the target's choice after each of them, the last of which is the bonus token. Empty for rows that had ended
+            before.
+        device_counts (`torch.LongTensor`): `[R]`, the lengths of the paths.
+        device_path (`torch.LongTensor`, *optional*): `[R, m]`, the paths, and any numbers behind them; `None`: they
+            are 0, 1, 2, ... in every row.
     """
 
-    counts: list[int]
-    path: torch.LongTensor | None = None
-    device_counts: torch.LongTensor | None = None
-    host_path: list[list[int]] | None = None
-    tokens: list[list[int]] | None = None
+    paths: list[list[int]]
+    device_counts: torch.LongTensor
+    device_path: torch.LongTensor | None = None
 
     @classmethod
-    def from_paths(cls, paths: list[list[int]], device: torch.device) -> "Acceptance":
-        """From the nodes that were accepted in each row."""
-        counts = [len(path) for path in paths]
+    def from_paths(cls, paths: list[list[int]], device: torch.device | str = "cpu") -> "Acceptance":
+        """From the accepted candidates of each row."""
+        counts = torch.tensor([len(path) for path in paths], device=device)
         if all(path == list(range(len(path))) for path in paths):
-            return cls(counts)
-        longest = max(counts)
+            return cls(paths, counts)
+        longest = max(map(len, paths))
         padded = [path + [0] * (longest - len(path)) for path in paths]
-        return cls(counts, torch.tensor(padded, device=device), host_path=padded)
+        return cls(paths, counts, torch.tensor(padded, device=device))
 
-    def counts_on(self, device: torch.device) -> torch.LongTensor:
-        """The `counts` `[R]` on a device."""
-        if self.device_counts is None:
-            return torch.tensor(self.counts, device=device)
-        return self.device_counts.to(device)
+    @classmethod
+    def from_counts(cls, counts: list[int], device: torch.device | str = "cpu") -> "Acceptance":
+        """The first candidates of each row, so many."""
+        return cls.from_paths([list(range(count)) for count in counts], device)
 
-    def nodes_of_rows(self) -> list[list[int]]:
-        """The accepted nodes of each row, the anchor first."""
-        if self.path is None:
-            return [list(range(count)) for count in self.counts]
-        paths = self.path.tolist() if self.host_path is None else self.host_path
-        return [path[:count] for path, count in zip(paths, self.counts, strict=True)]
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that each row commits, the bonus token included."""
+        return [len(path) for path in self.paths]
 
     def select(self, states: torch.Tensor) -> torch.Tensor:
         """`[R, max(counts), F]` of the accepted path, from `[R, n, F]` of all candidates."""
         longest = max(self.counts)
-        if self.path is None:
+        if self.device_path is None:
             return states[:, :longest]
-        path = self.path[:, :longest].to(states.device)
+        path = self.device_path[:, :longest].to(states.device)
         rows = torch.arange(len(states), device=states.device)[:, None]
         return states[rows, path]
 

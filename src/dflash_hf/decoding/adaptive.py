@@ -285,8 +285,8 @@ class AdaptiveLength(DraftPolicy):
         counts = acceptance.counts
         lengths_before = [length - count for length, count in zip(state.lengths, counts, strict=True)]
         self.timer.record(self.call.prompt_length + max(lengths_before), current.size, current.started)
-        for lookup, committed in zip(self.lookups, self._committed_tokens(state, acceptance)):
-            lookup.extend(committed)
+        for lookup, tokens_of_row in zip(self.lookups, state.committed):
+            lookup.extend(tokens_of_row)
         tokens = self._progress(state, lengths_before, counts)
         self.rounds.append((current.size.num_drafted, tokens, current.latency))
         if current.copied_values is not None:
@@ -330,16 +330,6 @@ class AdaptiveLength(DraftPolicy):
         if self.lookups:
             for lookup, token in zip(self.lookups, state.anchors.tolist(), strict=True):
                 lookup.extend([token])
-
-    def _committed_tokens(self, state: GenerationState, acceptance: Acceptance) -> list[list[int]]:
-        """The tokens that a round has committed to each row."""
-        if acceptance.tokens is not None:
-            return acceptance.tokens
-        committed = []
-        for row, count in enumerate(acceptance.counts):
-            end = self.call.selector.input_length + state.lengths[row]
-            committed.append(state.buffer[row, end - count : end].tolist())
-        return committed
 
     # --------------------------------------------------------------------------------------------------- after a call
 

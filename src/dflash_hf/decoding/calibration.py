@@ -129,7 +129,7 @@ def acceptance_outcomes(
     Yields:
         The probability of a node, and whether it was accepted.
     """
-    for row, path in enumerate(acceptance.nodes_of_rows()):
+    for row, path in enumerate(acceptance.paths):
         extended = path if unfinished[row] else path[:-1]
         for node in range(1, num_candidates):
             if tree.parents[row][node] in extended:

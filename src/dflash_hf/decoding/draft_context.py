@@ -22,6 +22,7 @@ import torch
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.attention import prefers_no_mask
 from dflash_hf.decoding.masks import indices_in_slots, is_within
+from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.slots import Ring, SlotCache
 from dflash_hf.modeling.modeling_dflash import additive_mask, execution_device
 
@@ -106,8 +107,7 @@ class DraftContext:
         fixed_shapes (`bool`): For graphs: always read as many features as a block has tokens.
 
     Attributes:
-        lengths (`list[int]`): Tokens of each row before its anchor, from the first that the drafter has read.
-        device_lengths (`torch.LongTensor`): `[R]`, the same on the device.
+        lengths (`RowLengths`): Tokens of each row before its anchor, from the first that the drafter has read.
         first_positions (`torch.LongTensor`): `[R, 1]`, the position of the token in each row's slot 0.
         prompt (`list[torch.Tensor]`): Projected features `[R, n, H]` of the prompt that are not in the cache yet.
         pending (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and the indices of their
@@ -124,8 +124,7 @@ class DraftContext:
         self.dtype = draft.dtype  # looking it up iterates over the parameters: longer than a small layer's forward
         self.prompt: list[torch.Tensor] = []
         self.pending: list[tuple[torch.Tensor, torch.LongTensor]] = []
-        self.lengths: list[int] = []
-        self.device_lengths = torch.zeros(0, dtype=torch.long)
+        self.lengths = RowLengths([], torch.device("cpu"))
         self.cache = SlotCache(0, 0)
         self.first_index = 0
         self.first_positions = torch.zeros(0, 1, dtype=torch.long)
@@ -183,7 +182,7 @@ class DraftContext:
             first_indices = (past_length - pads).clamp(min=0)
         row_positions = first_positions if first_positions.dim() == 2 else first_positions[0]  # [R, 1]
         self.first_positions = row_positions + first_indices
-        self.set_lengths((prompt_length - pads - first_indices)[:, 0].tolist())
+        self.lengths = RowLengths((prompt_length - pads - first_indices)[:, 0].tolist(), self.device)
         appended_columns = torch.arange(past_length, prompt_length, device=pads.device)
         self._write_prompt(appended_columns - pads - first_indices)
 
@@ -226,27 +225,22 @@ class DraftContext:
 
     def _write_prompt(self, indices: torch.LongTensor) -> None:
         """Write the appended features, which belong to the tokens with indices `[R, n]`; negative: padding."""
-        self.cache.reserve(max(self.lengths) + self.draft.config.max_block_tokens)
+        self.cache.reserve(self.lengths.longest + self.draft.config.max_block_tokens)
         ring = self.cache.ring
         if ring is not None:  # of the tokens that share a slot, only the last is written
-            last = self.device_lengths[:, None]
+            last = self.lengths.starts
             indices = indices.masked_fill((indices >= SINK_TOKENS) & (indices < last - ring.size), -1)
         for part in indices.split([states.shape[1] for states in self.prompt], dim=1):
             self._write(self.prompt.pop(0), part)
-
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Set the tokens of each row before its anchor."""
-        self.lengths = lengths
-        self.device_lengths = torch.tensor(lengths, device=self.device)
 
     # ------------------------------------------------------------------------------------------------------- a round
 
     def block_inputs(self, num_slots: int) -> dict:
         """Arguments of the drafter's forward: all that is pending, and a block of `num_slots` slots after it."""
         features, pending_indices = self._take_pending()
-        start = self.device_lengths[:, None]
+        start = self.lengths.starts
         block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
-        self.cache.reserve(max(self.lengths) + num_slots, exactly=self._omits_masks)
+        self.cache.reserve(self.lengths.longest + num_slots, exactly=self._omits_masks)
         groups = [block_indices] if features is None else [pending_indices, block_indices]
         self.cache.set_next_indices(*groups)
         positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
@@ -259,16 +253,13 @@ class DraftContext:
 
     def read(self, features: torch.Tensor, acceptance: Acceptance) -> None:
         """Collect the features `[R, n, L * H]` of each row's accepted tokens; the first is that of the last anchor."""
-        device = self.device
-        steps = torch.arange(features.shape[1], device=device)
-        counts = acceptance.counts_on(device)
-        start = self.device_lengths[:, None]
-        self.pending.append((features, torch.where(steps < counts[:, None], start + steps, -1)))
-        self.device_lengths = self.device_lengths + counts
-        self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
+        start = self.lengths.starts
+        self.lengths.add(acceptance)
+        indices = start + torch.arange(features.shape[1], device=self.device)  # [R, n]
+        self.pending.append((features, indices.masked_fill(indices >= self.lengths.starts, -1)))
         if sum(indices.shape[1] for _, indices in self.pending) > MAX_PENDING:
             features, indices = self._take_pending()
-            self.cache.reserve(max(self.lengths))
+            self.cache.reserve(self.lengths.longest)
             self._write(self.draft.project_context(self.to_draft(features)), indices)
 
     def _take_pending(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
@@ -282,7 +273,7 @@ class DraftContext:
             indices = torch.cat([part_indices for _, part_indices in parts], dim=1)
         else:
             features = None
-            indices = self.first_positions.new_zeros(len(self.lengths), 0)
+            indices = self.first_positions.new_zeros(len(self.first_positions), 0)
         if not self.fixed_shapes:
             return features, indices
         if features is None:
@@ -301,7 +292,7 @@ class DraftContext:
     @property
     def _omits_masks(self) -> bool:
         """Whether layers get no mask if each slot of a block sees all keys."""
-        is_whole = len(self.lengths) == 1 and self.cache.ring is None and not self.fixed_shapes
+        is_whole = len(self.first_positions) == 1 and self.cache.ring is None and not self.fixed_shapes
         return is_whole and prefers_no_mask(self.draft)
 
     def _masks(self, block_indices: torch.LongTensor) -> dict[str, torch.Tensor | None]:
@@ -336,11 +327,11 @@ class DraftContext:
 
     def keep_for(self, cache) -> None:
         """Keep the context for the call that continues this cache; free it if there are several rows."""
-        if len(self.lengths) > 1:
+        if len(self.first_positions) > 1:
             self.free()
             return
         kept_context = KeptContext(
-            first_index=self.first_index, length=self.lengths[0], pending=self.pending, cache=self.cache
+            first_index=self.first_index, length=self.lengths.longest, pending=self.pending, cache=self.cache
         )
         KEPT_CONTEXTS.keep(cache, self.draft, kept_context)
 

@@ -82,7 +82,7 @@ def _visible_in_tree(key_indices, indices, rule: LayerMaskRule, tree) -> torch.B
     node = (key - start).expand(rows, 1, -1)  # the node that a key belongs to, if any
     is_node = (node >= 0) & (node < size)
     node = node.clamp(0, size - 1)
-    visible = (key < start) | is_node & tree.ancestors.gather(2, node.expand(-1, size, -1))
+    visible = (key < start) | (is_node & tree.ancestors.gather(2, node.expand(-1, size, -1)))
     # Windows and chunks count tokens of a node's own path, on which its index is the anchor's plus its depth.
     depth = tree.depths[:, None].gather(2, node)  # [R, 1, K]
     path_index_of_key = torch.where(is_node, start + depth, key)

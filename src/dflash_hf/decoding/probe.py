@@ -216,11 +216,12 @@ class Probe:
         for row, count in enumerate(self.KEPT):
             drafted[row, count:] += 1
         candidates = Block(drafted)
-        path = None
+        paths = [list(range(count)) for count in self.KEPT]
         if with_tree:
             candidates, path = _probe_tree(drafted)
+            paths = [path[:count] for count in self.KEPT]
         first_logits, _ = session.verify(candidates)
-        acceptance = Acceptance(list(self.KEPT), path)
+        acceptance = Acceptance.from_paths(paths, self.device)
         session.keep(acceptance)
         errors = []
         for row in range(2):
@@ -302,17 +303,17 @@ def first_positions(positions, prompt_length: int, padding: list[int], device) -
     return (last - (prompt_length - 1 - pads))[..., None]
 
 
-def _probe_tree(block: torch.LongTensor) -> tuple[Tree, torch.LongTensor]:
+def _probe_tree(block: torch.LongTensor) -> tuple[Tree, list[int]]:
     """
     A tree to probe a target with: the first three tokens of a block `[2, n]` are one of its paths, and at each depth
-    another, likelier node comes before that of the path. Returns the tree and the nodes of the path `[2, 3]`.
+    another, likelier node comes before that of the path. Returns the tree and the nodes of the path.
     """
     anchors, second, third = block[:, :3].T
     # Nodes by probability: 0 anchor, 1 `second + 1`, 2 `second`, 3 `third` after node 1, 4 `third` after node 2.
     ids = torch.stack([second + 1, second, third, anchors], dim=1).view(2, 2, 2)  # [R, slots, candidates]
     log_probs = torch.tensor([[-0.1, -0.2], [-0.5, -9.0]], device=block.device).expand(2, 2, 2)
     tree = grow_tree(anchors, IndependentScores(ids, log_probs).extend, depth=2, nodes=4, beams=4)
-    return tree, torch.tensor([[0, 2, 4]] * 2, device=block.device)
+    return tree, [0, 2, 4]
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

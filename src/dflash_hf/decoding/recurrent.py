@@ -123,7 +123,7 @@ class ReplaySession(SlotSession):
     def write_back(self, interrupted: Acceptance | None = None) -> Cache:
         try:
             if self.num_verified and interrupted is None:  # interrupted before the verified tokens were kept
-                self._replay([0] * len(self.lengths))
+                self._replay([0] * len(self.padding))
         finally:
             cache = super().write_back(interrupted)
         return cache

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from dflash_hf.decoding.acceptance import Acceptance
 from dflash_hf.decoding.attention import prefers_no_mask, with_slot_attention
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
+from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.slots import SlotCache
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 from dflash_hf.targets.features import cache_argument, input_device
@@ -47,9 +48,7 @@ class SlotSession:
     Attributes:
         target (`PreTrainedModel`): The target, or a clone of it whose attention reads slots without repeating them.
         omits_masks (`bool`): Whether blocks are attended to without a mask where that is possible.
-        lengths (`list[int]`): Tokens of each row that the cache holds.
-        device_lengths (`torch.LongTensor`): `[R]`, the same on the device, where a round advances them without a copy
-            from the host.
+        lengths (`RowLengths`): Tokens of each row that the cache holds.
     """
 
     cache_class = SlotCache
@@ -80,16 +79,11 @@ class SlotSession:
         takes_router_argument = "output_router_logits" in inspect.signature(target.forward).parameters
         # From here on the caller's cache is empty: whatever may fail comes before.
         self.cache = self.cache_class.adopt(cache, padding, max_candidates, fixed_shapes=graph is not None)
-        self.set_lengths([self.cache.columns - pad for pad in padding])
+        self.lengths = RowLengths([self.cache.columns - pad for pad in padding], first_positions.device)
         self.arguments = {**extra_arguments, cache_argument(target): self.cache, "use_cache": True}
         if takes_router_argument:
             # If it is true, the forward computes a loss from a mask of padding, which is absent.
             self.arguments["output_router_logits"] = False
-
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Set the tokens of each row that the cache holds."""
-        self.lengths = lengths
-        self.device_lengths = torch.tensor(lengths, device=self.first_positions.device)
 
     def inference_context(self):
         """
@@ -110,8 +104,8 @@ class SlotSession:
         """
         num_candidates = candidates.tokens.shape[1]
         omits_masks = self.omits_masks and candidates.ancestors is None
-        self.cache.reserve(max(self.lengths) + num_candidates, exactly=omits_masks)
-        start = self.device_lengths[:, None]  # [R, 1]
+        self.cache.reserve(self.lengths.longest + num_candidates, exactly=omits_masks)
+        start = self.lengths.starts  # [R, 1]
         indices = start + torch.arange(num_candidates, device=start.device)  # [R, n]
         self.cache.set_next_indices(indices)
         arguments = self.arguments
@@ -158,13 +152,12 @@ class SlotSession:
 
     def keep(self, acceptance: Acceptance) -> None:
         """Keep the accepted tokens: the path through a tree is made contiguous; the next round overwrites the rest."""
-        path = acceptance.path
+        path = acceptance.device_path
         if path is not None:
-            start = self.device_lengths[:, None]
+            start = self.lengths.starts
             steps = torch.arange(path.shape[1], device=path.device)
             self.cache.copy_tokens(start + path, start + steps)
-        self.lengths = [length + count for length, count in zip(self.lengths, acceptance.counts, strict=True)]
-        self.device_lengths = self.device_lengths + acceptance.counts_on(self.device_lengths.device)
+        self.lengths.add(acceptance)
 
     def write_back(self, interrupted: Acceptance | None = None):
         """
@@ -179,7 +172,7 @@ class SlotSession:
         """
         if interrupted is not None:
             self.keep(interrupted)
-        columns = max(length + pad for length, pad in zip(self.lengths, self.padding, strict=True))
+        columns = max(length + pad for length, pad in zip(self.lengths.on_host, self.padding, strict=True))
         self.cache.reserve(columns)  # also the rows that ended early are read up to here
         return self.cache.write_back(self.caller_cache, self.padding, columns)
 

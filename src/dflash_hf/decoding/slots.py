@@ -359,35 +359,6 @@ class SlotCache(Cache):
                     for buffer in (layer.keys, layer.values):
                         writing.write(buffer, reading.read(buffer))
 
-    # --------------------------------------- rows that are filled and replaced independently: continuous batching
-
-    def copy_prefix(self, source_row: int, row: int, length: int) -> None:
-        """Copy the first `length` tokens of a row to another. Without rings, which may no longer hold them."""
-        for layer in self.filled_layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[row, :, :length] = buffer[source_row, :, :length]
-
-    def view_row(self, batch: "SlotCache", row: int) -> None:
-        """Make this cache, which has one row, a view of a row of another: forwards write into the other's slots."""
-        self.capacity = batch.capacity
-        for layer, batch_layer in zip(self.layers, batch.layers, strict=True):
-            if isinstance(batch_layer, SlotLayer) and batch_layer.is_initialized:
-                layer.keys = batch_layer.keys[row : row + 1]
-                layer.values = batch_layer.values[row : row + 1]
-                layer.is_initialized = True
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """Drop all other rows; the kept ones are numbered in this order."""
-        self.rows = len(rows)
-        for layer in self.filled_layers:
-            layer.keys = layer.keys[rows]
-            layer.values = layer.values[rows]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all slots."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.filled_layers)
-
     @staticmethod
     def can_adopt(cache: Cache) -> bool:
         """

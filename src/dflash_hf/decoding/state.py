@@ -18,6 +18,7 @@ class GenerationState:
         lengths (`list[int]`): Tokens generated in each row.
         unfinished (`list[bool]`): Rows that have not ended.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row, after which the next draft begins.
+        committed (`list[list[int]]`): The tokens that the last round has committed to each row.
         acceptance_lengths (`list[list[int]]`): For each row, the tokens that each verification committed.
         outputs (`dict[str, list]`): The outputs of each token that were requested.
         interrupted (`Acceptance`, *optional*): Set if an error of the caller's code ends a round: what was accepted
@@ -34,6 +35,7 @@ class GenerationState:
         self._device_lengths = prompt.new_zeros(rows)
         self._device_unfinished = torch.ones(rows, dtype=torch.bool, device=prompt.device)
         self.anchors = prompt.new_zeros(rows)
+        self.committed: list[list[int]] = [[] for _ in range(rows)]
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.outputs: dict[str, list[torch.Tensor]] = {name: [] for name in selector.requested_outputs}
         self.interrupted: Acceptance | None = None
@@ -119,6 +121,7 @@ class GenerationState:
     def _commit(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Choose and write tokens; `paths` receives the accepted nodes of each row, one after another."""
         logits = logits.to(self.buffer.device)
+        self.committed = [[] for _ in paths]
         self._reserve(self.longest + logits.shape[1])
         if self.selector.chooses_token_by_token:
             acceptance = self._commit_token_by_token(candidates, logits, paths)
@@ -163,20 +166,18 @@ class GenerationState:
             columns.append(path)
         host_rows = torch.cat(columns, dim=1).tolist()
         num_tokens = tokens.shape[1]
-        host_counts = [row[0] for row in host_rows]
-        host_tokens = [row[2 : 2 + count] for row, count in zip(host_rows, host_counts, strict=True)]
-        host_path = None if path is None else [row[2 + num_tokens :] for row in host_rows]
-        acceptance = Acceptance(host_counts, path, counts, host_path, host_tokens)
         # 5. What the caller sees: one token after another, since a streamer may raise at each.
-        for row, nodes in enumerate(acceptance.nodes_of_rows()):
-            for node, token in zip(nodes, host_tokens[row], strict=True):
+        for row, (count, has_ended, *values) in enumerate(host_rows):
+            nodes = range(count) if path is None else values[num_tokens:][:count]
+            for node, token in zip(nodes, values[:count], strict=True):
                 paths[row].append(node)
+                self.committed[row].append(token)
                 self.lengths[row] += 1
                 if selector.streamer is not None:
                     selector.streamer.put(torch.tensor([token]))
-            if host_rows[row][1]:
+            if has_ended:
                 self.unfinished[row] = False
-        return acceptance
+        return Acceptance(paths, counts, path)
 
     def _commit_token_by_token(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
         """Each row separately: its tokens go on as long as they agree with the candidates; extends their `paths`."""
@@ -207,8 +208,9 @@ class GenerationState:
             is_stopped = bool(selector.criteria(sequence, self.outputs.get("scores")))
             has_ended = is_stopped or self.lengths[row] >= selector.max_new_tokens
             self.unfinished[row] = not has_ended
-            # Read again: a criterion may have written another token.
-            node = None if has_ended else child_by_token.get((node, int(self.buffer[row, end])))
+            committed = int(self.buffer[row, end])  # read again: a criterion may have written another token
+            self.committed[row].append(committed)
+            node = None if has_ended else child_by_token.get((node, committed))
 
     def _reserve(self, generated: int) -> None:
         """Make room for `generated` tokens after the prompt."""

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from dflash_hf.decoding.acceptance import Block
 from dflash_hf.decoding.draft_session import DraftSession
 
 
@@ -58,15 +57,6 @@ class Tree(NamedTuple):
             self.log_probs[:, :num_candidates],
             None if self.slots is None else min(self.slots, num_candidates - 1),
         )
-
-    @property
-    def block(self) -> Block | None:
-        """
-        The same candidates as a block, which is verified faster, if they are a single path in every row. To find out
-        waits for the device.
-        """
-        indices = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return Block(self.tokens) if bool((self.depths == indices).all()) else None
 
     def longest_match(self, target_tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """As [`Block.longest_match`]: the number of nodes on the path `[R]`, and the nodes `[R, n]`, then zeros."""

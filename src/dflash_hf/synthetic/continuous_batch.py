@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_hf.decoding.acceptance import Block
+from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import SlotCache, SlotLayer
 from dflash_hf.synthetic.prompt_queue import PromptQueue
@@ -29,10 +30,40 @@ _PREFILL_CHUNK = 512  # tokens that a prefill reads in one forward: bounds the a
 
 
 class _FullLengthCache(SlotCache):
-    """A cache without rings, which would overwrite tokens: another prompt may reuse any prefix of a row."""
+    """
+    A cache whose rows are filled and replaced independently. It has no rings, which would overwrite tokens: another
+    prompt may reuse any prefix of a row.
+    """
 
     def slot_layer(self, layer, margin: int) -> SlotLayer:
         return SlotLayer(self)
+
+    def copy_prefix(self, source_row: int, row: int, length: int) -> None:
+        """Copy the first `length` tokens of a row to another."""
+        for layer in self.filled_layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[row, :, :length] = buffer[source_row, :, :length]
+
+    def view_row(self, batch: SlotCache, row: int) -> None:
+        """Make this cache, which has one row, a view of a row of another: forwards write into the other's slots."""
+        self.capacity = batch.capacity
+        for layer, batch_layer in zip(self.layers, batch.layers, strict=True):
+            if isinstance(batch_layer, SlotLayer) and batch_layer.is_initialized:
+                layer.keys = batch_layer.keys[row : row + 1]
+                layer.values = batch_layer.values[row : row + 1]
+                layer.is_initialized = True
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all other rows; the kept ones are numbered in this order."""
+        self.rows = len(rows)
+        for layer in self.filled_layers:
+            layer.keys = layer.keys[rows]
+            layer.values = layer.values[rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.filled_layers)
 
 
 class _FullLengthSession(SlotSession):
@@ -96,7 +127,7 @@ class BatchCache:
         # At least the last token is read, for its logits.
         for start in range(min(shared, len(prompt) - 1), len(prompt), _PREFILL_CHUNK):
             chunk = torch.tensor([prompt[start : start + _PREFILL_CHUNK]], device=self.device)
-            self.prefill_session.set_lengths([start])
+            self.prefill_session.lengths = RowLengths([start], self.device)
             logits = self.prefill_session.verify(Block(chunk))[0][:, -1]
         if len(self.logits_after_prompt) == _MAX_CACHED_LOGITS:
             oldest = next(iter(self.logits_after_prompt))
@@ -116,7 +147,7 @@ class BatchCache:
         """
         unused = NextToken(id=0, slot=0)  # rows without a prompt write to slot 0
         tokens = [next_tokens.get(row, unused) for row in range(self.rows)]
-        self.session.set_lengths([token.slot for token in tokens])
+        self.session.lengths = RowLengths([token.slot for token in tokens], self.device)
         ids = torch.tensor([[token.id] for token in tokens], device=self.device)
         logits = self.session.verify(Block(ids))[0]
         return logits[list(next_tokens), -1]
