@@ -25,9 +25,10 @@ Where to look:
 - Draft: `draft_session` (blocks), `draft_context` (what the drafter has read), `trees` (draft trees).
 - Draft length: `policies` (the interface, fixed lengths), `policy_choice`; `adaptive`, the default, with its `latency`
   model, `calibration` and `prompt_lookup`; `timing`.
-- Verify: `session` (one forward of the target), `slots` (its cache), `masks`, `recurrent` (targets with a state),
-  `probe` (what a target supports).
-- Accept and commit: `acceptance`, `selection` (the caller's processors and criteria), `sampling_noise`, `state`.
+- Verify: `session` (one forward of the target), `slots` (its cache), `attention` over them, `masks`, `recurrent`
+  (targets with a state), `probe` (what a target supports).
+- Accept and commit: `acceptance`, `row_lengths`, `selection` (the caller's processors and criteria), `sampling_noise`,
+  `state`.
 - Speed: `packing` (weights laid out for the processor), `cpu_dtypes`, `graphs` (compiled forwards).
 
 What belongs to one call. `decode` creates it, and nothing of it is shared with other calls:
@@ -37,7 +38,8 @@ What belongs to one call. `decode` creates it, and nothing of it is shared with 
   generator to where decoding without a drafter would have left it.
 - `GenerationState` owns the sequences.
 - `SlotSession` owns the `SlotCache` of the target. It takes the keys and values out of the caller's cache, leaves that
-  cache empty during the call, and moves them back in `write_back`.
+  cache empty during the call, and moves them back in `write_back`. Its `target` is a clone that shares all weights and
+  attends to slots in its own way; the caller's target is not changed.
 - `DraftSession` owns its `DraftContext`: the drafter's `SlotCache`, and features that the drafter has not read yet.
 - `FeatureTap` owns its hooks on the target's layers, which do nothing outside of this call's forwards.
 - `DraftPolicy` owns what it has learned in this call, until `finish`.
