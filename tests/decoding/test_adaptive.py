@@ -138,6 +138,20 @@ def test_back_off_outlasts_a_call_and_ends(standing_clock):
     assert not any(sizes[0]) and any(map(any, sizes))
 
 
+def test_back_off_ends_with_a_call_if_drafts_have_paid(standing_clock):
+    """A text that is hard to draft says little about the next one, of a drafter that has been fast."""
+    situation = Situation(lambda size: 1.1 + 0.1 * size, error_rate=0.0)
+    situation.call()
+    draft = situation.draft
+    right = draft.likely
+    for _ in range(4):  # each ends in a pause
+        draft.likely = (right + 1) % 96
+        assert not situation.call().draft_sizes[-1]
+        draft.likely = right
+        sizes = situation.call().draft_sizes
+        assert all(sizes[:8])
+
+
 @pytest.mark.parametrize("slope", [0.02, 0.1, 0.3])
 def test_lengths_follow_latencies(slope, standing_clock):
     """Of a drafter that is always right, no more is verified than is worth its cost."""

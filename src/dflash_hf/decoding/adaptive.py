@@ -7,7 +7,8 @@ In each round, in this order:
 1. *Prompt lookup.* If the last tokens occurred before, verify what followed them there, if that is faster than recent
    rounds with drafts.
 2. *Back-off.* After rounds with drafts that were slower than target-only decoding, pause: draft nothing for as many
-   rounds as keep the loss of the next try below `MAX_LOSS` of the time.
+   rounds as keep the loss of the next try below `MAX_LOSS` of the time. A new call does not wait for the end of a
+   pause if drafts have ever paid: its text may be easier.
 3. *Draft.* The drafter's tree, its likeliest nodes first. `E(d)`, the expected accepted tokens of the first `d`
    drafted nodes, is the sum of their paths' probabilities, calibrated by what was accepted so far; `T(d)`, the latency
    of a round that verifies them, is measured. Each round also commits one token of the target's own: verify the `d`
@@ -74,12 +75,18 @@ class DraftStatistics:
     relative_time: float = 0.0  # that these rounds took, in rounds without a draft
     rounds_to_pause: int = 0  # upcoming rounds without a draft: the back-off
     average_expected: list[float] = field(default_factory=list)  # `E(0)`, `E(1)`, ... of a row; empty: not known yet
+    has_paid: bool = False  # whether the drafts of any call were faster than target-only decoding
     warned: bool = False  # whether the warning that drafting does not pay was logged
 
     @property
     def speed(self) -> float:
         """Speed of rounds with drafts relative to target-only decoding; at least 1, since drafting is optional."""
         return max(self.tokens / self.relative_time, 1.0)
+
+    def begin_call(self) -> None:
+        """Another text may be easier to draft: it is tried at once, unless drafts have never paid."""
+        if self.has_paid:
+            self.rounds_to_pause = 0
 
     def assume_unless_measured(self, latency: float) -> None:
         """Assume how fast drafting is, unless it was measured; `latency`: of a round with `TYPICAL_DRAFT` tokens."""
@@ -163,6 +170,7 @@ class AdaptiveLength(DraftPolicy):
         self.curves: dict[tuple, list[float]] = {}  # of the snapshot
         self.key = (call.rows, call.config.do_sample, adapters_of(call.draft))
         self.statistics = copy.deepcopy(self._shared_statistics().get(self.key, DraftStatistics()))
+        self.statistics.begin_call()
         self.statistics.assume_unless_measured(self._latencies(0, drafted=True)[DraftStatistics.TYPICAL_DRAFT])
         vocab_size = call.target.config.get_text_config(decoder=True).vocab_size
         calibration = self.statistics.lookup_calibration
@@ -170,6 +178,9 @@ class AdaptiveLength(DraftPolicy):
         self.lookups = [PromptLookup(prompt, vocab_size, calibration) for prompt in prompts]
         self.round = PlannedRound(NO_DRAFT, 1.0, 0.0)
         self.rounds: list[tuple[int, int, float]] = []  # drafted tokens, tokens committed per row, latency
+        # Of the rounds with drafts: tokens committed per row, and their time in rounds without a draft.
+        self.tokens_of_drafts = 0
+        self.time_of_drafts = 0.0
         self.timer = RoundTimer(device, call.selector.streamer)
 
     @property
@@ -299,6 +310,8 @@ class AdaptiveLength(DraftPolicy):
         ):
             self.statistics.calibration.record(probability, was_accepted)
         self.statistics.record(tokens, current.latency)
+        self.tokens_of_drafts += tokens
+        self.time_of_drafts += current.latency
 
     def _average_expected(self, tree: HostTree) -> None:
         """Add a tree to the average `E(d)` of a row."""
@@ -336,6 +349,7 @@ class AdaptiveLength(DraftPolicy):
     def finish(self) -> None:
         """Let later calls use what this one learned. If calls run at the same time, the last one's statistics stay."""
         self.latency_model.record(self.call.rows, self.timer.rounds)
+        self.statistics.has_paid |= self.tokens_of_drafts > self.time_of_drafts
         self._shared_statistics()[self.key] = self.statistics
         if self.rounds:
             self._warn_if_slow()
