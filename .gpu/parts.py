@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from random_pairs import oracle_text, random_pair, slot_accuracy
-from support.scripted_draft import ScriptedDraft
+from random_pairs import oracle_text, random_pair
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dflash_hf
 from dflash_hf import DFlashDecodingConfig
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft, slot_accuracy
 from dflash_hf.modeling.candidates_dflash import CACHE_NAME
 
 

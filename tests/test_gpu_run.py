@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from random_pairs import random_pair
-from support.scripted_draft import ScriptedDraft
+
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
 FOLDER = Path(__file__).resolve().parents[1] / ".gpu"

@@ -8,6 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from transformers.generation import candidate_generator
 
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.evaluation.scripted_draft import script_of
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 
 
@@ -85,22 +86,6 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
     return target, draft, prompts
 
 
-def slot_accuracy(tau: float, block_size: int) -> float:
-    """
-    The acceptance `a` of each slot, given the earlier slots, for which `1 + a + a^2 + ... + a^(B-1) = tau`.
-
-    Raises:
-        `ValueError`: no value between 0 and 1 gives it.
-    """
-    if not 1 <= tau <= block_size:
-        raise ValueError(f"forced_acceptance={tau} must be between 1 and the block size, {block_size}.")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**k for k in range(block_size)) < tau else (low, middle)
-    return low
-
-
 @torch.no_grad()
 def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: int, tau: float, seed: int = 0):
     """
@@ -118,10 +103,8 @@ def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: 
         min_new_tokens=max_new_tokens + block_size + 1,
         do_sample=False,
     )[0]
-    random = torch.Generator().manual_seed(seed + sum(prompt))
-    wrong = torch.rand(len(text), generator=random).to(text.device) >= slot_accuracy(tau, block_size)
-    wrong[: len(prompt)] = False
-    return torch.where(wrong, (text + 1) % target.config.get_text_config().vocab_size, text)
+    vocab_size = target.config.get_text_config().vocab_size
+    return script_of(text, len(prompt), tau, block_size, vocab_size, seed + sum(prompt)).likely[:, 0]
 
 
 @contextlib.contextmanager
