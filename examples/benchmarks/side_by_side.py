@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from forwards import Forwards, time_forwards
 from published import Reference
 from random_pairs import SHAPES, native_oracle, oracle_text, random_pair
 from transformers import AutoModel
@@ -33,6 +32,7 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.evaluation.forwards import Forwards, time_forwards
 from dflash_hf.evaluation.measure import drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
     DRAFT_TREES,

@@ -10,6 +10,7 @@ import copy
 import gc
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -162,7 +163,8 @@ def pretend(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         tau (`float`): Mean tokens committed per verification of a whole block, the target's own included.
         max_new_tokens (`int`): Tokens of an answer.
-        runs (`int`): Timed repetitions; the medians are reported.
+        runs (`int`): Timed repetitions; the medians are reported. Plain calls at other acceptance lengths are timed
+            once.
         contexts (`Sequence[int]`): Lengths to which prompts are extended by other prompts before them, or cut.
             Default: prompts as they are.
         progress: Wraps the iteration over the calls of each context.
@@ -246,6 +248,7 @@ class _Trial:
         self.target = target
         self.draft = draft
         self.prompts = prompts
+        self.tau = tau
         self.max_new_tokens = max_new_tokens
         block_tokens = draft.config.max_block_tokens
         self.taus = sorted({tau, *(other for other in OTHER_TAUS if other <= block_tokens)})
@@ -282,7 +285,7 @@ class _Trial:
         set_draft_vocabulary(self.draft, self.target, counts)
 
     def _generate(self, drafter, prompt: list[int], new_tokens: int):
-        """The output of `generate`. The mask token, which is never written, is named as the end of a text."""
+        """The output of `generate`. It ends at the mask token, which texts do not hold: answers have full length."""
         return generate_one(
             self.target,
             prompt,
@@ -311,16 +314,16 @@ class _Trial:
         return _Call(seconds, lengths)
 
     def measure(self, runs: int, progress: Callable[[Iterable], Iterable]) -> ContextPrediction:
-        """Decode every prompt by each method in turn, `runs` times."""
+        """Decode every prompt by each method in turn, `runs` times; at other acceptance lengths once."""
         # 1. Warm up: costs of sizes are learned, kernels are loaded.
         for method in self.drafters:
             self._time_call(method, self.prompts[0], self.max_new_tokens)
         # 2. Alternate. The prompts alone are timed as answers of one token.
-        calls: list[dict[str, list[_Call]]] = [{method: [] for method in self.drafters} for _ in range(runs)]
+        calls: list[dict[str, list[_Call]]] = [defaultdict(list) for _ in range(runs)]
         prompt_seconds = [dict.fromkeys((_ALONE, _BLOCKS), 0.0) for _ in range(runs)]
         gc.collect()
         for run, number in progress(list(itertools.product(range(runs), range(len(self.prompts))))):
-            methods = list(self.drafters)
+            methods = list(self.drafters) if run == 0 else [_ALONE, _BLOCKS, _plain_call(self.tau)]
             shift = (run + number) % len(methods)
             for method in (*methods[shift:], *methods[:shift]):
                 calls[run][method].append(self._time_call(method, self.prompts[number], self.max_new_tokens))
@@ -352,7 +355,8 @@ class _Trial:
             for run in range(runs):
                 rounds = (seconds[run][_BLOCKS] - prompt_seconds[run][_BLOCKS]) * reached_tau / tau
                 block_speedups.append(seconds[run][_ALONE] / (prompt_seconds[run][_BLOCKS] + rounds))
-                plain_speedups.append(seconds[run][_ALONE] / seconds[run][_plain_call(tau)])
+                if _plain_call(tau) in seconds[run]:
+                    plain_speedups.append(seconds[run][_ALONE] / seconds[run][_plain_call(tau)])
             predictions.append(
                 TauPrediction(tau, statistics.median(block_speedups), statistics.median(plain_speedups))
             )
