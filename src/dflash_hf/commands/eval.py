@@ -130,7 +130,7 @@ def _pretend(arguments, echo) -> Outcome:
     )
     report.setting |= {
         "target": arguments.target_name or arguments.target,
-        "draft": arguments.draft,
+        "draft": None if arguments.draft is None else Path(arguments.draft).name,
         "packed": packed,
         "dataset": dataset_name(data),
     }

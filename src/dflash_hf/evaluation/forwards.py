@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from dflash_hf.decoding.timing import clock
-from dflash_hf.evaluation.measure import now
+from dflash_hf.evaluation.scripted_draft import now_undisturbed
 from dflash_hf.targets.features import cache_argument, empty_cache, input_device
 
 
@@ -112,11 +111,3 @@ def _seconds(forward: Callable, cache, device: torch.device) -> float:
     start = now_undisturbed(device)
     forward(own_cache)
     return now_undisturbed(device) - start
-
-
-def now_undisturbed(device: torch.device) -> float:
-    """
-    The time, after the device has finished its work. On a CPU as the default policy measures it: with a single thread
-    it is the thread's own CPU time, which other load of the machine does not extend.
-    """
-    return clock(device) if device.type == "cpu" else now(device)

@@ -22,9 +22,17 @@ from dflash_hf._io.files import json_text
 from dflash_hf.decoding.adaptive import AdaptiveLength
 from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.evaluation.forwards import now_undisturbed, repeated, time_sizes
+from dflash_hf.evaluation.forwards import repeated, time_sizes
 from dflash_hf.evaluation.measure import hardware, with_decoding_config, with_whole_blocks
-from dflash_hf.evaluation.scripted_draft import Script, ScriptedDraft, script_of, slot_accuracy
+from dflash_hf.evaluation.scripted_draft import (
+    Script,
+    ScriptedDraft,
+    Stopwatch,
+    now_undisturbed,
+    script_of,
+    scripted_target,
+    slot_accuracy,
+)
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.target_dflash import check_pair
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary
@@ -66,6 +74,7 @@ class ContextPrediction:
         target_round (`float`): A round of the target alone, which writes one token.
         block_round (`float`): A drafted round that verifies a whole block.
         block_tokens (`int`): Tokens of a block, anchor included.
+        overhead (`float`): The share of such a round that is neither model's forward: candidates, acceptance, caches.
         reached_tau (`float`): Tokens that these rounds committed, on average.
         predictions (`list[TauPrediction]`): By acceptance length, ascending.
     """
@@ -76,13 +85,9 @@ class ContextPrediction:
     target_round: float
     block_round: float
     block_tokens: int
+    overhead: float
     reached_tau: float
     predictions: list[TauPrediction]
-
-    @property
-    def overhead(self) -> float:
-        """The share of a drafted round that is neither of its two bare forwards."""
-        return 1 - (self.forwards[self.block_tokens] + self.draft_forward) / self.block_round
 
     @property
     def break_even(self) -> float:
@@ -109,7 +114,7 @@ class PretendReport:
         """The report as JSON, with the derived figures."""
         facts = asdict(self)
         for context, fields in zip(self.contexts, facts["contexts"], strict=True):
-            fields |= {"overhead": context.overhead, "break_even": context.break_even}
+            fields["break_even"] = context.break_even
         return json_text(facts)
 
 
@@ -245,15 +250,17 @@ class _Trial:
     """
 
     def __init__(self, target, draft, prompts: list[list[int]], tau: float, max_new_tokens: int):
-        self.target = target
+        self.target = scripted_target(target)
         self.draft = draft
         self.prompts = prompts
         self.tau = tau
         self.max_new_tokens = max_new_tokens
         block_tokens = draft.config.max_block_tokens
         self.taus = sorted({tau, *(other for other in OTHER_TAUS if other <= block_tokens)})
-        # The last block may reach past the end.
-        self.texts = [self._generate(None, prompt, max_new_tokens + block_tokens) for prompt in prompts]
+        # The target's own texts; the last block may reach past the end.
+        self.texts = []
+        for prompt in prompts:
+            self.texts.append(self._generate(None, prompt, max_new_tokens + block_tokens).sequences[0])
         scripts = {value: self._scripts(value) for value in self.taus}
         if draft.config.draft_vocab_size is not None:
             self._choose_vocabulary([script for of_tau in scripts.values() for script in of_tau])
@@ -268,8 +275,7 @@ class _Trial:
         block_tokens = self.draft.config.max_block_tokens
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
         scripts = []
-        for number, (prompt, output) in enumerate(zip(self.prompts, self.texts, strict=True)):
-            text = output.sequences[0]
+        for number, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
             scripts.append(script_of(text, len(prompt), tau, block_tokens, vocab_size, seed=number))
         return scripts
 
@@ -280,8 +286,8 @@ class _Trial:
         for script in scripts:
             counts += torch.bincount(script.likely.flatten().cpu(), minlength=rows)
         drafted_most = counts.max()
-        for output in self.texts:
-            counts[output.sequences[0].cpu()] += drafted_most
+        for text in self.texts:
+            counts[text.cpu()] += drafted_most
         set_draft_vocabulary(self.draft, self.target, counts)
 
     def _generate(self, drafter, prompt: list[int], new_tokens: int):
@@ -295,12 +301,16 @@ class _Trial:
             assistant_model=drafter,
         )
 
-    def _time_call(self, method: str, prompt: list[int], new_tokens: int) -> _Call:
+    def _time_call(self, method: str, number: int, new_tokens: int) -> _Call:
         """
+        Time the answer to a prompt.
+
         Raises:
             `ValueError`: a call with a drafter was decoded without it.
         """
         drafter = self.drafters[method]
+        prompt = self.prompts[number]
+        self.target.script = self.texts[number]
         start = now_undisturbed(self.target.device)
         output = self._generate(drafter, prompt, new_tokens)
         seconds = now_undisturbed(self.target.device) - start
@@ -313,11 +323,24 @@ class _Trial:
             )
         return _Call(seconds, lengths)
 
+    def _overhead(self) -> float:
+        """The share of the rounds of whole blocks that is neither model's forward, in one call and its prompt."""
+        seconds = []
+        for new_tokens in (1, self.max_new_tokens):
+            stopwatch = Stopwatch()
+            self.target.stopwatch = stopwatch
+            self.drafters[_BLOCKS].stopwatch = stopwatch
+            seconds.append((self._time_call(_BLOCKS, 0, new_tokens).seconds, stopwatch.seconds))
+        self.target.stopwatch = None
+        self.drafters[_BLOCKS].stopwatch = None
+        (prompt, prompt_forwards), (answer, answer_forwards) = seconds
+        return 1 - (answer_forwards - prompt_forwards) / (answer - prompt)
+
     def measure(self, runs: int, progress: Callable[[Iterable], Iterable]) -> ContextPrediction:
         """Decode every prompt by each method in turn, `runs` times; at other acceptance lengths once."""
         # 1. Warm up: costs of sizes are learned, kernels are loaded.
         for method in self.drafters:
-            self._time_call(method, self.prompts[0], self.max_new_tokens)
+            self._time_call(method, 0, self.max_new_tokens)
         # 2. Alternate. The prompts alone are timed as answers of one token.
         calls: list[dict[str, list[_Call]]] = [defaultdict(list) for _ in range(runs)]
         prompt_seconds = [dict.fromkeys((_ALONE, _BLOCKS), 0.0) for _ in range(runs)]
@@ -326,15 +349,17 @@ class _Trial:
             methods = list(self.drafters) if run == 0 else [_ALONE, _BLOCKS, _plain_call(self.tau)]
             shift = (run + number) % len(methods)
             for method in (*methods[shift:], *methods[:shift]):
-                calls[run][method].append(self._time_call(method, self.prompts[number], self.max_new_tokens))
+                calls[run][method].append(self._time_call(method, number, self.max_new_tokens))
             for method in prompt_seconds[run]:
-                prompt_seconds[run][method] += self._time_call(method, self.prompts[number], 1).seconds
-        # 3. Bare forwards, in the middle of the first answer.
+                prompt_seconds[run][method] += self._time_call(method, number, 1).seconds
+        # 3. Bare forwards, in the middle of the first answer, and those within rounds.
         block_tokens = self.draft.config.max_block_tokens
+        overhead = self._overhead()
+        self.target.script = None
         forwards, draft_forward = time_sizes(
             self.target,
             self.draft,
-            self.texts[0].sequences[0].tolist(),
+            self.texts[0].tolist(),
             context=len(self.prompts[0]) + self.max_new_tokens // 2,
             sizes=sorted({*FORWARD_SIZES, block_tokens}),
         )
@@ -367,6 +392,7 @@ class _Trial:
             target_round=round_seconds[_ALONE],
             block_round=round_seconds[_BLOCKS],
             block_tokens=block_tokens,
+            overhead=overhead,
             reached_tau=reached_tau,
             predictions=predictions,
         )

@@ -11,18 +11,27 @@ package's own loop runs with the acceptance of a drafter that does not exist yet
 - A miss is often among the drafter's next tokens, which trees verify.
 
 The chances are also the probabilities that the drafter states, by which a plain call chooses what to verify.
+
+In bf16 and fp16 a target may choose another token at a near-tie when it verifies several tokens, and from there on the
+script would be another text's. [`scripted_target`] keeps a target on its own text.
 """
 
+import contextlib
 import copy
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from dflash_hf.decoding.probe import capabilities_of
+from dflash_hf.decoding.timing import clock
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.evaluation.measure import now
+from dflash_hf.targets.clones import shallow_clone
 
 
 _DIGITS = 3  # of a place in the script, in base 256: every dtype holds them exactly
@@ -35,6 +44,32 @@ _BETA_WEIGHT = 2.0
 _NEAR_MISSES = 0.55
 _RANKS = 8
 _DRAWS = 200  # scripts of which the one nearest to tau is taken: chance alone moves tau of 100 rounds by 8 %
+
+
+def now_undisturbed(device: torch.device) -> float:
+    """
+    The time, after the device has finished its work. On a CPU as the default policy measures it: with a single thread
+    it is the thread's own CPU time, which other load of the machine does not extend.
+    """
+    return clock(device) if device.type == "cpu" else now(device)
+
+
+class Stopwatch:
+    """
+    Adds up the time of forwards. Each is waited for, so that other times of a call that it measures are not typical.
+
+    Attributes:
+        seconds (`float`): So far.
+    """
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        start = now_undisturbed(device)
+        yield
+        self.seconds += now_undisturbed(device) - start
 
 
 class ScriptedDraft(DFlashDraftModel):
@@ -50,9 +85,11 @@ class ScriptedDraft(DFlashDraftModel):
         is_certain_in_blocks (`bool`): Where no tree is asked for, the first token is certain, however likely it is in
             trees: sampled blocks then hold the script. Set it to false where the plain call is measured, which
             chooses sizes by the drafter's probabilities.
+        stopwatch ([`Stopwatch`], *optional*): Times what a drafter computes, without what the script replaces.
     """
 
     is_certain_in_blocks = True
+    stopwatch: Stopwatch | None = None
 
     @classmethod
     def of(
@@ -110,7 +147,8 @@ class ScriptedDraft(DFlashDraftModel):
         return super().extend_context(context, position_ids, past_key_values)
 
     def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        output = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
+        with _timed(self.stopwatch, self.device):
+            output = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
         self.unread = 0
         places = self.places(position_ids, output.last_hidden_state)
         output.last_hidden_state[:, -places.shape[1] :, :_DIGITS] = self.codes[places.to(self.codes.device)]
@@ -125,7 +163,8 @@ class ScriptedDraft(DFlashDraftModel):
 
     def draft_logits(self, hidden_states, target_head):
         codes, rest = hidden_states[..., :_DIGITS], hidden_states[..., _DIGITS:]
-        logits = super().draft_logits(nn.functional.pad(rest, (_DIGITS, 0)), target_head)
+        with _timed(self.stopwatch, self.device):
+            logits = super().draft_logits(nn.functional.pad(rest, (_DIGITS, 0)), target_head)
         places = (codes.to(self.base.device, torch.float32) * self.base).sum(dim=-1).long()
         likely = self.likely.flatten(0, 1)[places].to(logits.device)  # [..., k]
         if self.config.has_own_lm_head:  # a token that it does not have is another one
@@ -148,6 +187,51 @@ def _log_odds(certainty: float | Sequence[torch.Tensor], likely: torch.LongTenso
     chances = chances.to(likely.device, torch.float32)
     rest = (1 - chances.sum(dim=-1, keepdim=True)).clamp(min=1e-6)
     return (chances.clamp(min=1e-6) / rest).log()
+
+
+def _timed(stopwatch: Stopwatch | None, device: torch.device) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if stopwatch is None else stopwatch.running(device)
+
+
+def scripted_target(target):
+    """
+    A target with the same weights that computes everything and then chooses the tokens of a text.
+
+    Returns:
+        The target, for calls of one row, with two more attributes: `script` (`torch.LongTensor`, *optional*), the
+        text `[S]`, prompt included, and `stopwatch` ([`Stopwatch`], *optional*), which times its forwards. A forward
+        that is not given `position_ids` chooses by itself.
+
+    Raises:
+        `ValueError`: the target's forward was replaced, by accelerate or others.
+    """
+    clone = shallow_clone(target, [target])
+    clone.__class__ = _scripted_class(type(target))
+    clone.script = None
+    clone.stopwatch = None
+    capabilities_of(clone)  # tried before it has a script
+    return clone
+
+
+@functools.cache
+def _scripted_class(target_class: type) -> type:
+    """The class of a scripted target; its name is that of the target's class, for messages."""
+
+    @functools.wraps(target_class.forward)
+    def forward(self, *args, **kwargs):
+        with _timed(self.stopwatch, self.device):
+            output = target_class.forward(self, *args, **kwargs)
+        positions = kwargs.get("position_ids")
+        if self.script is not None and positions is not None:
+            if positions.dim() == 3:  # of images: the first is that of the text
+                positions = positions[0]
+            logits = output.logits  # [1, n, V], of the last n tokens
+            last = len(self.script) - 1
+            following = self.script[(positions[:, -logits.shape[1] :] + 1).clamp(max=last).to(self.script.device)]
+            logits.scatter_(-1, following[..., None].to(logits.device), _SURE)
+        return output
+
+    return type(target_class.__name__, (target_class,), {"forward": forward, "__module__": target_class.__module__})
 
 
 class Script(NamedTuple):

@@ -175,7 +175,7 @@ def _divergence_lines(report: EvalReport) -> list[str]:
 def pretend_lines(report: PretendReport) -> list[str]:
     """What a drafter of an acceptance length would bring, for a terminal."""
     setting = report.setting
-    threads = f", {setting['threads']} threads" if setting["device"] == "cpu" else ""
+    threads = f", threads: {setting['threads']}" if setting["device"] == "cpu" else ""
     packed = "packed" if setting["packed"] else "not packed"
     layers = setting["draft_layers"]
     weights = f"{setting['draft_parameters'] / 1e6:.1f} M parameters, random weights"
@@ -183,7 +183,7 @@ def pretend_lines(report: PretendReport) -> list[str]:
     lines = [
         f"target            {setting['target']}: {setting['dtype']}, weights {packed}",
         f"drafter           {layers} layers, blocks of {setting['block_size']} tokens, {weights}: {shape}",
-        f"device            {setting['device']}{threads}: {setting['hardware']}",
+        f"device            {setting['device']}, {setting['hardware']}{threads}",
         f"versions          torch {setting['torch']}, transformers {setting['transformers']}",
         "acceptance        scripted: lengths are geometric, cut at the block; trees find part of the misses",
     ]
@@ -198,15 +198,13 @@ def _context_lines(context: ContextPrediction, tau: float, max_new_tokens: int) 
     longest = max(context.prompt_lengths)
     lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
     forwards = ", ".join(f"{1e3 * seconds:.1f} ({tokens})" for tokens, seconds in context.forwards.items())
-    round_ms = 1e3 * context.block_round
-    forward_ms = 1e3 * (context.forwards[context.block_tokens] + context.draft_forward)
     lines = [
         f"prompts of {lengths} tokens, answers of {max_new_tokens}",
         f"target forward    ms (tokens): {forwards}",
         f"drafter forward   {1e3 * context.draft_forward:.1f} ms",
         f"target round      {1e3 * context.target_round:.1f} ms a token",
-        f"drafted round     {round_ms:.1f} ms with a whole block: {forward_ms:.1f} ms bare forwards, "
-        f"{100 * context.overhead:.0f} % overhead",
+        f"drafted round     {1e3 * context.block_round:.1f} ms with a whole block; "
+        f"{100 * context.overhead:.0f} % of it is neither forward",
     ]
     if context.break_even > context.block_tokens:
         lines.append("break-even        none: a round takes longer than the target for all tokens of a block")
