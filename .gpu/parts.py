@@ -27,9 +27,8 @@ import torch
 import training_gpu
 import transformers
 from other_loops import cropping_loop, native_loop
-from random_pairs import oracle_texts, random_pair, slot_accuracy
+from random_pairs import oracle_texts, random_pair
 from setting import LeftOut, Setting
-from support.scripted_draft import ScriptedDraft
 from timing import (
     Decoded,
     Timing,
@@ -49,6 +48,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import dflash_hf
 from dflash_hf import DFlashDecodingConfig
 from dflash_hf.decoding.session import SlotSession
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft, slot_accuracy
 
 
 __all__ = ["LeftOut", "answers"]  # for `measure.py`, beside the parts

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from random_pairs import oracle_text, oracle_texts, random_pair
-from support.scripted_draft import ScriptedDraft
+
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
 ROOT = Path(__file__).resolve().parents[1]

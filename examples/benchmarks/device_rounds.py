@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.calls import Collected
 from support.pairs import VOCAB, make_draft, make_target
 from support.pretend import Counts, PretendAccelerator
-from support.scripted_draft import ScriptedDraft
 
 from dflash_hf import DFlashDecodingConfig
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
 ACCURACY = 0.88  # of the drafts, slot by slot

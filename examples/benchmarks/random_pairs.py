@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.generation import candidate_generator
 
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.evaluation.scripted_draft import slot_accuracy
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 
 
@@ -82,22 +83,6 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
     target.get_output_embeddings().weight[order.roll(-1)] = embedding[order]  # the successor of each token
     prompts = torch.randint(config.vocab_size - 1, (num_prompts, prompt_length)).tolist()
     return target, draft, prompts
-
-
-def slot_accuracy(tau: float, block_size: int) -> float:
-    """
-    The acceptance `a` of each slot, given the earlier slots, for which `1 + a + a^2 + ... + a^(B-1) = tau`.
-
-    Raises:
-        `ValueError`: no value between 0 and 1 gives it.
-    """
-    if not 1 <= tau <= block_size:
-        raise ValueError(f"forced_acceptance={tau} must be between 1 and the block size, {block_size}.")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**k for k in range(block_size)) < tau else (low, middle)
-    return low
 
 
 def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: int, tau: float, seed: int = 0):

@@ -15,16 +15,14 @@ import contextlib
 import gc
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from forwards import Forwards, time_forwards
 from published import Reference
-from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_accuracy
+from random_pairs import SHAPES, native_oracle, oracle_text, random_pair
 from transformers import AutoModel
 
 from dflash_hf._io.argument_types import output_folder, positive
@@ -34,6 +32,7 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.conversion.convert import convert
 from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.evaluation.forwards import Forwards, time_forwards
 from dflash_hf.evaluation.measure import drafters_of_methods, evaluate, now
 from dflash_hf.evaluation.methods import (
     DRAFT_TREES,
@@ -49,15 +48,12 @@ from dflash_hf.evaluation.methods import (
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.report import EvalReport
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft, slot_accuracy
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.pairs.devices import available_device
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.scripted_draft import ScriptedDraft
 
 
 NATIVE = "native"

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +19,7 @@ from pathlib import Path
 import torch
 from random_pairs import SHAPES, oracle_text, random_pair
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.scripted_draft import ScriptedDraft
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
 def main():

@@ -4,12 +4,13 @@
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
     dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
     dflash eval --compare before/eval_report.json after/eval_report.json
+    dflash eval --pretend-tau 3.5 --target Qwen/Qwen3-0.6B
 """
 
 import json
 from pathlib import Path
 
-from dflash_hf._io.argument_types import output_folder, positive, readable_file
+from dflash_hf._io.argument_types import amount, output_folder, positive, readable_file
 from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import bar
@@ -21,6 +22,10 @@ from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 
 
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
+# With `--pretend-tau`, what is decoded unless given: a script decides what is accepted, so a few texts are enough.
+PRETEND_DATA = "arithmetic"
+PRETEND_PROMPTS = 2
+PRETEND_NEW_TOKENS = 128
 
 
 def add_arguments(parser) -> None:
@@ -38,6 +43,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--mtp", action="store_true", help=heads)
     shared.add_threads(parser)
     parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help="two reports, side by side")
+    pretend = "no drafter: what one with this acceptance length would bring; of --draft only its config.json is read"
+    parser.add_argument("--pretend-tau", type=amount, help=pretend)
+    lengths = "with --pretend-tau: lengths to which prompts are extended (default: as they are)"
+    parser.add_argument("--context", type=positive, nargs="+", metavar="N", help=lengths)
     shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     shared.add_loading(parser)
     shared.add_speed(parser, "also time draft trees of N tokens")
@@ -51,6 +60,10 @@ def run(arguments, echo) -> Outcome:
         raise UsageError(
             "--mtp --revision: transformers loads heads of the newest revision; give a folder as --target."
         )
+    if arguments.pretend_tau is not None:
+        return _pretend(arguments, echo)
+    if arguments.context:
+        raise UsageError("--context is for --pretend-tau: the prompts of a measurement stay as they are.")
     if arguments.compare:
         from dflash_hf.evaluation.compare import compare
 
@@ -71,6 +84,60 @@ def run(arguments, echo) -> Outcome:
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))
+
+
+def _pretend(arguments, echo) -> Outcome:
+    """`echo` what a drafter of this acceptance length would bring."""
+    if arguments.target is None:
+        raise UsageError("--pretend-tau needs --target, the model that a drafter would draft for.")
+    useless = shared.options_given(arguments, ("compare", "prompt_lookup", "mtp", "output", "compile", "tree_nodes"))
+    if useless:
+        raise UsageError(
+            f"--pretend-tau with {', '.join(useless)}: it times the target alone, whole blocks and default settings, "
+            "and writes no report of a drafter; leave it out."
+        )
+    if arguments.draft is None and arguments.draft_revision:
+        raise UsageError(f"--draft-revision {arguments.draft_revision} needs --draft.")
+    from dflash_hf.evaluation.pretended import PAPER_BLOCK_SIZE, pretend, random_draft
+    from dflash_hf.evaluation.prompts import prompts_of
+    from dflash_hf.evaluation.sets import dataset_name, eval_rows
+    from dflash_hf.evaluation.text import pretend_lines
+    from dflash_hf.pairs.packing_choice import pack_if_chosen
+
+    pair = NamedPair(arguments)
+    block_size = PAPER_BLOCK_SIZE if pair.draft_config is None else pair.draft_config.max_block_tokens
+    if not 1 <= arguments.pretend_tau <= block_size:
+        raise UsageError(
+            f"--pretend-tau {arguments.pretend_tau:g} must be between 1, nothing accepted, and {block_size}, the "
+            "tokens of a block: tau counts the target's own token, too."
+        )
+    data = arguments.data or PRETEND_DATA
+    rows = eval_rows(data, arguments.prompts or PRETEND_PROMPTS, arguments.split)
+    encoder = pair.encoder(pair.template())
+    max_new_tokens = arguments.max_new_tokens or PRETEND_NEW_TOKENS
+    target = pair.target()
+    prompts = prompts_of(rows, encoder, data, arguments.raw, target, max_new_tokens)
+    draft = random_draft(target, pair.draft_config)
+    packed = pack_if_chosen(arguments.packed, target, draft)
+    report = pretend(
+        target,
+        draft,
+        prompts,
+        arguments.pretend_tau,
+        max_new_tokens,
+        arguments.runs,
+        arguments.context or (),
+        bar("decoding"),
+    )
+    report.setting |= {
+        "target": arguments.target_name or arguments.target,
+        "draft": None if arguments.draft is None else Path(arguments.draft).name,
+        "packed": packed,
+        "dataset": dataset_name(data),
+    }
+    for line in pretend_lines(report):
+        echo(line)
+    return Outcome(facts=json.loads(report.to_json()))
 
 
 def _check_output(output: Path | None, draft: Path) -> None:

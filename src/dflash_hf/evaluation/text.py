@@ -13,6 +13,7 @@ from dflash_hf.evaluation.methods import (
     TARGET_PACKED,
     WHOLE_BLOCKS,
 )
+from dflash_hf.evaluation.pretended import ContextPrediction, PretendReport
 from dflash_hf.evaluation.report import EvalReport
 
 
@@ -167,6 +168,53 @@ def _divergence_lines(report: EvalReport) -> list[str]:
                 )
     if report.rounding is not None:
         lines.append(f"  rounding moves two logits of this target apart by up to {report.rounding.size:.3g}")
+    return lines
+
+
+def pretend_lines(report: PretendReport) -> list[str]:
+    """What a drafter of an acceptance length would bring, for a terminal."""
+    setting = report.setting
+    threads = f", threads: {setting['threads']}" if setting["device"] == "cpu" else ""
+    packed = "packed" if setting["packed"] else "not packed"
+    layers = setting["draft_layers"]
+    weights = f"{setting['draft_parameters'] / 1e6:.1f} M parameters, random weights"
+    shape = f"the shape of {setting['draft']}" if setting["draft"] else "the paper's shape for this target"
+    lines = [
+        f"target            {setting['target']}: {setting['dtype']}, weights {packed}",
+        f"drafter           {layers} layers, blocks of {setting['block_size']} tokens, {weights}: {shape}",
+        f"device            {setting['device']}, {setting['hardware']}{threads}",
+        f"versions          torch {setting['torch']}, transformers {setting['transformers']}",
+        "acceptance        scripted: lengths are geometric, cut at the block; trees find part of the misses",
+    ]
+    for context in report.contexts:
+        lines += ["", *_context_lines(context, report.tau, setting["max_new_tokens"])]
+    return lines
+
+
+def _context_lines(context: ContextPrediction, tau: float, max_new_tokens: int) -> list[str]:
+    """The lines of [`pretend_lines`] about prompts of one length."""
+    shortest = min(context.prompt_lengths)
+    longest = max(context.prompt_lengths)
+    lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+    forwards = ", ".join(f"{1e3 * seconds:.1f} ({tokens})" for tokens, seconds in context.forwards.items())
+    lines = [
+        f"prompts of {lengths} tokens, answers of {max_new_tokens}",
+        f"target forward    ms (tokens): {forwards}",
+        f"drafter forward   {1e3 * context.draft_forward:.1f} ms",
+        f"target round      {1e3 * context.target_round:.1f} ms a token",
+        f"drafted round     {1e3 * context.block_round:.1f} ms with a whole block; "
+        f"{100 * context.overhead:.0f} % of it is neither forward",
+    ]
+    if context.break_even > context.block_tokens:
+        lines.append("break-even        none: a round takes longer than the target for all tokens of a block")
+    else:
+        lines.append(f"break-even        whole blocks pay above tau {context.break_even:.2f}")
+    lines += ["", f"{'tau':>6}{'whole blocks':>15}{'plain call':>13}"]
+    for prediction in context.predictions:
+        mark = ""
+        if prediction.tau == tau:
+            mark = f"   <- asked; {context.reached_tau:.2f} reached"
+        lines.append(f"{prediction.tau:6.2f}{prediction.whole_blocks:14.2f}x{prediction.plain_call:12.2f}x{mark}")
     return lines
 
 
