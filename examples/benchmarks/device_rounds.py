@@ -251,7 +251,7 @@ def measure(mode: Mode, shape: Shape) -> Result:
 def _on_device(drafter: ScriptedDraft) -> ScriptedDraft:
     """The drafter with its script, which does not move with the model."""
     drafter.to("cuda")
-    for name in ("texts", "likely", "codes", "base"):
+    for name in ("texts", "likely", "codes", "base", "log_odds"):
         setattr(drafter, name, getattr(drafter, name).to("cuda"))
     drafter.begin(drafter.texts[:1, :1])
     return drafter
