@@ -66,8 +66,8 @@ def test_nested_keys_set_fields(target):
     config.selector_rank = 7
     config.block_size = 8
     config.attention_sink_bias = True
-    config.dflash_config = {**config.dflash_config, "loss": "kl", "block_size": 99}  # a field's key is the field's
-    expected = {"num_anchors": 512, "loss": "kl", "block_size": 8, "mask_token_id": 95, "attention_sink_bias": True}
+    config.dflash_config = {**config.dflash_config, "loss": "kl", "block_size": 9}  # a key of a field sets it
+    expected = {"num_anchors": 512, "loss": "kl", "block_size": 9, "mask_token_id": 95, "attention_sink_bias": True}
     expected |= {"target_layer_ids": [0, 2, 3], **CONVOLUTION, "selector_rank": 7, "selector_top_k": 5}
     assert config.dflash_config == config.to_dict()["dflash_config"] == expected
     config.attention_sink_bias = False
@@ -76,4 +76,4 @@ def test_nested_keys_set_fields(target):
     written["dflash_config"]["num_anchors"] = 1  # a copy
     assert config.dflash_config["num_anchors"] == 512
     config.dflash_config = None
-    assert config.dflash_config["block_size"] == 8 and "loss" not in config.dflash_config
+    assert config.dflash_config["block_size"] == config.block_size == 9 and "loss" not in config.dflash_config

@@ -179,7 +179,8 @@ def with_slot_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def prefers_no_mask(model: PreTrainedModel) -> bool:
     """
-    Whether a block of one row is best attended to without a mask: on an accelerator in half precision. There torch's
+    Whether a block of one row is best attended to without a mask: on a GPU with CUDA, in half precision. There torch's
     kernels without a mask (FlashAttention) let all processors share a long text, those with one do not.
     """
-    return model.device.type != "cpu" and model.dtype in (torch.float16, torch.bfloat16)
+    has_cuda = model.device.type == "cuda" and torch.version.hip is None
+    return has_cuda and model.dtype in (torch.float16, torch.bfloat16)

@@ -40,7 +40,7 @@ def _copy_of(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Mod
     attributes = vars(copied)
     attributes["_cloned_from"] = original_of(module)  # not by `setattr`, which would make it a child
     # Methods that were replaced on the module itself: accelerate keeps `forward` and `_old_forward` there.
-    for name, attribute in vars(module).items():
+    for name, attribute in list(vars(module).items()):  # a list: other threads may be adding attributes
         bound_to = attribute.__self__ if isinstance(attribute, types.MethodType) else None
         if bound_to is module:
             attributes[name] = types.MethodType(attribute.__func__, copied)
