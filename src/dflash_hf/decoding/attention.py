@@ -4,8 +4,9 @@ Attention of a few queries over slots: how candidates are verified and blocks ar
 Upstream's attention functions repeat keys and values for all query heads as soon as there is a mask of several
 queries: in each layer and each round, so that a round costs more the longer the text is. FlashAttention and
 FlexAttention take no such mask at all. [`attend_to_slots`] reads keys and values once and takes any mask. It is
-registered under a name of its own, and the forwards of a call run on a clone of the model that asks for that name:
-other calls, and the model itself, keep the attention that they were loaded with.
+registered under a name of its own. Verification runs on a clone of the target whose configuration has that name, and a
+drafter's forward gets the name as an argument: other calls, and both models, keep the attention that they were loaded
+with.
 """
 
 import functools
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.targets.clones import with_own_config
 
 
@@ -110,8 +112,8 @@ def _packed_mask(mask: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
 def _causal_mask(num_queries: int, key: torch.Tensor) -> torch.Tensor:
     """The additive mask `[1, 1, n, K]` of the last `n` of all keys."""
     num_keys = key.shape[2]
-    mask = torch.full((num_queries, num_keys), torch.finfo(key.dtype).min, dtype=key.dtype, device=key.device)
-    return mask.triu(diagonal=num_keys - num_queries + 1)[None, None]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=key.device)
+    return additive_mask(visible.tril(num_keys - num_queries), key.dtype)[None, None]
 
 
 def _attend(query, key, value, mask, scaling, softcap, sinks) -> torch.Tensor:
