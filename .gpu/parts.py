@@ -223,12 +223,14 @@ def machine(setting: Setting) -> None:
         python=platform.python_version(),
         cuda=torch.version.cuda or "none",
     )
-    name, gigabytes = platform.machine(), 0.0
+    name = platform.machine()
+    gigabytes = 0.0
     if setting.accelerator is not None:
         name = "pretend accelerator"
     elif setting.is_gpu:
         card = torch.cuda.get_device_properties(0)
-        name, gigabytes = card.name, card.total_memory / 1e9
+        name = card.name
+        gigabytes = card.total_memory / 1e9
     setting.add("device", card=name, GB=gigabytes, cores=os.cpu_count())
     large = torch.ones(2**24 if setting.is_tiny else 2**30, dtype=torch.bfloat16, device=setting.device)
     seconds = median_seconds(large.amax, setting.device)

@@ -119,7 +119,9 @@ def notebook(path: Path) -> None:
                 name = f"{path.stem}_{pictures}.png"
                 (folder / name).write_bytes(base64.b64decode(data["image/png"]))
                 blocks.append(f"![Output]({name})")
-            elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+                continue
+            text = "".join(output.get("text", data.get("text/plain", ""))).rstrip()
+            if text:
                 fence = max(["``", *re.findall("`+", text)], key=len) + "`"  # the output may hold fences
                 blocks.append(f"{fence}text\n{text}\n{fence}")
     (folder / f"{path.stem}.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")

@@ -309,7 +309,7 @@ def has_one_statement_per_line(path: Path) -> list[str]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             targets = node.targets[0]
-            if isinstance(targets, ast.Tuple) and len(targets.elts) >= 3:
+            if isinstance(targets, ast.Tuple) and not _swaps(targets.elts, node.value.elts):
                 violations.append(f"line {node.lineno}: {len(targets.elts)} assignments in one")
         if isinstance(node, ast.IfExp) and isinstance(node.body, ast.IfExp) | isinstance(node.orelse, ast.IfExp):
             violations.append(f"line {node.lineno}: a conditional expression in another")
@@ -319,6 +319,11 @@ def has_one_statement_per_line(path: Path) -> list[str]:
             if any(isinstance(side, ast.Compare) for side in (node.left, node.right)):
                 violations.append(f"line {node.lineno}: a comparison is a factor")
     return violations
+
+
+def _swaps(targets: list[ast.expr], values: list[ast.expr]) -> bool:
+    """Whether an assignment only gives the same variables each other's values."""
+    return {ast.unparse(target) for target in targets} == {ast.unparse(value) for value in values}
 
 
 def names_say_what_variables_hold(path: Path) -> list[str]:
@@ -368,8 +373,8 @@ RULES = {
     imports_only_allowed_folders: [path for path in PACKAGE if path != SOURCE / "cli.py"],
     shared_folder_imports_only_listed_names: [path for path in PACKAGE if path.parent.name in SHARED_FOLDERS],
     does_not_import_other_tests: EVERYTHING,
-    has_one_statement_per_line: PACKAGE,
-    names_say_what_variables_hold: PACKAGE,
+    has_one_statement_per_line: EVERYTHING,
+    names_say_what_variables_hold: EVERYTHING,
     names_no_option_of_a_command: [path for path in PACKAGE if path.parent.name in WITHOUT_OPTIONS],
 }
 

@@ -157,7 +157,8 @@ class DFlow(Objective):
         blocks = super().build_blocks(batch)
         length = batch["input_ids"].shape[1]
         places = batch["anchors"][..., None] + torch.arange(batch["rejected"].shape[2])  # [N, A, B - 1]
-        context, slots = blocks.position_ids[:, :length], blocks.position_ids[:, length:]
+        context = blocks.position_ids[:, :length]
+        slots = blocks.position_ids[:, length:]
         blocks.position_ids = torch.cat([context, places.flatten(1), slots], dim=1)
         return blocks
 

@@ -53,7 +53,8 @@ class Windowed(DraftContext):
     mask alone: other windows draft from the same cache.
     """
 
-    seen, sink = None, 0
+    seen = None
+    sink = 0
 
     def _masks(self, block):
         masks = super()._masks(block)
@@ -141,7 +142,8 @@ class Conversation:
                 drafter.context.read(features[:, :unread], Acceptance.from_counts([unread]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
-                    drafter.context.seen, drafter.context.sink = window, sink
+                    drafter.context.seen = window
+                    drafter.context.sink = sink
                     lengths = drafted(drafter, answer.sequences[0], prompt.shape[1], features, size)
                     yield {"depth": size, "question": number, "window": window, "sink": sink, "lengths": lengths}
 

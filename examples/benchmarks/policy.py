@@ -361,10 +361,10 @@ class Affine(LatencyModel):
         plain, verifying, per_token, drafting = (
             torch.linalg.lstsq(weights * features, weights * values).solution[:, 0].clamp(min=0).tolist()
         )
-        line = []
-        for tokens in range(max_draft + 1):
-            line.append((plain + (tokens > 0) * verifying + tokens * per_token + drafted * drafting) / plain)
-        return line
+        line = [plain + drafted * drafting]
+        for tokens in range(1, max_draft + 1):
+            line.append(plain + verifying + tokens * per_token + drafted * drafting)
+        return [cost / plain for cost in line]
 
 
 class OneRatio(AcceptanceCalibration):

@@ -126,7 +126,8 @@ class Server:
             except openai.APITimeoutError:
                 return None, 0
             return answer.choices[0].message.content, answer.usage.completion_tokens
-        text, tokens = "", 0
+        text = ""
+        tokens = 0
         with self.client.chat.completions.create(
             model=self.model, messages=messages, stream=True, **options
         ) as stream:
@@ -174,7 +175,8 @@ def load(
                 kind = "finished" if text == texts[prompts[number]] else "other"
         except openai.APIError as error:
             print(f"request {number}: {error!r}", file=sys.stderr)
-            kind, tokens = "failed", 0
+            kind = "failed"
+            tokens = 0
         with lock:
             result.kinds[kind] += 1
             result.tokens += tokens
@@ -322,7 +324,7 @@ def main() -> None:
         ]
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
-        numbers = [f"{n} client{'s' * (n > 1)}, tokens/s | time | CPU time" for n in arguments.at_once]
+        numbers = [f"{n} client{'s' if n > 1 else ''}, tokens/s | time | CPU time" for n in arguments.at_once]
         if numbers:
             say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 3 * len(numbers)))
             for name, cells in paired(servers, prompts, arguments).items():

@@ -39,7 +39,10 @@ LIKELY = 8  # tokens of a slot that the target may choose
 RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
 # Of data sheets: bytes and dense bf16 operations per second.
 GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
-SHAPE, BLOCK, TEXT, NEW = "qwen3-8b", 16, 1024, 512
+SHAPE = "qwen3-8b"
+BLOCK = 16
+TEXT = 1024
+NEW = 512
 ROWS = (1, 8, 64)
 SIZES = (-1, 0, 1, 2, 4, 8, 16, 32, 64)  # that are known; -1 drafts nothing
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute"}
@@ -62,7 +65,8 @@ def kernels() -> dict[str, float]:
     shape = SHAPES["tiny"]
     SHAPES["deep"] = {**shape, "target": {**shape["target"], "num_hidden_layers": 36}, "draft_layers": 5}
     target, draft, prompts = random_pair("deep", torch.float32, "cpu", 1)
-    ids, found = torch.tensor(prompts), {}
+    ids = torch.tensor(prompts)
+    per_round = {}
     settings = {"alone": None, "nothing": {"block_size": 1}, "block": {"block_size": 8}, "tree": {"tree_nodes": 15}}
     for name, setting in settings.items():
         for field in ("block_size", "tree_nodes"):
@@ -76,22 +80,28 @@ def kernels() -> dict[str, float]:
             rounds = new if setting is None else len(output.acceptance_lengths[0])
             counts.append((mode.count, rounds))
         (few, first), (many, last) = counts
-        found[name] = (many - few) / (last - first)
-    return found
+        per_round[name] = (many - few) / (last - first)
+    return per_round
 
 
 class Costs:
     """Seconds of rounds on a simulated GPU."""
 
     def __init__(self, bandwidth: float, peak: float, launches: dict[str, float], launch: float):
-        target, layers = SHAPES[SHAPE]["target"], SHAPES[SHAPE]["draft_layers"]
-        hidden, heads = target["hidden_size"], target["num_attention_heads"] + 2 * target["num_key_value_heads"]
+        target = SHAPES[SHAPE]["target"]
+        layers = SHAPES[SHAPE]["draft_layers"]
+        hidden = target["hidden_size"]
+        heads = target["num_attention_heads"] + 2 * target["num_key_value_heads"]
         attention = hidden * target["head_dim"] * (heads + target["num_attention_heads"])
         layer = attention + 3 * hidden * target["intermediate_size"]
         head = hidden * target["vocab_size"]
-        self.target, self.drafter = target["num_hidden_layers"] * layer + head, layers * layer + head
+        self.target = target["num_hidden_layers"] * layer + head
+        self.drafter = layers * layer + head
         self.keys = 4 * target["num_hidden_layers"] * target["num_key_value_heads"] * target["head_dim"] * TEXT
-        self.bandwidth, self.peak, self.launches, self.launch = 0.8 * bandwidth, 0.6 * peak, launches, launch
+        self.bandwidth = 0.8 * bandwidth
+        self.peak = 0.6 * peak
+        self.launches = launches
+        self.launch = launch
 
     def forward(self, weights: float, tokens: int, rows: int) -> float:
         """The cost of a forward pass over `tokens` tokens of `rows` rows."""
@@ -118,12 +128,16 @@ class World:
     draft = SimpleNamespace(config=SimpleNamespace(max_block_tokens=BLOCK), target_ids=lambda ids: ids)
 
     def __init__(self, sure: float, others: float, rows: int):
-        self.sure, self.others, self.rows, self.draws = sure, others, rows, random.Random(0)
+        self.sure = sure
+        self.others = others
+        self.rows = rows
+        self.draws = random.Random(0)
         self.anchors = torch.zeros(rows, dtype=torch.long)
 
     def hidden_states(self, anchors) -> torch.Tensor:
         """`[R, D, k]`, chances of the candidates of each slot, tokens 1 to k."""
-        certain, draws = self.sure, self.draws
+        certain = self.sure
+        draws = self.draws
         first = [[0.99 if draws.random() < certain else draws.uniform(0.2, 0.95) for _ in range(BLOCK - 1)]
                  for _ in range(self.rows)]  # fmt: skip
         first = torch.tensor(first, dtype=torch.float64)
@@ -160,7 +174,8 @@ def tau(make, *world: float) -> float:
 
 def solved(function, goal: float) -> float:
     """Where a rising function of 0 to 1 reaches `goal`."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(8):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < goal else (low, middle)
@@ -169,10 +184,14 @@ def solved(function, goal: float) -> float:
 
 def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength | None = None) -> dict:
     """Rounds of `NEW` tokens for each row, of chosen sizes or of whole blocks."""
-    world, left = World(sure, others, rows), [NEW] * rows
+    world = World(sure, others, rows)
+    left = [NEW] * rows
     if policy is not None:
         policy.draft_session = world
-    spent, sizes, tokens, plain = 0.0, [], 0.0, 0
+    spent = 0.0
+    sizes = []
+    tokens = 0.0
+    plain = 0
     text = SimpleNamespace(
         unfinished=[True] * rows,
         lengths=[0] * rows,
@@ -186,8 +205,12 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         draft = world.block() if policy is None else policy.get_candidates(text)
         drafted = policy is None or policy.round.size.by_drafter
         counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
-        size = draft.tokens.shape[1] - 1 if drafted else -1
-        kind = "nothing" if size < 0 else "tree" if path is not None else "block"
+        if not drafted:
+            size = -1
+            kind = "nothing"
+        else:
+            size = draft.tokens.shape[1] - 1
+            kind = "block" if path is None else "tree"
         spent += costs.round(rows, size, kind)
         counts = [min(count, rest) for count, rest in zip(counts.tolist(), left, strict=True)]
         drafting = sum(text.unfinished)
@@ -279,14 +302,14 @@ def table() -> list[str]:
                 fixed = decode(costs, rows, *world)
                 statistics_of_calls = DraftStatistics()
                 for _ in range(3):  # calls, the last of which is shown
-                    found = decode(costs, rows, *world, Simulated(costs, rows, statistics_of_calls))
-                sizes = found["sizes"] or [0]
+                    chosen = decode(costs, rows, *world, Simulated(costs, rows, statistics_of_calls))
+                sizes = chosen["sizes"] or [0]
                 quarters = statistics.quantiles(sizes, n=4) if len(sizes) > 1 else sizes * 3
                 cells = [gpu, how, rows, f"{1e3 * costs.round(rows, -1):.2f}"]
                 cells += [f"{1e3 * costs.round(rows, BLOCK - 1, 'block'):.2f}", f"{alone / fixed['seconds']:.2f}x"]
-                cells += [f"{alone / found['seconds']:.2f}x", f"{fixed['seconds'] / found['seconds']:.2f}x"]
-                cells += [f"{quarters[1]:.0f} ({quarters[0]:.0f}-{quarters[2]:.0f})", f"{found['tau']:.2f}"]
-                lines.append(f"| {' | '.join(map(str, cells))} | {found['plain']} |")
+                cells += [f"{alone / chosen['seconds']:.2f}x", f"{fixed['seconds'] / chosen['seconds']:.2f}x"]
+                cells += [f"{quarters[1]:.0f} ({quarters[0]:.0f}-{quarters[2]:.0f})", f"{chosen['tau']:.2f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {chosen['plain']} |")
                 print(lines[-1], flush=True)
     return lines
 

@@ -75,16 +75,21 @@ class Situation(NamedTuple):
 def situations() -> list[Situation]:
     """All situations, most informative first."""
     chat = Situation("chat")
-    found = [chat, chat._replace(rows=4, new_tokens=32), chat._replace(rows=8, new_tokens=24)]
-    found += [chat._replace(rows=4, new_tokens=32, penalty=1.2), chat._replace(drafter="random", new_tokens=32)]
-    found += [chat._replace(temperature=1), chat._replace(new_tokens=4), chat._replace(new_tokens=16)]
+    special = [
+        chat._replace(rows=4, new_tokens=32, penalty=1.2),
+        chat._replace(drafter="random", new_tokens=32),
+        chat._replace(temperature=1),
+        chat._replace(new_tokens=4),
+        chat._replace(new_tokens=16),
+    ]
+    ordered = [chat, chat._replace(rows=4, new_tokens=32), chat._replace(rows=8, new_tokens=24), *special]
     for dtype in ("bfloat16", "float32"):
         for temperature in (0, 1):
             for rows, new_tokens in ((1, 48), (4, 32), (2, 48), (8, 24)):
                 for text in TEXTS:
-                    found.append(Situation(text, dtype, rows, temperature, new_tokens))
-        found += [one._replace(dtype=dtype) for one in found[3:8]]
-    return list(dict.fromkeys(found))
+                    ordered.append(Situation(text, dtype, rows, temperature, new_tokens))
+        ordered += [situation._replace(dtype=dtype) for situation in special]
+    return list(dict.fromkeys(ordered))
 
 
 def _chats(texts) -> list[list[dict]]:
@@ -122,11 +127,13 @@ TEXTS = {
 
 
 def batches(tokenizer, situation: Situation, count: int) -> list:
-    rows, tokenizer.padding_side = situation.rows, "left"
-    texts = [
-        one if isinstance(one, str) else tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
-        for one in TEXTS[situation.text](rows * count)
-    ]
+    rows = situation.rows
+    tokenizer.padding_side = "left"
+    texts = []
+    for prompt in TEXTS[situation.text](rows * count):
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        texts.append(prompt)
     options = {"return_tensors": "pt", "padding": True, "add_special_tokens": False}
     return [tokenizer(texts[first : first + rows], **options) for first in range(0, rows * count, rows)]
 
@@ -134,18 +141,24 @@ def batches(tokenizer, situation: Situation, count: int) -> list:
 @contextlib.contextmanager
 def nothing_known():
     """As in the first call on a machine."""
-    held = (latency._latency_models, adaptive._statistics)
-    latency._latency_models, adaptive._statistics = (type(models)() for models in held)
+    latency_models = latency._latency_models
+    draft_statistics = adaptive._statistics
+    latency._latency_models = type(latency_models)()
+    adaptive._statistics = type(draft_statistics)()
     try:
         yield
     finally:
-        latency._latency_models, adaptive._statistics = held
+        latency._latency_models = latency_models
+        adaptive._statistics = draft_statistics
 
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
     """CPU seconds of this thread, or wall-clock seconds of several; acceptance lengths, chosen sizes."""
-    config, settings = draft.decoding_config, (WAYS | COMPILED)[way]
-    config.block_size, config.tree_nodes, config.compile = None, None, False
+    config = draft.decoding_config
+    settings = (WAYS | COMPILED)[way]
+    config.block_size = None
+    config.tree_nodes = None
+    config.compile = False
     for field, value in (settings or {}).items():
         setattr(config, field, value)
     torch.manual_seed(0)
@@ -175,27 +188,36 @@ def measure(pair, situation: Situation, ways: list[str], prompts: int) -> dict:
         torch.manual_seed(0)
         for parameter in draft.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
-    found = {way: {"seconds": [], "lengths": [], "sizes": []} for way in ways}
+    measured = {way: {"seconds": [], "lengths": [], "sizes": []} for way in ways}
     first, *rest = batches(pair.tokenizer, situation, prompts + 1)
-    for way in (*ways, *["plain call"] * 2 * ("plain call" in ways)):
+    extra_calls = 2 if "plain call" in ways else 0
+    for way in ways + ["plain call"] * extra_calls:
         decode(pair, draft, way, first, situation)
     for number, batch in enumerate(rest):
         for way in ways if number % 2 else reversed(ways):
-            for kind, value in zip(found[way], decode(pair, draft, way, batch, situation), strict=True):
-                found[way][kind] += [value] if kind == "seconds" else value
-    for way, one in found.items():
-        one["seconds"] = [round(seconds, 4) for seconds in one["seconds"]]
+            seconds, lengths, sizes = decode(pair, draft, way, batch, situation)
+            measured[way]["seconds"].append(seconds)
+            measured[way]["lengths"] += lengths
+            measured[way]["sizes"] += sizes
+    results = {}
+    for way, values in measured.items():
+        results[way] = {"seconds": [round(seconds, 4) for seconds in values["seconds"]]}
+        if way == "target":
+            continue
         for kind, name in (("lengths", "tau"), ("sizes", "size")):
-            values = one.pop(kind)
-            one |= {name: round(statistics.fmean(values), 2)} if values and way != "target" else {}
-    return {"situation": situation.name, "threads": torch.get_num_threads(), "ways": found}
+            if values[kind]:
+                results[way][name] = round(statistics.fmean(values[kind]), 2)
+    return {"situation": situation.name, "threads": torch.get_num_threads(), "ways": results}
 
 
 def speedups(line: dict) -> dict[str, float]:
     """Speed-up of each method over the packed target, median over prompts."""
     alone = line["ways"]["target"]["seconds"]
-    pairs = {way: zip(alone, one["seconds"], strict=True) for way, one in line["ways"].items() if way != "target"}
-    return {way: statistics.median(a / b for a, b in both) for way, both in pairs.items()}
+    ratios = {}
+    for way, result in line["ways"].items():
+        if way != "target":
+            ratios[way] = statistics.median(a / b for a, b in zip(alone, result["seconds"], strict=True))
+    return ratios
 
 
 def read(path: Path) -> dict[str, dict]:
@@ -208,9 +230,10 @@ def table(lines: dict[str, dict]) -> list[str]:
     names = list(WAYS)[1:] + [way for way in COMPILED if any(way in line["ways"] for line in lines.values())]
     rows = [f"| | {' | '.join(names)} | best fixed | tau | size |", "|---" * (len(names) + 4) + "|"]
     for name, line in lines.items():
-        found, chosen = speedups(line), line["ways"].get("plain call", {})
-        fixed = [found[way] for way in FIXED if way in found]
-        cells = [f"{found[way]:.2f}" if way in found else "" for way in names]
+        ratios = speedups(line)
+        chosen = line["ways"].get("plain call", {})
+        fixed = [ratios[way] for way in FIXED if way in ratios]
+        cells = [f"{ratios[way]:.2f}" if way in ratios else "" for way in names]
         cells += [f"{max([1.0, *fixed]):.2f}", str(chosen.get("tau", "")), str(chosen.get("size", ""))]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
@@ -230,9 +253,11 @@ def main():
         print("\n".join(table(read(arguments.lines))))
         return
     torch.set_num_threads(arguments.threads)
-    pairs, done = {}, read(arguments.lines)
-    wanted = [one for one in situations() if all(word in one.name for word in arguments.only.split())]
-    for situation in [one for one in wanted if one.name not in done][: arguments.most]:
+    pairs = {}
+    done = read(arguments.lines)
+    words = arguments.only.split()
+    wanted = [situation for situation in situations() if all(word in situation.name for word in words)]
+    for situation in [situation for situation in wanted if situation.name not in done][: arguments.most]:
         if situation.dtype not in pairs:
             pairs[situation.dtype] = load_pair(situation.dtype)
             packed_weights(pairs[situation.dtype].target, pairs[situation.dtype].draft)

@@ -96,7 +96,9 @@ def main():
     arguments = parser.parse_args()
     options = SimpleNamespace(new_tokens=192, temperature=0)
     torch.set_num_threads(1)
-    pair, successors, total = load_pair("bfloat16"), Successors(), Counter()
+    pair = load_pair("bfloat16")
+    successors = Successors()
+    total = Counter()
     packed_weights(pair.target, pair.draft)
     print("| | rounds | nodes | hits | ratio |\n|---|---|---|---|---|")
     for kind, rows in lookup.prompts(arguments.prompts).items():

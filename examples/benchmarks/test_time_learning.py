@@ -121,9 +121,11 @@ class Batch:
         self.model = target.model
         self.head = target.lm_head
         self.layer_ids = layer_ids
-        self.heads, self.dim = config.num_key_value_heads, config.head_dim
+        self.heads = config.num_key_value_heads
+        self.dim = config.head_dim
         shape = (config.num_hidden_layers, rows, self.heads, room, self.dim)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys = torch.zeros(shape)
+        self.values = torch.zeros(shape)
 
     def read(self, tokens: torch.LongTensor, at: int):
         """Logits `[R, V]`, features `[R, L * H]` and final states `[R, H]`."""
@@ -134,7 +136,9 @@ class Batch:
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
             query, key = (p(normed).unflatten(-1, (-1, 1, self.dim)) for p in (attention.q_proj, attention.k_proj))
-            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)  # [R, heads, 1, dim]
+            # [R, heads, 1, dim]
+            query = apply_rotary(query, cos, sin)
+            key = apply_rotary(key, cos, sin)
             self.keys[index, :, :, at] = key[:, :, 0]
             self.values[index, :, :, at] = attention.v_proj(normed).unflatten(-1, (-1, self.dim))
             query = query.unflatten(1, (self.heads, -1))[:, :, :, 0]  # [R, kv heads, group, dim]
@@ -277,7 +281,8 @@ class Past:
     """The drafter's cache up to `length`, as constants, followed by the keys and values of one forward."""
 
     def __init__(self, cache, length: int):
-        self.cache, self.length = cache, length
+        self.cache = cache
+        self.length = length
 
     def get_seq_length(self) -> int:
         return self.length
@@ -357,7 +362,8 @@ class Learner:
 
     def hidden_states(self, rounds: list[Round], features: torch.Tensor) -> torch.Tensor:
         """`[n, B - 1, H]` with gradients; all blocks in one forward, over keys and values that stay as they are."""
-        size, last = self.draft.config.block_size, rounds[-1].start
+        size = self.draft.config.block_size
+        last = rounds[-1].start
         fresh = min(FRESH, rounds[0].start)
         starts = torch.tensor([drafted_round.start for drafted_round in rounds])
         ids = torch.full((len(rounds), size), self.draft.config.mask_token_id)
@@ -498,7 +504,8 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             run.rounds.append((place, agreed + 1, not looked_up))
             # 3. Learn.
             if learner is not None and not looked_up and start + size <= len(text.ids):
-                tokens, teacher = text.tokens[start : start + size], text.teacher[start : start + size - 1]
+                tokens = text.tokens[start : start + size]
+                teacher = text.teacher[start : start + size - 1]
                 finished = Round(start, agreed + 1, tokens, teacher, drafter.hidden[0], drafter.block_logits[0])
                 learner.observe(finished, text.features)
             start = start + agreed + 1
@@ -508,7 +515,8 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
         if most is not None and place >= most:
             break
     if learner is not None:
-        run.step_seconds, run.steps = learner.seconds, learner.steps
+        run.step_seconds = learner.seconds
+        run.steps = learner.steps
     return run
 
 

@@ -153,7 +153,7 @@ class FastLlama:
             return logits.argmax(-1)
         logits, ids = logits.float().topk(min(256, logits.shape[-1]))
         chances = logits.softmax(-1)
-        chances = chances * (chances.cumsum(-1) - chances < self.top_p)
+        chances = chances.masked_fill(chances.cumsum(-1) - chances >= self.top_p, 0.0)
         race = chances / -torch.rand_like(chances).clamp_(1e-20).log()
         return ids.gather(1, race.argmax(-1, keepdim=True))[:, 0]
 

@@ -99,7 +99,8 @@ class Words(dict):
     def groups(self) -> None:
         """Draws what is sorted: `items` of one group, `mixed` ones of two, and `odd` ones, all but one of a group."""
         (self["group"], items), (self["group2"], strangers) = self.draw.sample(sorted(GROUPS.items()), 2)
-        items, strangers = self.draw.sample(items, 6), self.draw.sample(strangers, 3)
+        items = self.draw.sample(items, 6)
+        strangers = self.draw.sample(strangers, 3)
         self["items"] = ", ".join(items[: self.draw.randint(3, 6)])
         for name, mixed in {"mixed": items[:3] + strangers, "odd": items[:3] + strangers[:1]}.items():
             self.draw.shuffle(mixed)

@@ -275,7 +275,8 @@ def test_text_parts_are_joined_to_text(template, joined, role):
         else message
         for message in messages
     ]
-    (example,), (expected_example,) = encode({"messages": messages}), encode({"messages": expected})
+    (example,) = encode({"messages": messages})
+    (expected_example,) = encode({"messages": expected})
     assert example == expected_example and "'type'" not in text(encode, example)
     assert ("Hi there" if role in joined else "Hithere") in text(encode, example)
 

@@ -206,7 +206,8 @@ def test_drafter_learns_from_rows_with_images(kind, tmp_path, capsys, monkeypatc
         picture(number, 16 + 4 * number).save(tmp_path / f"{number}.png")
     rows = [chat({"type": "image", "path": str(tmp_path / f"{number}.png")}) for number in range(6)]
     rows += [TEXT, chat({"type": "image", "path": str(tmp_path / "absent.png")})]
-    data, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    data = tmp_path / "rows.jsonl"
+    answers = tmp_path / "answers.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def run(*words):

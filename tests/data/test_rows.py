@@ -28,7 +28,8 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-HI, HELLO = '{"role": "user", "content": "Hi"}', '{"role": "assistant", "content": "Hello."}'
+HI = '{"role": "user", "content": "Hi"}'
+HELLO = '{"role": "assistant", "content": "Hello."}'
 CALL = '{"function": {"name": "f", "arguments": {"x": null}}}'
 FILES = {  # rows of a file, as JSON
     "chats": [
@@ -212,7 +213,8 @@ def test_request_without_a_template_is_text(row):
 
 def test_text_file_has_a_prompt_in_each_line(target, tmp_path, capsys):
     """`eval` read it, and `regenerate` knew no such kind of file."""
-    path, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    path = tmp_path / "prompts.txt"
+    output = tmp_path / "out.jsonl"
     path.write_bytes(b"\xef\xbb\xbfHi\r\n\r\n  1 + 1?\nlast")
     prompts = ["Hi", "  1 + 1?", "last"]
     assert [row["prompt"] for row in load_rows(path)] == [row["prompt"] for row in eval_lines(str(path))] == prompts

@@ -45,7 +45,8 @@ def with_adaptive_length(draft):
 @pytest.mark.parametrize("fast", [0, 1])
 def test_row_that_has_ended_changes_no_other(fast, monkeypatch):
     """Its features are collected, for many rounds without a draft, with those of the row that goes on."""
-    target, prompt = make_target(), torch.randint(5, 90, (2, 38), generator=torch.Generator().manual_seed(38))
+    target = make_target()
+    prompt = torch.randint(5, 90, (2, 38), generator=torch.Generator().manual_seed(38))
     options = {"max_new_tokens": 200, "do_sample": False, "return_dict_in_generate": True}
     texts = [*target.generate(prompt, **options).sequences]
     draft = recognising(target, texts, block_size=6, error_rate=0.0)
@@ -93,7 +94,8 @@ class Situation:
     """Calls of a pair: an unscripted drafter is always wrong, a scripted one as often as it says."""
 
     def __init__(self, drafted, error_rate: float = 1.0, rows: int = 1, new: int = 60):
-        self.target, prompt = make_target(), ROW.repeat(rows, 1)
+        self.target = make_target()
+        prompt = ROW.repeat(rows, 1)
         prompt[:, 0] += torch.arange(rows)
         self.options = {
             "input_ids": prompt,
@@ -190,7 +192,8 @@ def test_first_call_of_a_process_is_always_the_same(monkeypatch):
 
 def test_drafter_is_not_blamed_where_copies_are_fast(standing_clock, caplog):
     """Setting a block size, as the warning says, would end them."""
-    target, prompt = make_target(), torch.tensor([[3, 8, 1, 9] * 4])
+    target = make_target()
+    prompt = torch.tensor([[3, 8, 1, 9] * 4])
     draft = with_adaptive_length(make_draft(target, block_size=6))
     set_latencies(target, draft, lambda size: 2.0, copied=lambda size: 1.0)
     options = {"sequence_bias": {(3,): 1.0, (3, 8): 90.0, (8, 1): 90.0, (1, 9): 90.0, (9, 3): 90.0}}
@@ -202,7 +205,8 @@ def test_drafter_is_not_blamed_where_copies_are_fast(standing_clock, caplog):
 
 def test_copies_do_not_displace_faster_drafts(standing_clock):
     """A pair of tokens that was there before gains less than a drafter that is always right."""
-    target, options = make_target(), {"max_new_tokens": 300, "do_sample": False}
+    target = make_target()
+    options = {"max_new_tokens": 300, "do_sample": False}
     text = target.generate(ROW, **options)
     draft = with_adaptive_length(scripted(make_draft(target, block_size=6), text, error_rate=0.0))
     set_latencies(target, draft, lambda size: 1.1, copied=lambda size: 1.0)
@@ -212,7 +216,8 @@ def test_copies_do_not_displace_faster_drafts(standing_clock):
 
 @pytest.mark.parametrize("setting", [{"block_size": 4}, {"tree_nodes": 5}, {"num_assistant_tokens": 2}], ids=str)
 def test_sizes_that_were_set_are_kept(setting, target):
-    draft, options = with_adaptive_length(make_draft(target)), {"max_new_tokens": 30, "do_sample": False}
+    draft = with_adaptive_length(make_draft(target))
+    options = {"max_new_tokens": 30, "do_sample": False}
     if "num_assistant_tokens" not in setting:
         ((name, value),) = setting.items()
         setattr(draft.decoding_config, name, value)
@@ -226,7 +231,8 @@ def test_sizes_that_were_set_are_kept(setting, target):
 
 def test_calls_in_threads_share_what_is_known(standing_clock):
     """Each writes what the target writes alone; the next call begins with what all of them learned."""
-    target, options = make_target(), {"max_new_tokens": 30, "do_sample": False}
+    target = make_target()
+    options = {"max_new_tokens": 30, "do_sample": False}
     prompts = [torch.tensor([[5, 9, 17, first]]) for first in range(20, 26)]
     texts = [target.generate(prompt, **options)[0] for prompt in prompts]
     draft = with_adaptive_length(recognising(target, texts))

@@ -216,7 +216,8 @@ def test_two_threads_compile_at_once(pair):
         options = {**SETTINGS, **ragged_prompts(rows)[0]}
         expected = target.generate(**options).sequences
         calls.append((options, expected, scripted(drafter, expected, error_rate=0.2)))
-    errors, start = [], threading.Barrier(len(calls))
+    errors = []
+    start = threading.Barrier(len(calls))
 
     def run(options, expected, drafter):
         start.wait()

@@ -89,7 +89,8 @@ def picture(name, rows: int) -> dict:
     mask = torch.ones_like(ids)
     ids[:, 6:10] = IMAGE
     for row in range(1, rows):
-        ids[row, :row], mask[row, :row] = 0, 0
+        ids[row, :row] = 0
+        mask[row, :row] = 0
     types = {"mm_token_type_ids": (ids == IMAGE).int()} if name in {*GRIDS, "gemma4"} else {}
     if name in GRIDS:
         pixels = {

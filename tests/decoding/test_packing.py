@@ -289,7 +289,8 @@ def test_only_a_new_call_sees_uncounted_changes(change):
 
 def test_weights_of_any_shape_are_packed():
     """Rows that are no multiple of 8 bytes, and a row of a larger matrix."""
-    odd, part = nn.Linear(7, 8), nn.Linear(8, 1, bias=False)
+    odd = nn.Linear(7, 8)
+    part = nn.Linear(8, 1, bias=False)
     part.weight = nn.Parameter(torch.randn(3, 9)[:1, :8])  # contiguous, and rows would lie 9 apart
     for layer in (odd, part):
         x = torch.randn(2, layer.in_features)

@@ -64,7 +64,8 @@ REASONS = [  # the reason, and the call
 def test_plain_decoding_warns_with_its_reason(reason, arguments, caplog):
     call = call_of(**arguments)
     draft = make_draft(call.target)
-    plain, drafted = call(), call(draft)
+    plain = call()
+    drafted = call(draft)
     assert difference(plain, drafted, tolerance=0.0) is None and drafted.lengths == [[]] * len(call.pads)
     warnings = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
     assert len(warnings) == 1 and reason in warnings[0] and warnings[0].endswith(".")

@@ -45,7 +45,8 @@ def test_text_is_copied_where_it_repeats_itself(text, limit, copied):
 def test_copied_passage_occurred_before(seed):
     """It is followed while the text agrees with it; else the last place of the last two tokens is found."""
     draws = random.Random(seed)
-    text, passage = [draws.randrange(4) for _ in range(300)], None
+    text = [draws.randrange(4) for _ in range(300)]
+    passage = None
     lookup = read([])
     for end, token in enumerate(text, start=1):
         lookup.extend([token])
@@ -57,7 +58,8 @@ def test_copied_passage_occurred_before(seed):
 
 
 def test_calibration_learns_from_generated_text():
-    fresh, good = read(LOOP * 9), read(LOOP, LOOP * 9)
+    fresh = read(LOOP * 9)
+    good = read(LOOP, LOOP * 9)
     bad = read([], [token for number in range(9) for token in (1, 2, 10 + number)] + [1, 2])
     expected = [lookup.propose(4)[1] for lookup in (bad, fresh, good)]
     assert expected[0][1] < 0.15 < expected[1][1] < expected[2][1] and expected[2][4] > 3.3
@@ -65,7 +67,8 @@ def test_calibration_learns_from_generated_text():
 
 def test_copies_are_drafted_in_a_call():
     """Those of an untrained drafter are rejected: what is accepted was copied, and what follows a prompt's loop is."""
-    target, prompt = make_target(), torch.tensor([[*LOOP * 3, 40, 41, *LOOP]])
+    target = make_target()
+    prompt = torch.tensor([[*LOOP * 3, 40, 41, *LOOP]])
     draft = make_draft(target, block_size=6)
     draft.decoding_config.block_size = None
     options = {"input_ids": prompt, "max_new_tokens": 90, "do_sample": False, "return_dict_in_generate": True}

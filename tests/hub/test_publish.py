@@ -162,7 +162,8 @@ def test_rerun_finishes_interrupted_upload(folder, hub):
         publish(folder, REPO, facts=FACTS)
     assert hub.commits == [] and contents(folder) == before
     # huggingface_hub itself gets over a short interruption; what arrived before is not sent again.
-    hub.drop, hub.uploads = 1, 0
+    hub.drop = 1
+    hub.uploads = 0
     publish(folder, REPO, facts=FACTS)
     assert hub.uploads == 2 and len(hub.commits) == 1
     assert hub.files[REPO]["model.safetensors"] == before["model.safetensors"]

@@ -146,7 +146,8 @@ def test_eight_bit_drafter_is_loaded_as_a_plain_one(kind, tmp_path):
         assert torch.equal(parameter, expected)
 
 
-F8, I8 = torch.float8_e4m3fn, torch.int8
+F8 = torch.float8_e4m3fn
+I8 = torch.int8
 REFUSED = {
     "eight bits": (
         None,

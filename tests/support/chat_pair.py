@@ -44,7 +44,9 @@ def answer(request: str, thinking: bool) -> str:
     letter = LETTERS.index(request[-1])
     text = ""
     for _ in range(LENGTH):
-        before, letter = letter, (order[letter] + (0 if letter % 3 else before % 3)) % len(LETTERS)
+        following = (order[letter] + (0 if letter % 3 else before % 3)) % len(LETTERS)
+        before = letter
+        letter = following
         text += LETTERS[letter]
     return text
 

@@ -182,7 +182,8 @@ def vllm(target_folder: str, trust: bool):
         cos, sin = (half[:, None] for half in table[positions].chunk(2, -1))
         x = q.view(len(positions), -1, size)
         half = cos.shape[-1]
-        first, second = x[..., :half].clone(), x[..., half : 2 * half].clone()
+        first = x[..., :half].clone()
+        second = x[..., half : 2 * half].clone()
         x[..., :half] = first * cos - second * sin
         x[..., half : 2 * half] = second * cos + first * sin
 

@@ -39,7 +39,8 @@ SECONDS = 120
 BYTES = 4 << 30
 # Live bytes at the peak of a call may grow by so many from 24 to 120 tokens: caches of a tiny model take a few hundred
 # kilobytes, a graph of every round took 100 MB.
-SHORT, LONG = 24, 120
+SHORT = 24
+LONG = 120
 MOST_GROWTH = 4 << 20
 ROLLBACK = {"SlotSession": "slots", "ReplaySession": "slots, recurrent layers replayed"}
 
@@ -95,10 +96,12 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     try:
         draft = make_draft(target, BLOCK_SIZE)
     except ValueError as error:
-        outcome.verdict, outcome.detail = "refused", str(error)
+        outcome.verdict = "refused"
+        outcome.detail = str(error)
         return outcome
     except Exception as error:
-        outcome.verdict, outcome.detail = "error", _summary(error)
+        outcome.verdict = "error"
+        outcome.detail = _summary(error)
         return outcome
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
@@ -108,10 +111,12 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
             with recorded_gradients() as recorded:
                 output = _generated(target, rows, scripted(draft, text, ERROR_RATE))
             if recorded:
-                outcome.verdict, outcome.detail = "leaks", f"gradients are recorded in {recorded[0]}"
+                outcome.verdict = "leaks"
+                outcome.detail = f"gradients are recorded in {recorded[0]}"
                 return outcome
             if output.sequences.shape != text.shape or not torch.equal(output.sequences, text):
-                outcome.verdict, outcome.detail = "wrong", _difference(target, rows, output.sequences, text)
+                outcome.verdict = "wrong"
+                outcome.detail = _difference(target, rows, output.sequences, text)
                 return outcome
             lengths = [n for row in output.acceptance_lengths for n in row]
             tau.append(sum(lengths) / len(lengths) if lengths else math.nan)
@@ -122,15 +127,19 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
                 outcome.detail = f"{outcome.growth:,} bytes more after {LONG} tokens than after {SHORT}"
                 return outcome
     except Exception as error:
-        outcome.verdict, outcome.detail = "error", _summary(error)
+        outcome.verdict = "error"
+        outcome.detail = _summary(error)
         return outcome
     outcome.tau = tuple(tau)
     if not any(math.isnan(number) for number in tau):
-        outcome.verdict, outcome.detail = "right", ROLLBACK[capabilities_of(target).session.__name__]
+        outcome.verdict = "right"
+        outcome.detail = ROLLBACK[capabilities_of(target).session.__name__]
     elif warnings.messages:
-        outcome.verdict, outcome.detail = "plain", warnings.messages[0].removeprefix("Decoding without the drafter: ")
+        outcome.verdict = "plain"
+        outcome.detail = warnings.messages[0].removeprefix("Decoding without the drafter: ")
     else:
-        outcome.verdict, outcome.detail = "error", "decoded without the drafter and without a warning"
+        outcome.verdict = "error"
+        outcome.detail = "decoded without the drafter and without a warning"
     return outcome
 
 

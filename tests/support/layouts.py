@@ -29,7 +29,8 @@ TRUTH = {
     "mask_token_id": 95,
     "target_layer_ids": [0, 2, 3],
 }
-FULL, SLIDING = ["full_attention"] * 3, ["sliding_attention"] * 3
+FULL = ["full_attention"] * 3
+SLIDING = ["sliding_attention"] * 3
 MIXED = ["sliding_attention", "sliding_attention", "full_attention"]
 # Of a drafter over every fourth token: draft id i is the target's id 4 * i.
 OWN_HEAD = {

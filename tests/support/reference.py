@@ -29,7 +29,8 @@ def frequencies(config, theta):
     def pair_that_turns(times):
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(pair_that_turns(32.0)), 0), min(math.ceil(pair_that_turns(1.0)), dim - 1)
+    low = max(math.floor(pair_that_turns(32.0)), 0)
+    high = min(math.ceil(pair_that_turns(1.0)), dim - 1)
     ramp = [min(max((i - low) / max(high - low, 0.001), 0.0), 1.0) for i in range(dim // 2)]
     return [f / factor * r + f * (1 - r) for f, r in zip(plain, ramp)], 0.1 * math.log(factor) + 1.0
 
@@ -40,7 +41,8 @@ def rotate(x, position, table):
     half = len(angles)
     out = x.clone()
     for i, angle in enumerate(angles):
-        c, s = math.cos(position * angle) * scale, math.sin(position * angle) * scale
+        c = math.cos(position * angle) * scale
+        s = math.sin(position * angle) * scale
         out[i] = x[i] * c - x[i + half] * s
         out[i + half] = x[i + half] * c + x[i] * s
     return out
@@ -74,7 +76,8 @@ def draft_hidden_states(tensors, config, features, block):
     eps = config["rms_norm_eps"]
     theta = config["rope_theta"]
     dim = config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     v_dim = config.get("v_head_dim", dim)
     v_scale = config.get("attention_value_scale", 1.0)
     table = frequencies(config, theta)
@@ -83,7 +86,8 @@ def draft_hidden_states(tensors, config, features, block):
     past = len(features)
     size = len(block)
     hidden = block * config.get("input_embedding_scale", 1.0)
-    taps, group = config.get("conv_kernel_size"), config.get("conv_group_size")
+    taps = config.get("conv_kernel_size")
+    group = config.get("conv_group_size")
 
     def project(x, prefix, name):
         bias = tensors.get(f"{prefix}{name}.bias")
@@ -112,7 +116,8 @@ def draft_hidden_states(tensors, config, features, block):
             for slot in range(size):
                 for head in range(heads):
                     q = rotate(rms_norm(queries[slot, head], tensors[f"{p}q_norm.weight"], eps), past + slot, table)
-                    scores, seen = [], []
+                    scores = []
+                    seen = []
                     for j in range(past + size):
                         if causal and j > past + slot:
                             continue
@@ -129,7 +134,8 @@ def draft_hidden_states(tensors, config, features, block):
             return project(attended.reshape(size, -1), p, "o_proj")
 
         def mlp(x, m=f"layers.{layer}.mlp."):
-            gate, up = x @ tensors[f"{m}gate_proj.weight"].T, x @ tensors[f"{m}up_proj.weight"].T
+            gate = x @ tensors[f"{m}gate_proj.weight"].T
+            up = x @ tensors[f"{m}up_proj.weight"].T
             return (gate * torch.sigmoid(gate) * up) @ tensors[f"{m}down_proj.weight"].T
 
         x = rms_norm(hidden, tensors[f"layers.{layer}.input_layernorm.weight"], eps)
@@ -214,7 +220,8 @@ def markov_bias(tensors, config, state, before, h):
 def gru_step(tensors, state, x):
     """One step of a GRU without biases, gate by gate."""
     width = len(state)
-    of_input, of_state = tensors["prefix_gru.weight_ih_l0"] @ x, tensors["prefix_gru.weight_hh_l0"] @ state
+    of_input = tensors["prefix_gru.weight_ih_l0"] @ x
+    of_state = tensors["prefix_gru.weight_hh_l0"] @ state
     reset, update = (torch.sigmoid((of_input + of_state)[i * width :][:width]) for i in range(2))
     candidate = torch.tanh(of_input[2 * width :] + reset * of_state[2 * width :])
     return (1 - update) * candidate + update * state

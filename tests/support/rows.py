@@ -13,7 +13,8 @@ def ragged_prompts(rows: int, longest: int = 11, seed: int = 0):
     pads = [0] + [int(torch.randint(0, longest - 2, (1,), generator=random)) for _ in range(rows - 1)]
     mask = torch.ones_like(ids)
     for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
+        ids[row, :pad] = 0
+        mask[row, :pad] = 0
     return {"input_ids": ids, "attention_mask": mask}, pads
 
 

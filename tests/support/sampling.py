@@ -56,9 +56,11 @@ def assert_follows(counts, expected):
     draws = sum(counts.values())
     assert all(counts[text] == 0 for text, p in expected.items() if p == 0)
     common = [text for text, p in expected.items() if p * draws >= 5]
-    observed, wanted = [counts[text] for text in common], [expected[text] * draws for text in common]
+    observed = [counts[text] for text in common]
+    wanted = [expected[text] * draws for text in common]
     rest = draws - sum(wanted)
     if rest > 1e-3 * draws:
-        observed, wanted = [*observed, draws - sum(observed)], [*wanted, rest]
+        observed = [*observed, draws - sum(observed)]
+        wanted = [*wanted, rest]
     scale = sum(observed) / sum(wanted)
     assert chisquare(observed, [w * scale for w in wanted]).pvalue > 0.001

@@ -74,7 +74,8 @@ class RecognisingDraft(ScriptedDraft):
         first = hidden_states[:, 1]  # [R, H]
         distances = (self.first_states[size][:, start] - first).norm(dim=-1) / first.norm(dim=-1)  # [T, R]
         nearest, number = distances.min(dim=0)  # [R]
-        number = number + (nearest >= self.tolerance) * (texts // 2)  # it is none of them: something else
+        is_known = nearest < self.tolerance
+        number = torch.where(is_known, number, number + texts // 2)  # it is none of them: something else
         return number[:, None] * width + start[:, None] + torch.arange(1, size, device=start.device)
 
     def learn(self, slots: int) -> None:

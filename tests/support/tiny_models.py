@@ -10,8 +10,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 
-VOCAB, LAYERS = 96, 4
-WIDTH, HEAD = 32, 8
+VOCAB = 96
+LAYERS = 4
+WIDTH = 32
+HEAD = 8
 LAST_TEXT_TOKEN = 85  # those after it stand for images, audio and the drafter's mask
 # Factors on all matrices, and on the embedding besides; the first pair is taken whose text is diverse.
 GAINS = ((20.0, 1.0), (20.0, 20.0), (8.0, 20.0), (8.0, 1.0), (3.0, 1.0), (60.0, 1.0))
@@ -141,7 +143,8 @@ def prompts(rows: int, longest: int = 11, seed: int = 0):
     pads = [0] + [int(torch.randint(1, longest - 2, (1,), generator=random)) for _ in range(rows - 1)]
     mask = torch.ones_like(ids)
     for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
+        ids[row, :pad] = 0
+        mask[row, :pad] = 0
     return {"input_ids": ids, "attention_mask": mask}, pads
 
 

@@ -196,7 +196,8 @@ def rows_of(path):
 
 def test_longer_file_begins_with_the_shorter_one(folder, pair, tmp_path, capsys):
     """Whatever is sampled together, and where a kill cut it off: in the end the file is that of a single run."""
-    output, single_run = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    output = tmp_path / "out.jsonl"
+    single_run = tmp_path / "whole.jsonl"
     assert write(capsys, folder, single_run, 15)[0] == 0 and rows_of(single_run) == generate_prompts(*pair, 15, BRIEF)
     for count in (1, 4, 9, 15):
         if output.exists():
@@ -216,7 +217,8 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     template.write_text((folder / "chat_template.jinja").read_text(encoding="utf-8") + " ", encoding="utf-8")
     code, _, error = write(capsys, folder, output, 6, "--chat-template", str(template))
     assert code == 1 and "was started with template=" in error
-    foreign, notes = tmp_path / "foreign.jsonl", tmp_path / "foreign.jsonl.settings.json"
+    foreign = tmp_path / "foreign.jsonl"
+    notes = tmp_path / "foreign.jsonl.settings.json"
     foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
     notes.write_text('{"raw": true}')
     code, _, error = write(capsys, folder, foreign, 6)
@@ -228,7 +230,8 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
 
 def test_regenerate_answers_the_requests(folder, tmp_path, capsys):
     pytest.importorskip("datasets")
-    prompts, responses = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    responses = tmp_path / "responses.jsonl"
     assert write(capsys, folder, prompts, 5)[0] == 0
     options = ("--output", responses, "--max-new-tokens", "8", "--device", "cpu")
     assert main(["regenerate", "--data", str(prompts), "--target", str(folder), *map(str, options)]) == 0

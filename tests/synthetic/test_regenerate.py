@@ -121,7 +121,8 @@ def test_raw_prompts_skip_the_chat_template(folder, data, tmp_path, capsys):
 @pytest.mark.parametrize("rows", [(), ("--batch-size", 5)])
 def test_answers_end_with_the_context(rows, tmp_path, capsys):
     """Learned positions ended each run and its resumes; one broken row of ten megabytes took the memory of all."""
-    data, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
+    data = tmp_path / "long.jsonl"
+    output = tmp_path / "out.jsonl"
     folder = save_target(tmp_path / "target", family="gpt2", n_positions=64)
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 60, "2?")), encoding="utf-8")
     code, out, _ = regenerate(capsys, data, folder, output, "--device", "cpu", "--max-new-tokens", 999, *rows)
@@ -149,7 +150,8 @@ def chats(tmp_path):
 def test_ten_interruptions_lose_and_repeat_nothing(turns, folder, chats, tmp_path, capsys, monkeypatch):
     """Samples too are those of a single run, whatever decodes beside them: cut at any byte, gone on with any batch."""
     options = ("--device", "cpu", "--temperature", "1.2", "--seed", "3", "--turns", turns)
-    single_run, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    single_run = tmp_path / "whole.jsonl"
+    torn = tmp_path / "torn.jsonl"
     assert regenerate(capsys, chats, folder, single_run, *options, "--batch-size", "5")[0] == 0
     generator = random.Random(0)
     append = ResponseFile.write_row
@@ -194,7 +196,8 @@ def test_ten_interruptions_lose_and_repeat_nothing(turns, folder, chats, tmp_pat
 def test_other_settings_are_not_mixed(options, difference, begun, folder, data, tmp_path, capsys, monkeypatch):
     """Rows 0-3 in one format and 4-7 in another, without a word."""
     monkeypatch.chdir(tmp_path)
-    output, template = tmp_path / "out.jsonl", tmp_path / "other.jinja"
+    output = tmp_path / "out.jsonl"
+    template = tmp_path / "other.jinja"
     template.write_text(CHATML.replace("<|im_end|>", "<|im_end|>\n"), encoding="utf-8")
     for path in begun.glob("out.jsonl*"):
         shutil.copy(path, tmp_path)
@@ -248,7 +251,8 @@ def test_changed_generation_config_is_noticed(folder, data, tmp_path, capsys):
 
 def test_other_files_are_refused_and_kept(folder, data, tmp_path, capsys):
     """A file of one unfinished line was taken for a response that a kill had cut off, and removed."""
-    output, notes = tmp_path / "out.jsonl", tmp_path / "out.jsonl.settings.json"
+    output = tmp_path / "out.jsonl"
+    notes = tmp_path / "out.jsonl.settings.json"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
     lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
     same_settings = notes.read_text(encoding="utf-8")
@@ -546,7 +550,8 @@ def test_errors_are_one_line(options, status, message, folder, data, tmp_path, c
     try:
         code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *options)
     except SystemExit as stopped:
-        code, error = stopped.code, capsys.readouterr().err
+        code = stopped.code
+        error = capsys.readouterr().err
     assert code == status and message in error
     assert data.read_bytes() == before and not list(tmp_path.glob("prompts.jsonl.*"))
     assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_bytes()

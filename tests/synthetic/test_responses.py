@@ -133,7 +133,8 @@ def test_common_prefix_is_prefilled_once(family, monkeypatch):
     """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""
     target = make_target(family, attn="eager" if family == "gpt_oss" else "sdpa")
     begin, *ends = make_prompts(9, 12, seed=5)
-    begin, ends[0] = (begin * 60)[:40], (ends[0] * 60)[:170]
+    begin = (begin * 60)[:40]
+    ends[0] = (ends[0] * 60)[:170]
     prompts = [begin + end for end in ends] + [begin, begin + ends[0], begin[:5], [*begin[:38], 1]]
     config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=24)
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
@@ -252,7 +253,8 @@ def test_each_prompt_has_one_answer(target):
     prompts = make_prompts(5)
     for config in (SAMPLED, GenerationConfig(repetition_penalty=5.0, pad_token_id=0)):
         several = copy.deepcopy(config)
-        several.num_return_sequences, several.return_dict_in_generate = 2, True
+        several.num_return_sequences = 2
+        several.return_dict_in_generate = True
         assert all_of(target, prompts, 20, several, 3) == all_of(target, prompts, 20, config, 3)
 
 

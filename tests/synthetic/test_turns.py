@@ -38,7 +38,8 @@ def task_of(row, index=0, every_turn=False):
 
 
 CALL = chat_message("assistant", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}])
-RESULT, SYSTEM = chat_message("tool", "4"), chat_message("system", "Be kind.")
+RESULT = chat_message("tool", "4")
+SYSTEM = chat_message("system", "Be kind.")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,8 @@ def turns_by_generate(target, encoder, row):
     """The turns of a row by `generate`, one after another: messages, and ids of prompt and answer."""
     messages = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row.get("messages")
     messages = messages or [SYSTEM, user("Hi"), other("no"), user("Bye")]
-    messages_so_far, tokens = [], []
+    messages_so_far = []
+    tokens = []
     for turn in split_turns(messages):
         messages_so_far += turn
         kwargs = row.get("chat_template_kwargs", {})

@@ -111,7 +111,8 @@ def test_block_equals_one_written_by_hand():
     """Slot k predicts the token at a + k: nothing is shifted, neither labels against ids nor ids against the mask."""
     input_ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
     loss_mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
-    anchors, valid = torch.tensor([[2, 4, 0]]), torch.tensor([[True, True, False]])
+    anchors = torch.tensor([[2, 4, 0]])
+    valid = torch.tensor([[True, True, False]])
     blocks = build_blocks(input_ids, loss_mask, anchors, valid, block_size=3, mask_token_id=99)
     assert blocks.input_ids.tolist() == [[12, 99, 99, 14, 99, 99, 10, 99, 99]]
     assert blocks.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3, 4, 4, 5, 6, 0, 1, 2]]

@@ -102,7 +102,8 @@ def test_removed_time_limit_no_longer_applies(clock, tmp_path):
     """The next run ended after a step: the time of the first was over."""
     trainer = run(tmp_path, 10 / 60, save_strategy="no")
     trainer.train()
-    trainer.args.max_minutes, trainer.args.max_steps = None, 3
+    trainer.args.max_minutes = None
+    trainer.args.max_steps = 3
     trainer.train()
     assert trainer.state.global_step == 3 and trainer.progress == 1.0
 
@@ -150,7 +151,8 @@ def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
 
 def counted(trainer):
     """What a trainer tells about the number of its steps, and its warnings."""
-    messages, warnings = [], []
+    messages = []
+    warnings = []
     trainer.remove_callback(StepCountCallback)
     trainer.add_callback(StepCountCallback(messages.append, warnings.append))
     trainer.train()

@@ -82,7 +82,8 @@ def test_stored_row_equals_the_targets_features(target, stored):
 @pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
 def test_stored_loss_is_the_loss_without_the_layers(loss_type, tmp_path):
     rows = [*uneven_rows(), *counting_rows(2)]
-    losses, tau = [], []
+    losses = []
+    tau = []
     for offline in (False, True):
         target = make_target()
         loss = {"max_steps": 3, "loss_type": loss_type}

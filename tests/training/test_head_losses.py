@@ -28,7 +28,8 @@ def a_batch(with_teacher, tokens=7, vocab=12):
     hidden = of(1, 1, tokens, 6)
     queries = of(tokens - 2, 3)
     bias = of(3, vocab)
-    weight, states = of(vocab, 6), of(tokens, 6)
+    weight = of(vocab, 6)
+    states = of(tokens, 6)
     labels = torch.randint(vocab, (1, 1, tokens), generator=random)
     counted = torch.ones_like(labels, dtype=torch.bool)
     counted[..., 0] = counted[..., 4] = False

@@ -105,7 +105,8 @@ def test_default_holds_out_a_twentieth(conversations, expected):
 
 
 def test_conversation_key_hashes_prompt_and_images():
-    ids, mask = np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])
+    ids = np.array([5, 6, 7, 8])
+    mask = np.array([0, 0, 1, 1])
     key = conversation_key(ids, mask)
     assert key == conversation_key(np.array([5, 6, 9]), np.array([0, 0, 1]))
     assert key != conversation_key(ids, mask, ["a.png"]) != conversation_key(ids, mask, ["b.png"])
@@ -122,7 +123,8 @@ def test_run_never_trains_on_held_out_rows(source, folder, data, tmp_path):
     if source == "features":
         rows = store(folder, data, tmp_path / "features")
     trainer = run(folder, rows, tmp_path / "out", *settings)
-    trained, held_out = texts_of(trainer.train_dataset), texts_of(trainer.eval_dataset)
+    trained = texts_of(trainer.train_dataset)
+    held_out = texts_of(trainer.eval_dataset)
     assert not trained.keys() & held_out.keys()
     assert len(numbers_in(held_out)) == 4 and not numbers_in(trained) & numbers_in(held_out)
     assert source == "store_rows" or len(numbers_in(trained)) == ROWS - 4

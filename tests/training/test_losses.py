@@ -121,7 +121,7 @@ def test_logits_never_exist_all_at_once(kind):
 
 def sizes_of_chunks(counted, size):
     total = int(counted.sum())
-    return [size] * (total // size) + [total % size] * (total % size > 0)
+    return [min(size, total - start) for start in range(0, total, size)]
 
 
 class Scaled(LogitsHead):
@@ -281,7 +281,8 @@ def statistics_of(*batches):
     """The sums over batches, each of the correct and the counted slots."""
     sums = Statistics.zeros(torch.device("cpu"))
     for correct, counted in batches:
-        correct, counted = torch.tensor(correct, dtype=torch.bool), torch.tensor(counted, dtype=torch.bool)
+        correct = torch.tensor(correct, dtype=torch.bool)
+        counted = torch.tensor(counted, dtype=torch.bool)
         normalizer = counted.sum((1, 2)) * 0.5
         sums = sums.add(block_statistics(correct, counted, 2 * normalizer, normalizer))
     return sums

@@ -132,7 +132,8 @@ def test_training_step_equals_other_projects(name, tmp_path, monkeypatch):
     rows = [{"input_ids": batch.ids[0].tolist(), "loss_mask": batch.mask[0].int().tolist()}]
     arguments = {"loss_decay_gamma": peers.GAMMA, **arguments}
     trainer = make_trainer(tmp_path, target, rows, draft.train(), max_steps=4, **arguments)
-    trainer.state.max_steps, trainer.state.global_step = 4, 1
+    trainer.state.max_steps = 4
+    trainer.state.global_step = 1
     our_states = states_of(draft)
     inputs = {**trainer.data_collator(rows), "anchors": anchors, "valid": valid}
     build = trainer.objective.build_blocks

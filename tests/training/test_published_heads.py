@@ -62,12 +62,14 @@ def test_loss_of_a_head_equals_the_oracle(kind, loss_type, tmp_path, monkeypatch
     draft = trained(target, PUBLISHED[kind])
     rows = counting_rows(2)
     trainer = make_trainer(tmp_path, target, rows, draft, loss_type=loss_type, max_steps=4, num_anchors=3)
-    trainer.state.max_steps, trainer.state.global_step = 4, 1
+    trainer.state.max_steps = 4
+    trainer.state.global_step = 1
     loss, blocks, recorded = watched(trainer, monkeypatch)
     hidden, labels, counted, before, _ = recorded["args"][:5]
     tensors = draft.state_dict()
     config = draft.config
-    embedding, head = target.get_input_embeddings().weight, target.lm_head.weight
+    embedding = target.get_input_embeddings().weight
+    head = target.lm_head.weight
     total = weights = 0.0
     gamma = {4: 2.0, 5: 2.5}[config.max_block_tokens]
     for i in range(labels.shape[0]):
@@ -142,7 +144,8 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     compared = 0
     slots = slice(1, draft.config.max_block_tokens)
     for i, j in counted.any(-1).nonzero().tolist():
-        anchors, states = before[i, j, 1:2], hidden[i, j : j + 1, slots]
+        anchors = before[i, j, 1:2]
+        states = hidden[i, j : j + 1, slots]
         ids, logits = drafter.candidates(states, [])
         state = drafter.token_head.start(anchors)
         x = anchors

@@ -115,7 +115,8 @@ def test_wrong_setting_is_named(overrides, message):
 
 
 def test_setting_has_one_owner_and_is_listed(capsys):
-    script_fields, training_fields = ScriptArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
+    script_fields = ScriptArguments.__dataclass_fields__
+    training_fields = DFlashTrainingArguments.__dataclass_fields__
     assert not set(script_fields) & set(training_fields)
     listed = {line.strip().split("=")[0] for line in key_lines()}
     assert set(script_fields) | {name for name, field in training_fields.items() if field.init} <= listed

@@ -298,7 +298,8 @@ def test_wrong_run_stores_no_features(settings, message, folder, data, tmp_path,
 @pytest.mark.parametrize("changed", ["layers", "template", "tokenizer"])
 def test_features_of_something_else_are_refused(changed, folder, data, tmp_path, capsys, monkeypatch):
     """Those of a fine-tuned target passed: only embedding and head were compared."""
-    target, features = tmp_path / "target", tmp_path / "features"
+    target = tmp_path / "target"
+    features = tmp_path / "features"
     shutil.copytree(folder, target)
     store(target, data, features, "0", "2")
     if changed == "layers":

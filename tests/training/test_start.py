@@ -17,7 +17,8 @@ from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.start import _copy_weight, initialize_from_target
 
 
-WIDTH, VOCAB = 8, 40
+WIDTH = 8
+VOCAB = 40
 
 
 def test_layers_norm_and_one_feature_are_the_targets():
@@ -42,7 +43,8 @@ def test_target_without_head_norms_keeps_score_size():
     target = make_target("llama")
     draft = make_draft(target, num_hidden_layers=1, target_layer_ids=[0, 1])
     initialize_from_target(draft, target, [2])
-    attention, norm = draft.layers[0].self_attn, draft.layers[0].input_layernorm
+    attention = draft.layers[0].self_attn
+    norm = draft.layers[0].input_layernorm
     states = norm(torch.randn(4000, target.config.hidden_size, generator=torch.Generator().manual_seed(0)))
     for projection, scale in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
         lengths = projection(states).square().mean().sqrt()

@@ -44,7 +44,8 @@ def reference_loss(trainer, rows):
             block[0, 0] = ids[0, anchor]
             hidden = draft(raw_embedding(target, block), features[:, :anchor]).last_hidden_state
             log_q = target.get_output_embeddings()(hidden)[0].log_softmax(-1)
-            values, nll = {}, {}
+            values = {}
+            nll = {}
             for k in range(1, BLOCK):
                 if anchor + k < ids.shape[1] and example["loss_mask"][anchor + k]:
                     log_p = target_logits[anchor + k - 1].log_softmax(-1)
@@ -400,6 +401,7 @@ def test_plain_training_arguments_are_refused(tmp_path):
 
 
 def test_drafter_of_another_target_is_refused(tmp_path):
-    target, other_target = make_target(), make_target(hidden_size=64)
+    target = make_target()
+    other_target = make_target(hidden_size=64)
     with pytest.raises(ValueError, match="hidden_size=64"):
         make_trainer(tmp_path, target, counting_rows(2), make_draft(other_target))

@@ -162,7 +162,8 @@ class ScriptedDraft(DFlashDraftModel):
         return self.rows * width + columns.clamp(max=width - 1)
 
     def draft_logits(self, hidden_states, target_head):
-        codes, rest = hidden_states[..., :_DIGITS], hidden_states[..., _DIGITS:]
+        codes = hidden_states[..., :_DIGITS]
+        rest = hidden_states[..., _DIGITS:]
         with _timed(self.stopwatch, self.device):
             logits = super().draft_logits(nn.functional.pad(rest, (_DIGITS, 0)), target_head)
         places = (codes.to(self.base.device, torch.float32) * self.base).sum(dim=-1).long()
