@@ -15,7 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from dflash_hf.decoding import probe
 from dflash_hf.decoding.attention import SLOT_ATTENTION, attend_to_slots, with_slot_attention
+from dflash_hf.decoding.probe import capabilities_of
 from dflash_hf.modeling.modeling_dflash import additive_mask
 from dflash_hf.targets.clones import original_of
 
@@ -126,6 +128,22 @@ def test_target_with_attention_without_masks_drafts(name, monkeypatch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_target_with_attention_with_masks_drafts(attention):
     assert texts_equal(make_target(attn=attention))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral_sliding", "qwen3_5_text"])
+def test_block_of_one_row_may_be_verified_without_a_mask(family, monkeypatch):
+    monkeypatch.setattr(probe, "prefers_no_mask", lambda target: True)
+    target = make_target(family)
+    assert capabilities_of(target).maskless
+    assert texts_equal(target)
+
+
+def test_target_that_would_attend_to_later_tokens_gets_masks(monkeypatch):
+    monkeypatch.setattr(probe, "prefers_no_mask", lambda target: True)
+    target = make_target()
+    for layer in target.model.layers:
+        layer.self_attn.is_causal = False
+    assert not capabilities_of(target).maskless
 
 
 def test_every_forward_over_slots_repeats_no_keys(monkeypatch):

@@ -197,6 +197,7 @@ def prefilled(call: GenerateCall, draft_session: DraftSession, policy: DraftPoli
             last_index=prompt_length + call.selector.max_new_tokens - 2,  # the last generated token is never read
             max_candidates=1 + policy.max_draft,
             graph=None if graphs is None else graphs.target_forward(tap.layer_ids),
+            omits_masks=call.capabilities.maskless,
         )
         is_complete = False
         # Steps 4, 3, 2 and 1 of the docstring: an exit stack runs its callbacks from the last to the first.

@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from dflash_hf.decoding.acceptance import Acceptance, Block
-from dflash_hf.decoding.attention import takes_slot_masks, with_slot_attention
+from dflash_hf.decoding.attention import prefers_no_mask, takes_slot_masks, with_slot_attention
 from dflash_hf.decoding.recurrent import ReplaySession
 from dflash_hf.decoding.session import SlotSession
 from dflash_hf.decoding.slots import ProbeLengths, recurrent_states
@@ -40,6 +40,7 @@ class TargetCapabilities(NamedTuple):
         trees (`bool`): Whether trees can be verified.
         feature_layers (`frozenset[int]`): Decoder layers whose output is one vector per token; -1: their input.
         failure (`str`, *optional*): Why the probe failed; the next call repeats it.
+        maskless (`bool`): Whether a block of one row is best verified without a mask, and right that way.
         no_masks (`str`, *optional*): The attention that takes no masks of drafts, and why it cannot be replaced.
     """
 
@@ -49,6 +50,7 @@ class TargetCapabilities(NamedTuple):
     trees: bool = False
     feature_layers: frozenset[int] = frozenset()
     failure: str | None = None
+    maskless: bool = False
     no_masks: str | None = None
 
     def fallback_reason(self, name: str, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
@@ -114,7 +116,8 @@ def _probe_key(target) -> tuple:
     Everything that the outcome of a probe depends on and that may change in a target's life.
 
     - The attention implementation: `set_attn_implementation`.
-    - The dtype: `to(dtype)`. It decides how large errors of rounding are, and an implementation may depend on it.
+    - The dtype and the kind of device: `to`. They decide how large errors of rounding are, whether masks are omitted,
+      and an implementation may depend on them.
     - The code of all forwards: quantisation, tensor parallelism and patches replace them, on a class or an instance.
     - How `generate` prepares the inputs of a forward, which patches may also replace.
     - Autocast, in which the target may be called.
@@ -126,7 +129,7 @@ def _probe_key(target) -> tuple:
     update = getattr(update, "__func__", update)
     device = input_device(target).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return attention, target.dtype, forwards, prepare, update, autocast
+    return attention, target.dtype, device, forwards, prepare, update, autocast
 
 
 class Probe:
@@ -176,7 +179,10 @@ class Probe:
                     continue
                 error = self.rollback_error(session_class, padding_columns, with_tree, *expected(padding_columns))
                 if error < self.MAX_EXACT_ERROR:
-                    return TargetCapabilities(session_class, error, padding_columns > 0, with_tree, feature_layers)
+                    supported = TargetCapabilities(
+                        session_class, error, padding_columns > 0, with_tree, feature_layers
+                    )
+                    return supported._replace(maskless=self.is_maskless(session_class))
                 # Not exact: the first attempt that is close. If none is, the smallest error, for the message.
                 if best.session is None and error < best.relative_error:
                     close_class = session_class if error < self.MAX_CLOSE_ERROR else None
@@ -190,25 +196,59 @@ class Probe:
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
         tokens; the second row starts with padding. Infinite if the target cannot be run or rolled back in this way.
         """
-        session = None
         try:
-            cache = empty_cache(self.target)
-            _, positions, _ = self.prefilled(padding, cache)
-            if not session_class.cache_class.can_adopt(cache):
-                return math.inf
-            pads = [0, padding]
-            position_of_first = first_positions(positions, self.PROMPT, pads, self.device)
-            session = session_class(self.target, cache, pads, position_of_first, {})
-            session.cache.probe_lengths = self.PROBE_LENGTHS
-            return self._measure_rollback_error(session, with_tree, expected_logits, expected_states)
+            with self.session(session_class, [0, padding]) as session:
+                session.cache.probe_lengths = self.PROBE_LENGTHS
+                return self._measure_rollback_error(session, with_tree, expected_logits, expected_states)
         except torch.OutOfMemoryError:  # says nothing about the target
             raise
         except Exception as error:  # a target may fail in any way here
             logger.debug("%s cannot roll back with %s: %s", type(self.target).__name__, session_class.__name__, error)
             return math.inf
+
+    def is_maskless(self, session_class: Any) -> bool:
+        """Whether blocks of one row are best verified without a mask, and give the same logits as with one."""
+        if not prefers_no_mask(self.target):
+            return False
+        try:
+            expected = self._logits_of_one_row(session_class, omits_masks=False)
+            actual = self._logits_of_one_row(session_class, omits_masks=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            logger.debug("%s needs the mask of a block: %s", type(self.target).__name__, error)
+            return False
+        return _relative_error(actual, expected) < self.MAX_EXACT_ERROR
+
+    def _logits_of_one_row(self, session_class: Any, omits_masks: bool) -> torch.Tensor:
+        """`[1, n, V]`, of two drafts, the first of which is kept in part."""
+        kept = self.KEPT[0]
+        with self.session(session_class, [0], omits_masks=omits_masks) as session:
+            start = self.PROMPT
+            first_logits, _ = session.verify(Block(self.tokens[:1, start : start + self.DRAFT]))
+            session.keep(Acceptance.from_counts([kept], self.device))
+            start += kept
+            second_logits, _ = session.verify(Block(self.tokens[:1, start : start + self.SECOND_DRAFT]))
+        return torch.cat([first_logits, second_logits], dim=1)
+
+    @contextlib.contextmanager
+    def session(self, session_class: Any, padding: list[int], **options):
+        """
+        A session after the prompt, in as many rows as `padding` has numbers of columns.
+
+        Raises:
+            `ValueError`: the cache cannot be moved into slots.
+        """
+        cache = empty_cache(self.target)
+        _, positions, _ = self.prefilled(padding, cache)
+        if not session_class.cache_class.can_adopt(cache):
+            raise ValueError(f"{type(cache).__name__} does not fit into slots")
+        position_of_first = first_positions(positions, self.PROMPT, padding, self.device)
+        session = session_class(self.target, cache, padding, position_of_first, {}, **options)
+        try:
+            yield session
         finally:
-            if session is not None:
-                session.free()
+            session.free()
 
     def _measure_rollback_error(self, session, with_tree: bool, expected_logits, expected_states) -> float:
         # 1. A draft of which each row keeps another number of tokens; the others are wrong.
@@ -237,16 +277,17 @@ class Probe:
             errors.append(_relative_error(logits, expected_logits[row, : len(logits)]))
         return max(errors)
 
-    def prefilled(self, padding: int, cache) -> tuple:
+    def prefilled(self, padding: list[int], cache) -> tuple:
         """The output for the prompt, its positions, and the arguments of the next forward, as in `generate`."""
         target = self.target
-        tokens = self.tokens[:, : self.PROMPT]
+        tokens = self.tokens[: len(padding), : self.PROMPT]
         mask = torch.ones_like(tokens)
-        mask[1, :padding] = 0
+        for row, columns in enumerate(padding):
+            mask[row, :columns] = 0
         arguments = {cache_argument(target): cache, "use_cache": True, "attention_mask": mask}
         if "position_ids" in inspect.signature(target.forward).parameters:
             arguments["position_ids"] = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
-        if padding:
+        if any(padding):
             inputs = target.prepare_inputs_for_generation(tokens, is_first_iteration=True, **arguments)
         else:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -260,7 +301,7 @@ class Probe:
         """
         target = self.target
         cache = empty_cache(target)
-        output, _, arguments = self.prefilled(padding, cache)
+        output, _, arguments = self.prefilled([0, padding], cache)
         logits = []
         states = {}
         for step in range(1, self.COLUMNS - self.PROMPT + 1):

@@ -12,7 +12,7 @@ import torch
 from transformers import masking_utils
 
 from dflash_hf.decoding.acceptance import Acceptance
-from dflash_hf.decoding.attention import prefers_no_mask, with_slot_attention
+from dflash_hf.decoding.attention import with_slot_attention
 from dflash_hf.decoding.masks import LayerMaskRule, verification_mask
 from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.slots import SlotCache
@@ -40,6 +40,8 @@ class SlotSession:
             since the target may have no others.
         max_candidates (`int`): Maximum number of tokens of a round's candidates, anchor included.
         graph (`CompiledForward`, *optional*): Runs the forward; shapes are fixed then.
+        omits_masks (`bool`): Whether blocks are attended to without a mask where that is possible; ignored if there
+            are several rows.
 
     Class attributes:
         cache_class (`type[SlotCache]`): What takes the prompt's cache over.
@@ -47,7 +49,6 @@ class SlotSession:
 
     Attributes:
         target (`PreTrainedModel`): The target, or a clone of it whose attention reads slots without repeating them.
-        omits_masks (`bool`): Whether blocks are attended to without a mask where that is possible.
         lengths (`RowLengths`): Tokens of each row that the cache holds.
     """
 
@@ -65,10 +66,11 @@ class SlotSession:
         last_index: int | None = None,
         max_candidates: int = 0,
         graph=None,
+        omits_masks: bool = False,
     ):
         # Graphs are made of the target itself: they outlive a call.
         self.target = target if graph is not None else with_slot_attention(target)
-        self.omits_masks = len(padding) == 1 and self.target is not target and prefers_no_mask(target)
+        self.omits_masks = omits_masks and len(padding) == 1 and self.target is not target
         self.caller_cache = cache
         self.padding = padding
         self.first_positions = first_positions
