@@ -108,9 +108,9 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, m
             grown = draft_tree(drafter, anchors, [2, 3], nodes=6)
             after, features = session.verify(grown)
             counts, path = grown.longest_match(after.argmax(dim=-1))
-            verdict = Acceptance.from_paths([row[:count] for row, count in zip(path.tolist(), [2, 1])], target_device)
-            session.keep(verdict)
-            drafter.context.read(verdict.select(features), verdict)
+            acceptance = Acceptance([[0, 1], [0]], counts, path)
+            session.keep(acceptance)
+            drafter.context.read(acceptance.select(features), acceptance)
     for tensor in (block.tokens, logits, *grown[:5], after, path, counts):
         assert tensor.device == torch.device(target_device)
     assert drafter.context.cache.layers[0].keys.device == torch.device(draft_device)
