@@ -144,7 +144,8 @@ def test_slots_take_the_memory_of_the_formula(rows, new_tokens, window):
     original = SlotCache.set_next_indices
 
     def set_next_indices(cache, *indices):
-        bytes_of_caches[cache] = max(bytes_of_caches[cache], cache.nbytes)
+        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.filled_layers)
+        bytes_of_caches[cache] = max(bytes_of_caches[cache], nbytes)
         original(cache, *indices)
 
     with mock.patch.object(SlotCache, "set_next_indices", set_next_indices):
