@@ -246,7 +246,7 @@ def drafted_block(target, draft, length: int) -> int:
     context.cache.reserve(length + 2 * BLOCK)
     anchors = torch.zeros(1, dtype=torch.long, device="meta")
     with counting() as counted:
-        session.decode_block(anchors, session.hidden_states(anchors), [])
+        session.decode_block(anchors, session.hidden_states(anchors))
     return counted.moved
 
 

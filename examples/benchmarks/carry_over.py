@@ -128,7 +128,7 @@ class Arm:
             position_ids=blocks.position_ids,
         ).last_hidden_state.float()
         hidden = hidden.unflatten(1, (-1, draft.config.block_size))  # [N, A, B, H]
-        drafted = self.drafter.decode_block(blocks.labels[..., 0].flatten(), hidden[:, :, 1:].flatten(0, 1), [])
+        drafted = self.drafter.decode_block(blocks.labels[..., 0].flatten(), hidden[:, :, 1:].flatten(0, 1))
         drafted = drafted.view_as(blocks.labels)
         right = (drafted == blocks.labels) & blocks.counted
         return drafted, right[..., 1:].long().cumprod(-1).sum(-1)

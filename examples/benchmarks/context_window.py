@@ -172,7 +172,7 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     lengths = []
     drafter.context.lengths = RowLengths([start], drafter.context.device)
     while start + (1 if ended else size) < len(text):
-        block = drafter.draft_block(text[start, None], []).tokens[0, 1:]
+        block = drafter.draft_block(text[start, None]).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
@@ -203,7 +203,7 @@ def times(pair: LoadedPair, repeats: int = 30) -> None:
     def draft(slots, drafter):
         drafter.context.lengths = RowLengths([int(slots[0, 0])], drafter.context.device)
         drafter.context.pending = [(features, slots[:, :2] - 2)]
-        drafter.draft_block(slots[:, 0], [])
+        drafter.draft_block(slots[:, 0])
 
     work = {"verify": verify} | {
         f"draft {window}": partial(draft, drafter=drafter_of_window) for window, drafter_of_window in drafters.items()

@@ -145,7 +145,7 @@ class World:
         self.chances = torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
         return self.chances
 
-    def logits(self, hidden, lengths) -> torch.Tensor:
+    def logits(self, hidden) -> torch.Tensor:
         rest = (1 - hidden.sum(-1, keepdim=True)).clamp(min=1e-9) / self.OTHERS
         return torch.cat([rest, hidden, rest.expand(-1, -1, self.OTHERS - 1)], dim=-1).log()
 
@@ -154,7 +154,7 @@ class World:
         return Block(torch.cat([self.anchors[:, None], torch.ones(self.rows, BLOCK - 1, dtype=torch.long)], dim=1))
 
     def tree(self, nodes: int):
-        return draft_tree(self, self.anchors, [], nodes)
+        return draft_tree(self, self.anchors, nodes)
 
     def verdict(self, draft) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """How far the target agrees with what was drafted last."""
@@ -199,7 +199,6 @@ def decode(costs, rows: int, sure: float, others: float, policy: AdaptiveLength 
         remaining_tokens=NEW,
         done=False,
         anchors=world.anchors,
-        sample_indices=[],
     )
     while not text.done:
         draft = world.block() if policy is None else policy.get_candidates(text)

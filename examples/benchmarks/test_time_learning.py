@@ -487,11 +487,11 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                 drafted = looked_up
             elif key in text.hidden and fixed:
                 drafter.hidden = text.hidden[key]
-                drafted = drafter.decode_block(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
+                drafted = drafter.decode_block(text.tokens[None, start], drafter.hidden)[0, 1:].tolist()
             else:
                 if read < start:
                     drafter.context.read(text.features[None, read:start], Acceptance.from_counts([start - read]))
-                drafted = drafter.draft_block(text.tokens[None, start], []).tokens[0, 1:].tolist()
+                drafted = drafter.draft_block(text.tokens[None, start]).tokens[0, 1:].tolist()
                 read = start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock

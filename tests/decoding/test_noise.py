@@ -49,13 +49,12 @@ def test_noise_foretells_torchs_samples(temperature, dtype):
     generator = seeded(3)
     noise = SamplingNoise(seeded(3), 2, temperature)
     scores = logits / temperature
-    lengths = [0, 0]
     depths = torch.arange(5).expand(2, 5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        at_once = noise.perturb(scores, depths, lengths, int(depths.max())).argmax(dim=-1)
-        gumbel = noise.gumbel(lengths, 5, torch.arange(999))
+        at_once = noise.perturb(scores, depths, int(depths.max())).argmax(dim=-1)
+        gumbel = noise.gumbel(5, torch.arange(999))
     finally:
         torch.set_default_dtype(before)
     foreseen = (scores + gumbel).argmax(dim=-1)
@@ -169,13 +168,16 @@ def test_draw_of_many_rows_is_made_once(monkeypatch):
     monkeypatch.setattr(noise, "_draw_from", lambda generator: made.append(0) or drawn(generator))
     depths = torch.arange(8).expand(12, 8)
     lengths = [*range(12)]
-    perturbed = noise.perturb(torch.zeros(12, 8, 50), depths, lengths, int(depths.max()))
+    noise.advance(lengths)
+    perturbed = noise.perturb(torch.zeros(12, 8, 50), depths, int(depths.max()))
     assert len(made) == 19  # 8 + 11, the distinct numbers of the rows' next draws
-    noise.perturb(torch.zeros(12, 8, 50), depths, [14] * 12, int(depths.max()))
+    noise.advance([14] * 12)
+    noise.perturb(torch.zeros(12, 8, 50), depths, int(depths.max()))
     assert len(made) == 22  # three new ones
     other = SamplingNoise(seeded(0), rows=12)
-    assert torch.equal(perturbed, other.perturb(torch.zeros(12, 8, 50), depths, lengths, int(depths.max())))
+    other.advance(lengths)
+    assert torch.equal(perturbed, other.perturb(torch.zeros(12, 8, 50), depths, int(depths.max())))
     other.vocab_size = 50
     ids = torch.tensor([3, 7, 49])
     few = torch.stack([other._draw(n + step, 50)[row, ids] for row, n in enumerate(lengths) for step in range(8)])
-    assert torch.equal(other.gumbel(lengths, 8, ids), -few.view(12, 8, 3).log())
+    assert torch.equal(other.gumbel(8, ids), -few.view(12, 8, 3).log())

@@ -66,7 +66,7 @@ def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
     draft = EVERY[make](target, block_size=block_size, seed=nodes)
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    tree = draft_tree(drafter, anchors, [0, 0], nodes)
+    tree = draft_tree(drafter, anchors, nodes)
 
     def likely(row, path):
         return log_probs_after(draft, target, int(anchors[row]), hidden[row], path)
@@ -81,14 +81,14 @@ def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
 def test_tree_wider_than_its_beam_is_a_tree(make):
     target = make_target()
     drafter, anchors = after_random_text(EVERY[make](target, block_size=16), target)
-    assert_is_tree(draft_tree(drafter, anchors, [0, 0], 127), 127)
+    assert_is_tree(draft_tree(drafter, anchors, 127), 127)
 
 
 @torch.no_grad()
 def test_tree_over_few_tokens_holds_all_paths():
     target = make_target()
     drafter, anchors = after_random_text(make_draft(target, block_size=3, draft_vocab_size=3), target)
-    assert_is_tree(draft_tree(drafter, anchors, [0, 0], 99), 3 + 9)
+    assert_is_tree(draft_tree(drafter, anchors, 99), 3 + 9)
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(11, 1), (120, 2), (11, 5), (120, 5), (120, 200)])

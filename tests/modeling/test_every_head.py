@@ -111,7 +111,7 @@ def test_block_is_decoded_step_by_step(head):
     drafter, anchors = after_random_text(draft, target, rows=3)
     hidden = torch.randn(3, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits = draft.draft_logits(hidden, target.lm_head)
-    block = drafter.decode_block(anchors, hidden, [0, 0, 0])
+    block = drafter.decode_block(anchors, hidden)
     view = view_of(draft, target)
     for row in range(3):
         ids, draft_logits = view.candidates(logits[row])

@@ -55,14 +55,14 @@ def test_drafted_token_depends_on_all_before(make):
     draft = EVERY[make](target)
     drafter, anchors = after_random_text(draft, target, rows=3)
     hidden = drafter.hidden_states(anchors)
-    block = drafter.decode_block(anchors, hidden, [0, 0, 0])
-    assert torch.equal(block, drafter.draft_block(anchors, [0, 0, 0]).tokens)
+    block = drafter.decode_block(anchors, hidden)
+    assert torch.equal(block, drafter.draft_block(anchors).tokens)
     for row in range(3):
         path = ()
         for _ in range(hidden.shape[1]):
             path = (*path, int(log_probs_after(draft, target, int(anchors[row]), hidden[row], path).argmax()))
         assert tuple(block[row, 1:].tolist()) == path
-        alone = drafter.decode_block(anchors[row : row + 1], hidden[row : row + 1], [0])
+        alone = drafter.decode_block(anchors[row : row + 1], hidden[row : row + 1])
         assert torch.equal(alone[0], block[row])
     plain = draft.target_ids(draft.draft_logits(hidden, target.lm_head).argmax(-1))
     assert draft.config.token_head_class is TokenHead or not torch.equal(block[:, 1:], plain), (
@@ -108,7 +108,7 @@ def test_fresh_head_changes_no_draft(fields):
     states = [draft.eval()(*inputs).last_hidden_state for draft in (plain, fresh)]
     assert torch.equal(*states)
     anchors = torch.tensor([5, 9])
-    drafted = [DraftSession(draft, target).decode_block(anchors, states[0], [0, 0]) for draft in (plain, fresh)]
+    drafted = [DraftSession(draft, target).decode_block(anchors, states[0]) for draft in (plain, fresh)]
     assert torch.equal(*drafted)
     prompts, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
@@ -260,8 +260,8 @@ def test_head_of_the_guide_drafts_trains_and_saves(monkeypatch, tmp_path):
     # 1. A block, and a tree that needs no more paths than the beam holds.
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    block = drafter.decode_block(anchors, hidden, [0, 0])
-    nodes = draft_tree(drafter, anchors, [0, 0], 12)
+    block = drafter.decode_block(anchors, hidden)
+    nodes = draft_tree(drafter, anchors, 12)
     changed = 0
     for row in range(2):
 
@@ -311,7 +311,7 @@ def test_head_of_the_guide_counts_slots(monkeypatch):
     draft.slot_bias.next.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
     drafter, anchors = after_random_text(draft, target)
     hidden = drafter.hidden_states(anchors)
-    block = drafter.decode_block(anchors, hidden, [0, 0])
+    block = drafter.decode_block(anchors, hidden)
     bias = draft.slot_bias.slot.weight @ draft.slot_bias.next.weight.T  # [block_size, V]
     logits = hidden @ target.lm_head.weight.T  # [R, 4, V]
     assert torch.equal(block[:, 1:], (logits + bias[:4]).argmax(-1))

@@ -42,7 +42,7 @@ read = DFlashDraftConfig.from_dict
 
 def drafted(draft, target, features) -> list[int]:
     """The tokens of a block, drafted as in `generate`."""
-    return opened(draft, target, features[None]).draft_block(torch.tensor([ANCHOR]), []).tokens[0].tolist()
+    return opened(draft, target, features[None]).draft_block(torch.tensor([ANCHOR])).tokens[0].tolist()
 
 
 def of_double(tensors: dict) -> dict:

@@ -146,7 +146,7 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
     for i, j in counted.any(-1).nonzero().tolist():
         anchors = before[i, j, 1:2]
         states = hidden[i, j : j + 1, slots]
-        ids, logits = drafter.candidates(states, [])
+        ids, logits = drafter.candidates(states)
         state = drafter.token_head.start(anchors)
         x = anchors
         for k in range(1, draft.config.max_block_tokens):
@@ -159,7 +159,7 @@ def test_training_scores_equal_decoding_drafts(kind, tmp_path, monkeypatch):
                 nll = -scores.log_softmax(-1)[is_label].sum() if is_label.any() else torch.tensor(torch.inf).double()
                 torch.testing.assert_close(losses.nll[i, j, k].double(), nll, atol=1e-4, rtol=1e-4)
                 assert losses.correct[i, j, k] == is_label[scores.argmax()]
-        correct = (drafter.decode_block(anchors, states, [])[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
+        correct = (drafter.decode_block(anchors, states)[0, 1:] == labels[i, j, slots]) & counted[i, j, slots]
         assert correct.long().cumprod(0).sum() == losses.correct[i, j, slots].long().cumprod(0).sum()
     assert compared > 20
 

@@ -14,9 +14,7 @@ from dflash_hf.modeling.modeling_dflash import execution_device
 class DraftSession:
     """
     The drafter in one call: its model, called `draft` everywhere, and what the model has read. Policies call
-    `draft_block`, or `draft_tree` of `trees.py`; `decode` calls `read` after each round. `sample_indices` are
-    [`GenerationState.sample_indices`]: which draws of the noise belong to each row's next tokens. Without noise they
-    are not used.
+    `draft_block`, or `draft_tree` of `trees.py`; `decode` calls `read` after each round.
 
     Args:
         draft (`DFlashDraftModel`): The model.
@@ -43,19 +41,16 @@ class DraftSession:
         """Read the features of the accepted tokens, from those of all candidates `[R, n, L * H]`."""
         self.context.read(acceptance.select(features), acceptance)
 
-    def draft_block(
-        self, anchors: torch.LongTensor, sample_indices: list[int], num_drafted: int | None = None
-    ) -> Block:
+    def draft_block(self, anchors: torch.LongTensor, num_drafted: int | None = None) -> Block:
         """
         The tokens that the drafter chooses from left to right.
 
         Args:
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-            sample_indices (`list[int]`): The index of each row's next sample.
             num_drafted (`int`, *optional*): Maximum number of tokens besides the anchor. Default: a whole block.
         """
         hidden = self.hidden_states(anchors)[:, :num_drafted]
-        return Block(self.decode_block(anchors, hidden, sample_indices))
+        return Block(self.decode_block(anchors, hidden))
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
@@ -74,28 +69,25 @@ class DraftSession:
             hidden = self.graph.run(shapes, inputs)
         return self.draft.states_of_drafting_slots(hidden)[:, : self.block_tokens - 1]
 
-    def decode_block(
-        self, anchors: torch.LongTensor, hidden: torch.Tensor, sample_indices: list[int]
-    ) -> torch.LongTensor:
+    def decode_block(self, anchors: torch.LongTensor, hidden: torch.Tensor) -> torch.LongTensor:
         """
         Choose the tokens of a block from left to right.
 
         Args:
             anchors (`torch.LongTensor`): `[R]`.
             hidden (`torch.Tensor`): `[R, n, H]`, of the slots that draft.
-            sample_indices (`list[int]`): As for `draft_block`.
 
         Returns:
             `torch.LongTensor` `[R, n + 1]`, the anchors first.
         """
-        logits = self.logits(hidden, sample_indices)
+        logits = self.logits(hidden)
         if self.token_head.order == 0:  # as the token head would, with a faster argmax
             tokens = self.draft.target_ids(argmax_token(logits))
         else:
             tokens = self.token_head.decode_block(self.to_token_head(anchors), hidden, logits, self.draft.target_ids)
         return torch.cat([anchors[:, None], tokens.to(anchors.device)], dim=1)
 
-    def logits(self, hidden: torch.Tensor, sample_indices: list[int]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """
         Draft logits `[R, n, V]`. If the target samples, with the noise of its next samples added: then the likeliest
         token of a slot is the one that the target would draw from the drafter's distribution.
@@ -106,12 +98,12 @@ class DraftSession:
         ids: slice | torch.Tensor = slice(logits.shape[-1])
         if self.draft.config.has_own_lm_head:
             ids = self.draft.target_ids(torch.arange(logits.shape[-1])).clamp(max=self.noise.vocab_size - 1)
-        gumbel = self.noise.gumbel(sample_indices, logits.shape[1], ids)
+        gumbel = self.noise.gumbel(logits.shape[1], ids)
         return logits.float() / self.noise.temperature + gumbel.to(logits.device)
 
-    def candidates(self, hidden: torch.Tensor, sample_indices: list[int]) -> tuple[torch.LongTensor, torch.Tensor]:
+    def candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """The target's ids of each slot's candidates, and their draft logits, both `[R, n, k]`."""
-        ids, logits = self.token_head.candidates(self.logits(hidden, sample_indices))
+        ids, logits = self.token_head.candidates(self.logits(hidden))
         ids = self.draft.target_ids(ids).to(hidden.device)
         logits = logits.to(hidden.device)
         return ids.expand_as(logits), logits

@@ -86,14 +86,14 @@ class DraftPolicy:
         num_drafted = min(length, self.room(state) - 1)
         if num_drafted == 0:
             return self.no_draft(state)
-        return self.draft_session.draft_block(state.anchors, state.sample_indices, num_drafted)
+        return self.draft_session.draft_block(state.anchors, num_drafted)
 
     def draft_tree(self, state: GenerationState, nodes: int, top_k: int | None = None) -> Tree:
         """
         The `nodes` likeliest tokens on any path after the anchor. Without `supports_trees`, pass `top_k=1`: a single
         path.
         """
-        return draft_tree(self.draft_session, state.anchors, state.sample_indices, nodes, top_k)
+        return draft_tree(self.draft_session, state.anchors, nodes, top_k)
 
     @staticmethod
     def copied(state: GenerationState, tokens: list[list[int]]) -> Block:

@@ -15,7 +15,8 @@ The life of one draw. Draw `i` is `[R, V]`: the noise that `generate` would draw
    token is the one that the drafter would draw.
 3. *Sampled with.* `TokenSelector` uses the same draw for the target's choice: of whole drafts at once (`perturb`), or
    token by token (`sample`).
-4. *Forgotten.* After each round `GenerationState` calls `forget`, once all rows have generated token `i`.
+4. *Forgotten.* After each round `GenerationState` calls `advance`: draw `i` is dropped once all rows have generated
+   token `i`.
 5. *Undone*, if no row has used it: at the end of the call `rewind` sets the generator back to the first unused draw,
    which is where decoding without a drafter leaves it.
 """
@@ -38,6 +39,9 @@ class SamplingNoise:
         generator (`torch.Generator`): What draws.
         rows (`int`): Rows of the batch.
         temperature (`float`): At which the target samples.
+
+    Attributes:
+        indices (`list[int]`): The index of each row's next draw.
     """
 
     # Memory of the kept draws, though never less than two rounds' worth. A dropped draw is repeated if a row needs it.
@@ -47,6 +51,7 @@ class SamplingNoise:
         self.generator = generator
         self.rows = rows
         self.temperature = temperature
+        self.indices = [0] * rows
         self.vocab_size = 0  # set by the first sample, which comes before the first draft
         self.generator_states: dict[int, torch.Tensor] = {}  # before each draw, by its index
         self.draws: dict[int, torch.Tensor] = {}  # [R, V], the latest ones, by index
@@ -77,16 +82,14 @@ class SamplingNoise:
             token = _sample_with_checks(probabilities)
         return int(token)
 
-    def perturb(
-        self, scores: torch.Tensor, depths: torch.LongTensor, indices: list[int], max_depth: int
-    ) -> torch.Tensor:
+    def perturb(self, scores: torch.Tensor, depths: torch.LongTensor, max_depth: int) -> torch.Tensor:
         """
         Probabilities divided by their noise, whose argmax is the sample.
 
         Args:
             scores (`torch.Tensor`): `[R, n, V]`, processed, after each token of a draft.
-            depths (`torch.LongTensor`): `[R, n]`, of these tokens.
-            indices (`list[int]`): The index of the draw at depth 0 of each row.
+            depths (`torch.LongTensor`): `[R, n]`, of these tokens. What follows depth 0 is sampled with a row's next
+                draw.
             max_depth (`int`): No depth is larger.
 
         Returns:
@@ -94,25 +97,25 @@ class SamplingNoise:
         """
         probabilities = scores.softmax(dim=-1)
         self.vocab_size = scores.shape[-1]
-        noise = self._noise_of_rows(indices, max_depth + 1).to(scores.device)
-        rows = torch.arange(len(indices), device=depths.device)[:, None]
+        noise = self._noise_of_rows(max_depth + 1).to(scores.device)
+        rows = torch.arange(self.rows, device=depths.device)[:, None]
         return probabilities / noise[rows, depths]
 
-    def gumbel(self, indices: list[int], count: int, ids: torch.LongTensor | slice) -> torch.Tensor:
+    def gumbel(self, count: int, ids: torch.LongTensor | slice) -> torch.Tensor:
         """
-        Standard Gumbel noise `[R, count, len(ids)]` of each row's next `count` draws from its index on: what is added
-        to the log-probabilities of these ids. The first token must have been sampled, which `GenerationState.begin`
-        does: until then the target's vocabulary is unknown.
+        Standard Gumbel noise `[R, count, len(ids)]` of each row's next `count` draws: what is added to the
+        log-probabilities of these ids. The first token must have been sampled, which `GenerationState.begin` does:
+        until then the target's vocabulary is unknown.
         """
-        return self._noise_of_rows(indices, count, ids).log_().neg_()
+        return self._noise_of_rows(count, ids).log_().neg_()
 
-    def _noise_of_rows(self, indices: list[int], count: int, ids=slice(None)) -> torch.Tensor:
+    def _noise_of_rows(self, count: int, ids=slice(None)) -> torch.Tensor:
         """The noise `[R, count, V]` of each row's next draws. A draw that several rows need is drawn once."""
         self.draws_per_round = max(self.draws_per_round, count)
-        noise: list[list[torch.Tensor]] = [[] for _ in indices]  # of each row, `count` times [V]
-        for index in sorted({first + step for first in indices for step in range(count)}):
+        noise: list[list[torch.Tensor]] = [[] for _ in self.indices]  # of each row, `count` times [V]
+        for index in sorted({first + step for first in self.indices for step in range(count)}):
             draw = self._draw(index, self.vocab_size)  # may drop an earlier draw, of which the parts are taken by then
-            for row, first in enumerate(indices):
+            for row, first in enumerate(self.indices):
                 if first <= index < first + count:
                     noise[row].append(draw[row, ids])
         return torch.stack([torch.stack(draws) for draws in noise])
@@ -141,8 +144,10 @@ class SamplingNoise:
             oldest = next(iter(self.draws))
             del self.draws[oldest]
 
-    def forget(self, first_needed: int) -> None:
-        """Drop the draws before this index, which no row needs any more."""
+    def advance(self, indices: list[int]) -> None:
+        """Set the index of each row's next draw, and drop the draws that no row needs any more."""
+        self.indices = indices
+        first_needed = min(indices)
         for table in (self.generator_states, self.draws):
             for index in [index for index in table if index < first_needed]:
                 del table[index]

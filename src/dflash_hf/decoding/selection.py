@@ -96,16 +96,13 @@ class TokenSelector:
                 return f"{type(processor_or_criterion).__name__} may read several rows at once"
         return None
 
-    def choose(
-        self, logits: torch.Tensor, depths: torch.LongTensor, sample_indices: list[int], max_depth: int
-    ) -> torch.LongTensor:
+    def choose(self, logits: torch.Tensor, depths: torch.LongTensor, max_depth: int) -> torch.LongTensor:
         """
         The target's choice after each candidate, by processors that read single positions.
 
         Args:
             logits (`torch.Tensor`): `[R, n, V]`.
             depths (`torch.LongTensor`): `[R, n]`.
-            sample_indices (`list[int]`): The index of each row's next sample.
             max_depth (`int`): No depth is larger.
 
         Returns:
@@ -117,7 +114,7 @@ class TokenSelector:
             return argmax_token(logits)
         scores = self.processors[0](None, logits.flatten(0, 1).float()).view(logits.shape)
         if self.noise is not None:
-            scores = self.noise.perturb(scores, depths, sample_indices, max_depth)
+            scores = self.noise.perturb(scores, depths, max_depth)
         return argmax_token(scores)
 
     def next_token(self, row: int, sequence: torch.LongTensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:

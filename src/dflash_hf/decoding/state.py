@@ -65,11 +65,11 @@ class GenerationState:
         """`[R, S + longest]`, finished rows padded."""
         return self.buffer[:, : self.selector.input_length + self.longest].contiguous()
 
-    @property
-    def sample_indices(self) -> list[int]:
+    def _next_draws(self) -> list[int]:
         """
-        The index of each row's next sample in [`SamplingNoise`], which is the number of tokens it has generated. Rows
-        that have ended sample nothing; they repeat the shortest unfinished row's, so that no draw is kept for them.
+        The index of each row's next draw of the [`SamplingNoise`], which is the number of tokens it has generated.
+        Rows that have ended sample nothing; they repeat the shortest unfinished row's, so that no draw is kept for
+        them.
         """
         shortest = self.shortest
         return [length if unfinished else shortest for length, unfinished in zip(self.lengths, self.unfinished)]
@@ -128,7 +128,7 @@ class GenerationState:
         else:
             acceptance = self._commit_at_once(candidates, logits, paths)
         if self.selector.noise is not None:
-            self.selector.noise.forget(min(self.sample_indices))
+            self.selector.noise.advance(self._next_draws())
         return acceptance
 
     def _commit_at_once(self, candidates, logits: torch.Tensor, paths: list[list[int]]) -> Acceptance:
@@ -139,7 +139,7 @@ class GenerationState:
         depths = candidates.depths
         if depths is None:
             depths = torch.arange(logits.shape[1], device=device).expand(logits.shape[:2])
-        target_tokens = selector.choose(logits, depths, self.sample_indices, candidates.max_depth)
+        target_tokens = selector.choose(logits, depths, candidates.max_depth)
         counts, path = candidates.longest_match(target_tokens)
         tokens = target_tokens if path is None else target_tokens.gather(1, path)  # [R, m]
         # 2. Where rows end on that path.

@@ -79,7 +79,6 @@ class Tree(NamedTuple):
 def draft_tree(
     draft_session: DraftSession,
     anchors: torch.LongTensor,
-    sample_indices: list[int],
     nodes: int,
     top_k: int | None = None,
 ) -> Tree:
@@ -93,7 +92,6 @@ def draft_tree(
         draft_session (`DraftSession`): What drafts the block. If its blocks have no token but the anchor, neither has
             the tree.
         anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-        sample_indices (`list[int]`): The index of each row's next sample.
         nodes (`int`): Tokens to draft, that is, nodes without the anchor; fewer if there are not as many.
         top_k (`int`, *optional*): Likely tokens of each slot; 1 gives a single path. Default: `nodes`, since less
             likely tokens cannot be part of the tree. On SmolLM2 and its drafter, 8 lose 0.3 % of the expected tokens
@@ -107,11 +105,11 @@ def draft_tree(
     beams = nodes
     scores: IndependentScores | FirstOrderScores | SequentialScores
     if token_head.order == 0:
-        scores = IndependentScores.of_session(draft_session, hidden, sample_indices, top_k)
+        scores = IndependentScores.of_session(draft_session, hidden, top_k)
     elif token_head.order == 1 and token_head.top_k is not None:
-        scores = FirstOrderScores.of_session(draft_session, anchors, hidden, sample_indices, top_k)
+        scores = FirstOrderScores.of_session(draft_session, anchors, hidden, top_k)
     else:
-        scores = SequentialScores(draft_session, anchors, hidden, sample_indices, top_k)
+        scores = SequentialScores(draft_session, anchors, hidden, top_k)
         beams = min(nodes, MAX_SEQUENTIAL_BEAMS)
     return grow_tree(anchors, scores.extend, hidden.shape[1], nodes, beams)
 
@@ -174,9 +172,9 @@ class IndependentScores:
         self.log_probs = log_probs
 
     @classmethod
-    def of_session(cls, draft_session: DraftSession, hidden: torch.Tensor, sample_indices: list[int], top_k: int):
+    def of_session(cls, draft_session: DraftSession, hidden: torch.Tensor, top_k: int):
         """The `top_k` likeliest tokens of each slot, from hidden states `[R, D, H]`."""
-        logits = draft_session.logits(hidden, sample_indices)  # [R, D, V]
+        logits = draft_session.logits(hidden)  # [R, D, V]
         best, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
         device = draft_session.context.device
@@ -217,12 +215,11 @@ class FirstOrderScores:
         draft_session: DraftSession,
         anchors: torch.LongTensor,
         hidden: torch.Tensor,
-        sample_indices: list[int],
         top_k: int,
     ):
         """Run the token head on hidden states `[R, D, H]`, after anchors `[R]`."""
         token_head = draft_session.token_head
-        ids, logits = draft_session.candidates(hidden, sample_indices)  # [R, D, c]
+        ids, logits = draft_session.candidates(hidden)  # [R, D, c]
         query, _ = token_head.step(None, draft_session.to_token_head(anchors), hidden[:, 0])
         first = token_head.scores(query, ids[:, 0], logits[:, 0])[:, None, None]  # [R, 1, 1, c]
         query, _ = token_head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
@@ -254,13 +251,12 @@ class SequentialScores:
         draft_session: DraftSession,
         anchors: torch.LongTensor,
         hidden: torch.Tensor,
-        sample_indices: list[int],
         top_k: int,
     ):
         anchors = draft_session.to_token_head(anchors)
         self.draft_session = draft_session
         self.hidden = hidden
-        self.ids, self.logits = draft_session.candidates(hidden, sample_indices)  # [R, D, c]
+        self.ids, self.logits = draft_session.candidates(hidden)  # [R, D, c]
         self.num_children = min(top_k, self.ids.shape[-1])  # k
         self.state = draft_session.token_head.start(
             anchors

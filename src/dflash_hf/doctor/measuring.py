@@ -126,7 +126,7 @@ class _SessionWithHead(DraftSession):
         super().__init__(draft, target)
         self.output_head = output_head
 
-    def logits(self, hidden: torch.Tensor, sample_indices: list[int]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.draft.draft_logits(hidden, self.output_head)
 
 
@@ -176,7 +176,7 @@ def draft_blocks(
     drafter = _SessionWithHead(draft, embedding_target, experiment.output_head or target.get_output_embeddings())
     first_slot = 0 if anchor_first else 1
     states = hidden[:, first_slot:][:, : config.max_block_tokens - 1]  # [A, D, H]
-    tokens = drafter.decode_block(ids[0, anchors[0]], states, [])[:, 1:]  # [A, D]
+    tokens = drafter.decode_block(ids[0, anchors[0]], states)[:, 1:]  # [A, D]
 
     # 3. What verification accepts: it stops at the first mistake.
     slots = states.shape[1]
@@ -185,7 +185,7 @@ def draft_blocks(
     accepted = ((tokens == labels) & counted).int().cumprod(-1)
 
     # 4. How likely the text itself is, of the tokens that the drafter's vocabulary holds.
-    log_probs = drafter.logits(states, []).float().log_softmax(-1)  # [A, D, V]
+    log_probs = drafter.logits(states).float().log_softmax(-1)  # [A, D, V]
     draft_id_of_token = draft_ids(draft)
     label_ids = labels if draft_id_of_token is None else draft_id_of_token[labels]
     can_be_drafted = counted & (label_ids >= 0) & (label_ids < log_probs.shape[-1])
