@@ -31,6 +31,7 @@ slots into the cache that they came from; `free` drops those that are left.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -430,6 +431,14 @@ def cached_length(cache) -> int:
     if cache is None or not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return 0
     return cache.get_seq_length()
+
+
+def common_prefix_length(ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """How many tokens two sequences of ids have in common at their start: what a cache of one holds of the other."""
+    for number, (token, other_token) in enumerate(zip(ids, other_ids, strict=False)):
+        if token != other_token:
+            return number
+    return min(len(ids), len(other_ids))
 
 
 def recurrent_states(layers) -> list[torch.Tensor]:

@@ -1,14 +1,13 @@
 """The caches of the latest conversations: the next turn of one reads only its new tokens."""
 
 import copy
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS
-from dflash_hf.decoding.slots import cached_length
+from dflash_hf.decoding.slots import cached_length, common_prefix_length
 from dflash_hf.targets.generation import context_length_of, eos_ids
 from dflash_hf.targets.memory import free_memory
 
@@ -63,14 +62,6 @@ def _states_of(cache) -> list:
     return states
 
 
-def _common_length(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
-    for index, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return index
-    return min(len(tokens), len(others))
-
-
 class PrefixCaches:
     """
     The caches of conversations, the latest last: together they hold no more tokens than the target's context, and no
@@ -108,7 +99,7 @@ class PrefixCaches:
         """
         # 1. The entry with the longest common prefix; of several, the oldest.
         readable = token_ids[:-1]
-        common_lengths = [_common_length(entry.token_ids, readable) for entry in self.entries]
+        common_lengths = [common_prefix_length(entry.token_ids, readable) for entry in self.entries]
         length = max(common_lengths, default=0)
         if not length:
             return None, 0

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dflash_hf.decoding.acceptance import Block
 from dflash_hf.decoding.row_lengths import RowLengths
 from dflash_hf.decoding.session import SlotSession
-from dflash_hf.decoding.slots import SlotCache, SlotLayer
+from dflash_hf.decoding.slots import SlotCache, SlotLayer, common_prefix_length
 from dflash_hf.synthetic.prompt_queue import PromptQueue
 from dflash_hf.synthetic.sampling import TokenSampler
 from dflash_hf.targets.features import empty_cache, input_device
@@ -114,10 +114,10 @@ class BatchCache:
 
         def preference(other: int) -> tuple[int, bool]:
             """The longest common prefix; of two equal ones, that of the row itself, which needs no copy."""
-            return common_length(tokens_of_rows[other], prompt), other == row
+            return common_prefix_length(tokens_of_rows[other], prompt), other == row
 
         source_row = max(tokens_of_rows, key=preference, default=row)
-        shared = common_length(tokens_of_rows.get(source_row, ()), prompt)
+        shared = common_prefix_length(tokens_of_rows.get(source_row, ()), prompt)
         self.session.cache.reserve(len(prompt))
         self.session.cache.copy_prefix(source_row, row, shared)
         self.prefill_session.cache.view_row(self.session.cache, row)
@@ -163,14 +163,6 @@ class BatchCache:
         self.rows = len(rows)
         self.session.cache.keep_rows(rows)
         self.session.first_positions = self.session.first_positions[rows]
-
-
-def common_length(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences of ids."""
-    for i, (token, other_token) in enumerate(zip(ids, other_ids)):
-        if token != other_token:
-            return i
-    return min(len(ids), len(other_ids))
 
 
 @dataclass
@@ -243,7 +235,7 @@ class ContinuousBatch:
         """
 
         def preference(row: int) -> tuple[int, bool, int]:
-            return common_length(self.just_finished.get(row, ()), prompt), row not in self.just_finished, -row
+            return common_prefix_length(self.just_finished.get(row, ()), prompt), row not in self.just_finished, -row
 
         free_rows = set(range(self.cache.rows)) - self.running.keys()
         return max(free_rows, key=preference)
