@@ -396,7 +396,7 @@ class Drafting(DraftSession):
         self.hidden = super().hidden_states(anchors)
         return self.hidden
 
-    def logits(self, hidden, lengths):
+    def logits(self, hidden):
         self.block_logits = super().logits(hidden, lengths)  # [R, B - 1, V]
         return self.block_logits
 

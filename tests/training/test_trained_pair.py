@@ -67,9 +67,9 @@ def test_training_accuracy_equals_decoding_accuracy(pair, prompts, tmp_path, mon
     original = DraftSession.draft_block
     drafted = []
 
-    def record(self, anchors, draws, num_drafted):
-        draft = original(self, anchors, draws)
-        drafted.append((self.context.lengths[0], draft.tokens[0].tolist()))
+    def record(self, anchors, num_drafted):
+        draft = original(self, anchors)
+        drafted.append((self.context.lengths.longest, draft.tokens[0].tolist()))
         return draft._replace(tokens=draft.tokens[:, : 1 + num_drafted])
 
     monkeypatch.setattr(DraftSession, "draft_block", record)
