@@ -397,7 +397,7 @@ class Drafting(DraftSession):
         return self.hidden
 
     def logits(self, hidden):
-        self.block_logits = super().logits(hidden, lengths)  # [R, B - 1, V]
+        self.block_logits = super().logits(hidden)  # [R, B - 1, V]
         return self.block_logits
 
     def _masks(self, block):
