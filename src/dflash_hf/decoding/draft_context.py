@@ -235,12 +235,22 @@ class DraftContext:
 
     # ------------------------------------------------------------------------------------------------------- a round
 
-    def block_inputs(self, num_slots: int) -> dict:
-        """Arguments of the drafter's forward: all that is pending, and a block of `num_slots` slots after it."""
-        features, pending_indices = self._take_pending()
-        start = self.lengths.starts
-        block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
+    def reserve(self, num_slots: int) -> None:
+        """Make room for a block of `num_slots` slots, and all that is read before it."""
         self.cache.reserve(self.lengths.longest + num_slots, exactly=self._omits_masks)
+
+    def block_inputs(
+        self, num_slots: int, features: torch.Tensor | None, pending_indices: torch.LongTensor, start: torch.LongTensor
+    ) -> dict:
+        """
+        Arguments of the drafter's forward. Nothing here waits for the device.
+
+        Args:
+            num_slots (`int`): Slots of the block, for which `reserve` has made room.
+            features, pending_indices: What is read first, from [`take_pending`].
+            start (`torch.LongTensor`): `[R, 1]`, the index of the block's first slot in each row.
+        """
+        block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]
         groups = [block_indices] if features is None else [pending_indices, block_indices]
         self.cache.set_next_indices(*groups)
         positions = torch.cat([pending_indices, block_indices], dim=1) + self.first_positions
@@ -258,11 +268,11 @@ class DraftContext:
         indices = start + torch.arange(features.shape[1], device=self.device)  # [R, n]
         self.pending.append((features, indices.masked_fill(indices >= self.lengths.starts, -1)))
         if sum(indices.shape[1] for _, indices in self.pending) > MAX_PENDING:
-            features, indices = self._take_pending()
+            features, indices = self.take_pending()
             self.cache.reserve(self.lengths.longest)
             self._write(self.draft.project_context(self.to_draft(features)), indices)
 
-    def _take_pending(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
+    def take_pending(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
         """The pending features `[R, n, L * H]`, `None` if there are none, and the indices of their tokens `[R, n]`."""
         parts = self.pending
         self.pending = []

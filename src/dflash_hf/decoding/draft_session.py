@@ -22,20 +22,30 @@ class DraftSession:
         noise ([`SamplingNoise`], *optional*): The noise of the target's samples: drafts take it into account.
         block_tokens (`int`, *optional*): Tokens of a drafted block, anchor included. Default: the trained size.
         graph (`CompiledForward`, *optional*): Runs the drafter's forward; shapes are fixed then.
+        cuda_graphs (`ModelCudaGraphs`, *optional*): Run the drafter's forward; shapes are fixed then.
 
     Attributes:
         context ([`DraftContext`]): What it has read of the sequences.
         token_head (`TokenHead`): Chooses the tokens of a block.
     """
 
-    def __init__(self, draft, target, noise: SamplingNoise | None = None, block_tokens: int | None = None, graph=None):
+    def __init__(
+        self,
+        draft,
+        target,
+        noise: SamplingNoise | None = None,
+        block_tokens: int | None = None,
+        graph=None,
+        cuda_graphs=None,
+    ):
         self.draft = draft
         self.target = target
         self.noise = noise
         self.block_tokens = block_tokens or draft.config.max_block_tokens
         self.graph = graph
+        self.cuda_graphs = cuda_graphs
         self.token_head = draft.config.token_head_class(draft, partial(draft.embed, target))
-        self.context = DraftContext(draft, fixed_shapes=graph is not None)
+        self.context = DraftContext(draft, fixed_shapes=graph is not None or cuda_graphs is not None)
 
     def read(self, features: torch.Tensor, acceptance: Acceptance) -> None:
         """Read the features of the accepted tokens, from those of all candidates `[R, n, L * H]`."""
@@ -54,8 +64,28 @@ class DraftSession:
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
+        context = self.context
+        features, pending_indices = context.take_pending()
+        context.reserve(self.block_tokens)
+        inputs = (anchors, features, pending_indices, context.lengths.starts)
+        if self.cuda_graphs is None:
+            return self._hidden_states(*inputs)
+        key = (pending_indices.shape, context.cache.num_attended)
+        return self.cuda_graphs.run(key, self._hidden_states, *inputs)
+
+    def _hidden_states(
+        self,
+        anchors: torch.LongTensor,
+        features: torch.Tensor | None,
+        pending_indices: torch.LongTensor,
+        start: torch.LongTensor,
+    ) -> torch.Tensor:
+        """[`hidden_states`] of a block for which there is room: nothing here waits for the device."""
         block = self.draft.embed_block(self.target, anchors, self.block_tokens)  # [R, B, H]
-        inputs = {"noise_embeds": self.context.to_draft(block), **self.context.block_inputs(block.shape[1])}
+        inputs = {
+            "noise_embeds": self.context.to_draft(block),
+            **self.context.block_inputs(block.shape[1], features, pending_indices, start),
+        }
         if self.graph is None:
             if is_replaceable(self.draft.config._attn_implementation):
                 inputs["attn_implementation"] = SLOT_ATTENTION

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from dflash_hf.decoding.arguments import extra_arguments
 from dflash_hf.decoding.call import GenerateCall
+from dflash_hf.decoding.cuda_graphs import CallCudaGraphs
 from dflash_hf.decoding.draft_session import DraftSession
 from dflash_hf.decoding.fallback import fallback_reason
 from dflash_hf.decoding.graphs import CallGraphs
@@ -110,9 +111,11 @@ def decode(
 
     graphs = CallGraphs.for_call(call)
     drafter_graph = None if graphs is None else graphs.drafter_forward()
-    draft_session = DraftSession(draft, target, selector.noise, call.block_tokens, drafter_graph)
+    cuda_graphs = CallCudaGraphs.for_call(call)
+    drafter_cuda_graphs = None if cuda_graphs is None else cuda_graphs.drafter
+    draft_session = DraftSession(draft, target, selector.noise, call.block_tokens, drafter_graph, drafter_cuda_graphs)
     policy = policy_for(call, draft_session)
-    with prefilled(call, draft_session, policy, graphs) as (session, state):
+    with prefilled(call, draft_session, policy, graphs, cuda_graphs) as (session, state):
         while not state.done:
             with session.inference_context():
                 # 1. Draft: a block, or whatever the policy prefers.
@@ -131,6 +134,8 @@ def decode(
     policy.finish()
     if graphs is not None:
         graphs.log_failures()
+    if cuda_graphs is not None:
+        cuda_graphs.log_failures()
     if not generation_config.return_dict_in_generate:
         return state.sequences
     outputs: dict[str, Any] = {name: tuple(tensors) for name, tensors in state.outputs.items()}
@@ -158,7 +163,13 @@ def _summary_of(policy: DraftPolicy) -> dict:
 
 
 @contextlib.contextmanager
-def prefilled(call: GenerateCall, draft_session: DraftSession, policy: DraftPolicy, graphs: CallGraphs | None = None):
+def prefilled(
+    call: GenerateCall,
+    draft_session: DraftSession,
+    policy: DraftPolicy,
+    graphs: CallGraphs | None = None,
+    cuda_graphs: CallCudaGraphs | None = None,
+):
     """
     Run the prompt through the target as `generate` does; its features become the drafter's context. Then move its keys
     and values into slots.
@@ -197,6 +208,7 @@ def prefilled(call: GenerateCall, draft_session: DraftSession, policy: DraftPoli
             last_index=prompt_length + call.selector.max_new_tokens - 2,  # the last generated token is never read
             max_candidates=1 + policy.max_draft,
             graph=None if graphs is None else graphs.target_forward(tap.layer_ids),
+            cuda_graphs=None if cuda_graphs is None else cuda_graphs.target,
             omits_masks=call.capabilities.maskless,
         )
         is_complete = False

@@ -40,6 +40,7 @@ class SlotSession:
             since the target may have no others.
         max_candidates (`int`): Maximum number of tokens of a round's candidates, anchor included.
         graph (`CompiledForward`, *optional*): Runs the forward; shapes are fixed then.
+        cuda_graphs (`ModelCudaGraphs`, *optional*): Run what a round launches; shapes are fixed then.
         omits_masks (`bool`): Whether blocks are attended to without a mask where that is possible; ignored if there
             are several rows.
 
@@ -66,21 +67,24 @@ class SlotSession:
         last_index: int | None = None,
         max_candidates: int = 0,
         graph=None,
+        cuda_graphs=None,
         omits_masks: bool = False,
     ):
-        # Graphs are made of the target itself: they outlive a call.
+        # Compiled forwards are those of the target itself: they outlive a call.
         self.target = target if graph is not None else with_slot_attention(target)
-        self.omits_masks = omits_masks and len(padding) == 1 and self.target is not target
+        has_fixed_shapes = graph is not None or cuda_graphs is not None
+        self.omits_masks = omits_masks and len(padding) == 1 and self.target is not target and not has_fixed_shapes
         self.caller_cache = cache
         self.padding = padding
         self.first_positions = first_positions
         self.tap = tap
         self.last_index = last_index
         self.graph = graph
+        self.cuda_graphs = cuda_graphs
         self.layer_mask_rules = layer_mask_rules(target)
         takes_router_argument = "output_router_logits" in inspect.signature(target.forward).parameters
         # From here on the caller's cache is empty: whatever may fail comes before.
-        self.cache = self.cache_class.adopt(cache, padding, max_candidates, fixed_shapes=graph is not None)
+        self.cache = self.cache_class.adopt(cache, padding, max_candidates, fixed_shapes=has_fixed_shapes)
         self.lengths = RowLengths([self.cache.columns - pad for pad in padding], first_positions.device)
         self.arguments = {**extra_arguments, cache_argument(target): self.cache, "use_cache": True}
         if takes_router_argument:
@@ -107,7 +111,16 @@ class SlotSession:
         num_candidates = candidates.tokens.shape[1]
         omits_masks = self.omits_masks and candidates.ancestors is None
         self.cache.reserve(self.lengths.longest + num_candidates, exactly=omits_masks)
-        start = self.lengths.starts  # [R, 1]
+        if self.cuda_graphs is None:
+            return self._verify(candidates, self.lengths.starts, omits_masks)
+        key = (candidates.tokens.shape, candidates.ancestors is None, self.cache.num_attended)
+        return self.cuda_graphs.run(key, self._verify, candidates, self.lengths.starts)
+
+    def _verify(
+        self, candidates, start: torch.LongTensor, omits_masks: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[`verify`] after each row's `start` `[R, 1]`, in reserved slots: nothing here waits for the device."""
+        num_candidates = candidates.tokens.shape[1]
         indices = start + torch.arange(num_candidates, device=start.device)  # [R, n]
         self.cache.set_next_indices(indices)
         arguments = self.arguments

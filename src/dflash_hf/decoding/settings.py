@@ -26,6 +26,9 @@ class DFlashDecodingConfig:
         compile (`bool` or `str`): Compile the forwards of both models, for drafts of fixed size and each bucket of
             256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of a bucket
             takes a while. Not compiled: targets with recurrent layers.
+        cuda_graphs (`bool`): Capture the forwards of both models in CUDA graphs, for each size of draft, and replay
+            them: fewer launches, if both models are on one CUDA device. Each call captures its own. Not for targets
+            with recurrent layers; not together with `compile`.
         policy (`type[DraftPolicy]`, *optional*): Your own class, which decides what to verify in each round; see
             [`~dflash_hf.decoding.policies.DraftPolicy`]. Default: the policy for the settings above.
     """
@@ -34,6 +37,7 @@ class DFlashDecodingConfig:
     window: int | str | None = "trained"
     tree_nodes: int | None = None
     compile: bool | str = False
+    cuda_graphs: bool = False
     policy: Callable | None = None
 
     def __setattr__(self, name, value):
@@ -57,6 +61,9 @@ class DFlashDecodingConfig:
         self._check("window", _is_count(self.window) or self.window == "trained", windows)
         self._check("tree_nodes", _is_count(self.tree_nodes), "a positive number of tokens, or None for blocks")
         self._check("compile", isinstance(self.compile, bool | str), modes)
+        self._check("cuda_graphs", isinstance(self.cuda_graphs, bool), "True or False")
+        if self.cuda_graphs and self.compile:
+            raise ValueError(f"decoding_config.cuda_graphs=True needs compile=False, and compile={self.compile!r}.")
         self._check("policy", callable(self.policy), "a subclass of DraftPolicy, or None for the package's own")
 
     def _check(self, name: str, is_valid: bool, values: str) -> None:

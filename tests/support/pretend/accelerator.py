@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.pretend.capture import Recording
 from support.pretend.counts import Counts, calling_line
+from support.pretend.graph import PretendGraph, PretendStream
 from support.pretend.memory import HOST, Mark, as_device, device_of, mark_of, set_mark
 
 
@@ -71,6 +72,7 @@ class PretendAccelerator:
         self.generators = tuple(_Generator(torch.device("cuda", index)) for index in range(devices))
         # Where a function that is running makes new tensors; `None`: on the device of its arguments.
         self.current_device: torch.device | None = None
+        self.graph: PretendGraph | None = None  # that is being captured
         self._recordings: list[Recording] = []
         self._awaited: list[Mark] = []  # memory that asynchronous copies write to
 
@@ -99,6 +101,11 @@ class PretendAccelerator:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "default_generators", self.generators),
             (torch.cuda, "manual_seed_all", self._manual_seed_all),
+            (torch.cuda, "CUDAGraph", functools.partial(PretendGraph, self)),
+            (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
+            (torch.cuda, "Stream", PretendStream),
+            (torch.cuda, "stream", contextlib.nullcontext),
+            (torch.cuda, "current_stream", PretendStream),
         ]
 
     def _manual_seed_all(self, seed: int) -> None:
@@ -112,8 +119,16 @@ class PretendAccelerator:
         return not any(file in line for file in self.uncounted)
 
     def note(self, *kinds: str) -> None:
-        """Count what the current line asks for, once in each of these kinds: names of attributes of [`Counts`]."""
+        """
+        Count what the current line asks for, once in each of these kinds: names of attributes of [`Counts`].
+
+        Raises:
+            `RuntimeError`: a graph is being captured, which holds no waits and no copies from the host.
+        """
         line = calling_line()
+        forbidden = {"waits", "from_host", "to_host"} & set(kinds)
+        if self.graph is not None and forbidden:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {', '.join(forbidden)} at {line}")
         if not self.is_counted(line):
             return
         for kind in kinds:
@@ -488,13 +503,17 @@ class _Operators(TorchDispatchMode):
         if _takes_generator(func) and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": accelerator.generators[device.index]}
         self._count_waits(name, args, kwargs)
-        result = func(*args, **kwargs)
+        if accelerator.graph is not None and not func.is_view and name not in _WITHOUT_KERNEL:
+            result = accelerator.graph.run(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         results = list(_tensors((result,)))
         for tensor in results:
             if mark_of(tensor) is None:
                 set_mark(tensor, device)
         if _launches(func, name, results):
-            accelerator.note("kernels")
+            if accelerator.graph is None:
+                accelerator.note("kernels")
             accelerator.record_operator(func, args, kwargs, results)
         return result
 
