@@ -36,6 +36,7 @@ SECONDS = {
     "machine": 30,
     "lossless": 60,
     "rounds": 120,
+    "graphs": 90,
     "launches": 45,
     "waits": 45,
     "batch": 90,

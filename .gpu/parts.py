@@ -168,6 +168,11 @@ def tree_of(nodes: int) -> Method:
     return Method(f"tree of {nodes}", {"tree_nodes": nodes})
 
 
+def with_graphs(method: Method) -> Method:
+    """The same, its rounds replayed from CUDA graphs where there is CUDA."""
+    return Method(f"{method.name}, CUDA graphs", {**method.decoding, "cuda_graphs": True}, method.is_sampled)
+
+
 def alone_timing(setting: Setting, pair: Pair, is_sampled: bool = False) -> Timing:
     """The target alone, which other figures are relative to. It is timed once for a pair."""
     if is_sampled not in pair.alone_timings:
@@ -251,6 +256,7 @@ def lossless(setting: Setting) -> None:
     target, draft, prompts = random_pair("tiny", torch.float32, setting.device, 3)
     tokens = 24 if setting.is_tiny else 64
     methods = [block_of(draft.config.block_size), tree_of(15), Method("plain call")]
+    methods += [with_graphs(method) for method in methods]
     for rows in (1, 3):
         pair = with_oracle(target, draft, prompts[:rows], tokens, TINY_TAU)
         for how, options in (("greedy", {}), ("sampled", SAMPLING)):
@@ -278,6 +284,15 @@ def rounds(setting: Setting) -> None:
         timing = time_rounds(functools.partial(pair.by_loop, loop), setting, pair.tokens)
         add_timing(setting, pair, name, timing)
     add_methods(setting, pair, [tree_of(31), tree_of(15)])
+
+
+def graphs(setting: Setting) -> None:
+    """Qwen3-8B's shape, one row: rounds that are replayed from CUDA graphs, beside the same without them."""
+    pair = qwen3_pair(setting.device, setting.is_tiny)
+    add_alone(setting, pair)
+    block = block_of(pair.block_size)
+    for method in (block, tree_of(63), Method("plain call"), block_of(pair.block_size, is_sampled=True)):
+        add_methods(setting, pair, [method, with_graphs(method)])
 
 
 def launches(setting: Setting) -> None:

@@ -17,7 +17,19 @@ from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
-PARTS = ["machine", "lossless", "rounds", "launches", "waits", "batch", "contexts", "static", "tests", "training"]
+PARTS = [
+    "machine",
+    "lossless",
+    "rounds",
+    "graphs",
+    "launches",
+    "waits",
+    "batch",
+    "contexts",
+    "static",
+    "tests",
+    "training",
+]
 PARTS += ["compiled", "smollm2", "attention", "flash"]
 LEFT_OUT_WITHOUT_GPU = {"smollm2", "flash"}
 LOOPS = {"loop of z-lab's shape", 'transformers\' own, `speculation_type="dflash"`'}

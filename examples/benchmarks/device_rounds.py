@@ -34,6 +34,7 @@ from support.pairs import VOCAB, make_draft, make_target
 from support.pretend import Counts, PretendAccelerator
 
 from dflash_hf import DFlashDecodingConfig
+from dflash_hf.decoding.session import SlotSession
 from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
@@ -123,6 +124,10 @@ MODES = {
     "block, Markov head": Mode(is_block=True, head=MARKOV),
     "block, Domino head": Mode(is_block=True, head=DOMINO),
     "block, streamer": Mode(is_block=True, is_streamed=True),
+    "plain call, CUDA graphs": Mode(decoding={"cuda_graphs": True}),
+    "block, CUDA graphs": Mode(is_block=True, decoding={"cuda_graphs": True}),
+    "tree of 63, CUDA graphs": Mode(decoding={"tree_nodes": 63, "cuda_graphs": True}),
+    "block, sampled, CUDA graphs": Mode(is_block=True, is_sampled=True, decoding={"cuda_graphs": True}),
 }
 
 
@@ -169,37 +174,42 @@ class RoundMarks:
     What has been counted whenever a forward of the target begins. One object serves a whole process, since a target is
     tried again where its forward is another function.
 
+    Args:
+        kind (`type`): A class of targets; or `SlotSession`, which also verifies where a graph replaces the forward.
+        method (`str`): The name of the method that begins it.
+
     Attributes:
         counts (`list[Counts]`): For each forward, the counts before it.
     """
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, method: str = "forward"):
         self.kind = kind
+        self.method = method
         self.accelerator: PretendAccelerator | None = None
         self.counts: list[Counts] = []
-        original = kind.forward
+        original = getattr(kind, method)
 
         @functools.wraps(original)
-        def forward(target, *args, **kwargs):
+        def marked(instance, *args, **kwargs):
             if self.accelerator is not None:
                 self.counts.append(self.accelerator.counts.copy())
-            return original(target, *args, **kwargs)
+            return original(instance, *args, **kwargs)
 
-        self.forward = forward
+        self.marked = marked
 
     @contextlib.contextmanager
     def of(self, accelerator: PretendAccelerator):
         """Marks of the forwards that begin in this context."""
         self.accelerator = accelerator
-        with mock.patch.object(self.kind, "forward", self.forward):
+        with mock.patch.object(self.kind, self.method, self.marked):
             yield self
         self.accelerator = None
 
 
 @functools.cache
-def round_marks(kind: type) -> RoundMarks:
-    """The marks of a class of targets."""
-    return RoundMarks(kind)
+def round_marks(kind: type, method: str = "forward") -> RoundMarks:
+    """The marks of a class of targets, or of [`SlotSession`]."""
+    return RoundMarks(kind, method)
 
 
 def measure(mode: Mode, shape: Shape) -> Result:
@@ -232,16 +242,20 @@ def measure(mode: Mode, shape: Shape) -> Result:
         inputs = {name: value.to("cuda") if torch.is_tensor(value) else value for name, value in inputs.items()}
         if drafter is not None:
             drafter = _on_device(drafter)
-        with round_marks(type(target)).of(accelerator) as marks:
+        has_graphs = bool(mode.decoding and mode.decoding.get("cuda_graphs"))
+        begins = (SlotSession, "verify") if has_graphs else (type(target), "forward")
+        with round_marks(*begins).of(accelerator) as marks:
             # The first call tries what the target supports. A copy of the drafter is none that it has learned about.
             decode(mode, target, copy.copy(drafter), {**inputs, "max_new_tokens": 2})
             marks.counts.clear()
             written = decode(mode, target, drafter, inputs)
         is_same_text = torch.equal(written.cpu(), text)
-    rounds = len(marks.counts) - 1  # the first forward reads the prompt
+    rounds = len(marks.counts)
+    if not has_graphs:
+        rounds -= 1  # the first forward reads the prompt
     if drafter is not None and shape.tokens / rounds < 1.5:
         raise RuntimeError(f"{shape.tokens / rounds:.2f} tokens in a round: drafts are not accepted")
-    first = 1 + rounds // 2
+    first = len(marks.counts) - rounds + rounds // 2
     last = len(marks.counts) - 2
     return Result(
         last - first, (shape.tokens - 1) / rounds, marks.counts[last].since(marks.counts[first]), is_same_text

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.latency import DraftSize, LatencyModel
-from dflash_hf.decoding.trees import draft_tree
+from dflash_hf.decoding.trees import tree_of
 
 
 LIKELY = 8  # tokens of a slot that the target may choose
@@ -154,7 +154,7 @@ class World:
         return Block(torch.cat([self.anchors[:, None], torch.ones(self.rows, BLOCK - 1, dtype=torch.long)], dim=1))
 
     def tree(self, nodes: int):
-        return draft_tree(self, self.anchors, nodes)
+        return tree_of(self, self.anchors, self.hidden_states(self.anchors), nodes)
 
     def verdict(self, draft) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """How far the target agrees with what was drafted last."""

@@ -45,10 +45,18 @@ class Watched(cuda_graphs.CudaGraph):
 
 
 @pytest.fixture(autouse=True)
-def watched(monkeypatch):
+def failures(monkeypatch):
+    """Why parts of the calls that have ended were not captured."""
+    failures = []
+
+    def log_failures(graphs):
+        failures.extend(failure for failure in (graphs.target.failure, graphs.drafter.failure) if failure)
+        original(graphs)
+
+    original = cuda_graphs.CallCudaGraphs.log_failures
+    monkeypatch.setattr(cuda_graphs.CallCudaGraphs, "log_failures", log_failures)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Watched)
-    Watched.captures = 0
-    Watched.replays = 0
+    return failures
 
 
 def to_device(values: dict) -> dict:
@@ -96,13 +104,16 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_replayed_rounds_write_the_same_text(name):
+def test_replayed_rounds_write_the_same_text(name, failures):
     assert_same_text(**SITUATIONS[name])
+    assert not failures
 
 
+@pytest.mark.parametrize("decoding", [BLOCK, {"tree_nodes": 9}], ids=["block", "tree"])
 @pytest.mark.parametrize("head", EVERY)
-def test_every_head_drafts_with_graphs(head):
-    assert_same_text(BLOCK, head=EVERY[head])
+def test_every_head_drafts_with_graphs(head, decoding, failures):
+    assert_same_text(decoding, head=EVERY[head])
+    assert not failures
 
 
 def test_streamed_rounds_are_replayed():

@@ -275,6 +275,7 @@ def test_errors_name_key_value_and_remedy(changes, named):
         ("block_size", True, "a number of tokens"),
         ("tree_nodes", 0, "a positive number of tokens, or None for blocks"),
         ("compile", 1, "True, False, or a mode or backend of torch.compile"),
+        ("cuda_graphs", "reduce-overhead", "True or False"),
         ("window", 2.5, 'a positive number of tokens, "trained", or None for all'),
         ("window", "all", "a positive number of tokens"),
     ],

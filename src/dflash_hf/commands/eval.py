@@ -90,7 +90,8 @@ def _pretend(arguments, echo) -> Outcome:
     """`echo` what a drafter of this acceptance length would bring."""
     if arguments.target is None:
         raise UsageError("--pretend-tau needs --target, the model that a drafter would draft for.")
-    useless = shared.options_given(arguments, ("compare", "prompt_lookup", "mtp", "output", "compile", "tree_nodes"))
+    names = ("compare", "prompt_lookup", "mtp", "output", "compile", "cuda_graphs", "tree_nodes")
+    useless = shared.options_given(arguments, names)
     if useless:
         raise UsageError(
             f"--pretend-tau with {', '.join(useless)}: it times the target alone, whole blocks and default settings, "

@@ -8,7 +8,7 @@ from dflash_hf._io.errors import UsageError
 from dflash_hf._io.terminal import note
 
 
-DECODING_OPTIONS = ("compile", "tree_nodes")  # options that are fields of a drafter's `decoding_config`
+DECODING_OPTIONS = ("compile", "cuda_graphs", "tree_nodes")  # options that are fields of a drafter's `decoding_config`
 
 
 def take_default(arguments) -> None:
@@ -116,7 +116,7 @@ class NamedPair:
         settings = {name: value for name, value in vars(self.arguments).items() if name in DECODING_OPTIONS}
         if self.arguments.draft is None:
             if any(settings.values()):
-                raise UsageError("--compile and --tree-nodes need a drafter; pass --draft.")
+                raise UsageError("--compile, --cuda-graphs and --tree-nodes need a drafter; pass --draft.")
             return None
         draft = load_draft(self.arguments.draft, self.loading, self.device)
         for name, value in settings.items():

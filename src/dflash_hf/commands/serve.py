@@ -171,7 +171,7 @@ def _check_engine_options(arguments) -> None:
     engine = arguments.engine
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
-    names = ("compile", "tree_nodes", "packed", "device", "threads", "enable_cors")
+    names = ("compile", "cuda_graphs", "tree_nodes", "packed", "device", "threads", "enable_cors")
     unread = shared.options_given(arguments, names)
     if unread:
         raise UsageError(f"{unread[0]} is for --engine transformers; leave it out for {engine}.")

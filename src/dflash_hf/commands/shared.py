@@ -64,6 +64,7 @@ def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks") 
     """Add the options for faster decoding with a drafter."""
     group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
+    group.add_argument("--cuda-graphs", action="store_true", help="capture the rounds of a call in CUDA graphs")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     add_packed(group)
 

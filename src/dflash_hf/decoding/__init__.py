@@ -29,7 +29,7 @@ Where to look:
   (targets with a state), `probe` (what a target supports).
 - Accept and commit: `acceptance`, `row_lengths`, `selection` (the caller's processors and criteria), `sampling_noise`,
   `state`.
-- Speed: `packing` (weights laid out for the processor), `cpu_dtypes`, `graphs` (compiled forwards).
+- Speed: `packing` (weights laid out for the processor), `cpu_dtypes`, `graphs` (compiled forwards), `cuda_graphs`.
 
 What belongs to one call. `decode` creates it, and nothing of it is shared with other calls:
 
@@ -41,6 +41,7 @@ What belongs to one call. `decode` creates it, and nothing of it is shared with 
   cache empty during the call, and moves them back in `write_back`. Its `target` is a clone that shares all weights and
   attends to slots in its own way; the caller's target is not changed.
 - `DraftSession` owns its `DraftContext`: the drafter's `SlotCache`, and features that the drafter has not read yet.
+- `CallCudaGraphs` owns the graphs of both models, which hold addresses of the call's slots.
 - `FeatureTap` owns its hooks on the target's layers, which do nothing outside of this call's forwards.
 - `DraftPolicy` owns what it has learned in this call, until `finish`.
 

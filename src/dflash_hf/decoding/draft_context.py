@@ -240,14 +240,14 @@ class DraftContext:
         self.cache.reserve(self.lengths.longest + num_slots, exactly=self._omits_masks)
 
     def block_inputs(
-        self, num_slots: int, features: torch.Tensor | None, pending_indices: torch.LongTensor, start: torch.LongTensor
+        self, num_slots: int, pending_indices: torch.LongTensor, features: torch.Tensor | None, start: torch.LongTensor
     ) -> dict:
         """
         Arguments of the drafter's forward. Nothing here waits for the device.
 
         Args:
             num_slots (`int`): Slots of the block, for which `reserve` has made room.
-            features, pending_indices: What is read first, from [`take_pending`].
+            pending_indices, features: What is read first, from [`take_pending`].
             start (`torch.LongTensor`): `[R, 1]`, the index of the block's first slot in each row.
         """
         block_indices = start + torch.arange(num_slots, device=start.device)  # [R, B]

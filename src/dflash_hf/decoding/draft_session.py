@@ -1,6 +1,8 @@
 """The drafter's side of a call, as `session` is the target's: the forward over a block, and the tokens it drafts."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,32 +61,57 @@ class DraftSession:
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
             num_drafted (`int`, *optional*): Maximum number of tokens besides the anchor. Default: a whole block.
         """
-        hidden = self.hidden_states(anchors)[:, :num_drafted]
-        return Block(self.decode_block(anchors, hidden))
+
+        def block(anchors: torch.LongTensor, hidden: torch.Tensor) -> Block:
+            return Block(self.decode_block(anchors, hidden[:, :num_drafted]))
+
+        return self.run(anchors, block, ("block", num_drafted))
+
+    def run(self, anchors: torch.LongTensor, choose: Callable, settings: tuple) -> Any:
+        """
+        The drafter's forward over a block, and what is chosen by its hidden states; in a graph if possible.
+
+        Args:
+            anchors (`torch.LongTensor`): `[R]`.
+            choose (`Callable`): Called with the anchors and hidden states `[R, block_tokens - 1, H]`. Returns a
+                `Block` or a `Tree`, and neither waits for the device nor copies to it.
+            settings (`tuple`): What else decides which kernels `choose` launches.
+        """
+        if self.cuda_graphs is None:
+            return choose(anchors, self.hidden_states(anchors))
+        inputs = self._take_inputs()
+        shapes = (inputs[0].shape, self.context.cache.num_attended)
+        if self.noise is not None:  # its draws are a dictionary of the host's
+            hidden = self.cuda_graphs.run(shapes, self._hidden_states, anchors, *inputs)
+            return choose(anchors, hidden)
+
+        def forward_and_choose(anchors: torch.LongTensor, *inputs):
+            return choose(anchors, self._hidden_states(anchors, *inputs))
+
+        return self.cuda_graphs.run((*shapes, *settings), forward_and_choose, anchors, *inputs)
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""
-        context = self.context
-        features, pending_indices = context.take_pending()
-        context.reserve(self.block_tokens)
-        inputs = (anchors, features, pending_indices, context.lengths.starts)
-        if self.cuda_graphs is None:
-            return self._hidden_states(*inputs)
-        key = (pending_indices.shape, context.cache.num_attended)
-        return self.cuda_graphs.run(key, self._hidden_states, *inputs)
+        return self._hidden_states(anchors, *self._take_inputs())
+
+    def _take_inputs(self) -> tuple:
+        """What changes from block to block, besides the anchors; takes the pending features, and makes room."""
+        features, pending_indices = self.context.take_pending()
+        self.context.reserve(self.block_tokens)
+        return pending_indices, features, self.context.lengths.starts
 
     def _hidden_states(
         self,
         anchors: torch.LongTensor,
-        features: torch.Tensor | None,
         pending_indices: torch.LongTensor,
+        features: torch.Tensor | None,
         start: torch.LongTensor,
     ) -> torch.Tensor:
         """[`hidden_states`] of a block for which there is room: nothing here waits for the device."""
         block = self.draft.embed_block(self.target, anchors, self.block_tokens)  # [R, B, H]
         inputs = {
             "noise_embeds": self.context.to_draft(block),
-            **self.context.block_inputs(block.shape[1], features, pending_indices, start),
+            **self.context.block_inputs(block.shape[1], pending_indices, features, start),
         }
         if self.graph is None:
             if is_replaceable(self.draft.config._attn_implementation):

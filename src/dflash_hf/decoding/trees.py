@@ -99,8 +99,18 @@ def draft_tree(
     """
     if draft_session.block_tokens == 1:
         return Tree.of_anchors(anchors)
+
+    def tree(anchors: torch.LongTensor, hidden: torch.Tensor) -> Tree:
+        return tree_of(draft_session, anchors, hidden, nodes, top_k)
+
+    return draft_session.run(anchors, tree, ("tree", nodes, top_k))
+
+
+def tree_of(
+    draft_session: DraftSession, anchors: torch.LongTensor, hidden: torch.Tensor, nodes: int, top_k: int | None = None
+) -> Tree:
+    """The tree of [`draft_tree`] from the hidden states `[R, D, H]` of a block."""
     top_k = top_k or nodes
-    hidden = draft_session.hidden_states(anchors)  # [R, D, H]
     token_head = draft_session.token_head
     beams = nodes
     scores: IndependentScores | FirstOrderScores | SequentialScores

@@ -8,8 +8,8 @@ A pretend accelerator: what a program asks of a GPU, seen without one.
 
 Inside, every tensor on `cuda:N` is an ordinary tensor of the CPU whose memory has a mark (`memory.py`). Two modes of
 torch see each call (`accelerator.py`): one answers questions about devices and carries out moves between them, the
-other sees every operator, rejects those that mix devices and counts what a GPU would do (`counts.py`). `capture.py`
-records operators, to tell whether a CUDA graph could replay them.
+other sees every operator, rejects those that mix devices and counts what a GPU would do (`counts.py`). A CUDA graph
+holds the operators that were captured, and runs them again at the same addresses (`graph.py`).
 
 What it shows: which operators run, and where; copies from and to the host; waits of the host; addresses.
 
@@ -26,8 +26,7 @@ What it cannot show:
 """
 
 from support.pretend.accelerator import PretendAccelerator
-from support.pretend.capture import Recording, obstacles_to_graph
 from support.pretend.counts import Counts
 
 
-__all__ = ["Counts", "PretendAccelerator", "Recording", "obstacles_to_graph"]
+__all__ = ["Counts", "PretendAccelerator"]

@@ -9,7 +9,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.pretend.capture import Recording
 from support.pretend.counts import Counts, calling_line
 from support.pretend.graph import PretendGraph, PretendStream
 from support.pretend.memory import HOST, Mark, as_device, device_of, mark_of, set_mark
@@ -57,8 +56,8 @@ class PretendAccelerator:
 
     Args:
         devices (`int`): Their number.
-        uncounted (`Iterable[str]`): Names of files whose lines are not counted and not recorded: those of a drafter
-            that is told what to draft, for example.
+        uncounted (`Iterable[str]`): Names of files whose lines are not counted: for example, of a drafter that is told
+            what to draft.
 
     Attributes:
         counts ([`Counts`]): What was asked for since entering.
@@ -73,7 +72,6 @@ class PretendAccelerator:
         # Where a function that is running makes new tensors; `None`: on the device of its arguments.
         self.current_device: torch.device | None = None
         self.graph: PretendGraph | None = None  # that is being captured
-        self._recordings: list[Recording] = []
         self._awaited: list[Mark] = []  # memory that asynchronous copies write to
 
     def __enter__(self) -> "PretendAccelerator":
@@ -133,9 +131,6 @@ class PretendAccelerator:
             return
         for kind in kinds:
             getattr(self.counts, kind)[line] += 1
-        obstacles = [kind for kind in kinds if kind in ("waits", "from_host")]
-        for recording in self._recordings:
-            recording.add_obstacles(obstacles, line)
 
     def wait(self) -> None:
         """The host waits for everything that was launched."""
@@ -223,51 +218,6 @@ class PretendAccelerator:
             yield
         finally:
             self.current_device = before
-
-    # ------------------------------------------------------------------------------------------------------ recording
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[Recording]:
-        """Record the operators that run in this context, to tell whether a CUDA graph could replay them."""
-        recording = Recording()
-        self._recordings.append(recording)
-        try:
-            yield recording
-        finally:
-            self._recordings.remove(recording)
-
-    @contextlib.contextmanager
-    def recording_calls(self, owner, name: str) -> Iterator[list[Recording]]:
-        """
-        Record a part of a program: each call, in this context, of one function.
-
-        Args:
-            owner: The class or module that has the function.
-            name (`str`): Its name.
-
-        Yields:
-            A list, to which each call adds its recording.
-        """
-        recordings: list[Recording] = []
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def recorded(*args, **kwargs):
-            with self.recording() as recording:
-                result = original(*args, **kwargs)
-            recordings.append(recording)
-            return result
-
-        with mock.patch.object(owner, name, recorded):
-            yield recordings
-
-    def record_operator(self, func, args: tuple, kwargs: dict, outputs: list[torch.Tensor]) -> None:
-        """Add an operator that has run to all recordings."""
-        if self._recordings:
-            line = calling_line()
-            if self.is_counted(line):
-                for recording in self._recordings:
-                    recording.add_operator(str(func), args, kwargs, outputs, line)
 
 
 class _Generator(torch.Generator):
@@ -486,9 +436,7 @@ class _Operators(TorchDispatchMode):
         devices = [device_of(tensor) for tensor in tensors]
         if name == "copy_" and devices[0] != devices[1]:
             accelerator.count_copy(args[0], args[1], bool(args[2]) if len(args) > 2 else False)
-            result = func(*args, **kwargs)
-            accelerator.record_operator(func, args, kwargs, [args[0]])
-            return result
+            return func(*args, **kwargs)
         if name == "_foreach_copy_" and len(set(devices)) > 1:  # on several devices torch copies one after another
             with self:
                 for destination, source in zip(*args[:2]):
@@ -511,10 +459,8 @@ class _Operators(TorchDispatchMode):
         for tensor in results:
             if mark_of(tensor) is None:
                 set_mark(tensor, device)
-        if _launches(func, name, results):
-            if accelerator.graph is None:
-                accelerator.note("kernels")
-            accelerator.record_operator(func, args, kwargs, results)
+        if accelerator.graph is None and _launches(func, name, results):
+            accelerator.note("kernels")
         return result
 
     @staticmethod

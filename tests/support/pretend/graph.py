@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from support.pretend.memory import mark_of, next_serial
+
 
 class _Kernel(NamedTuple):
     """An operator, with its arguments and the memory of its results."""
@@ -39,6 +41,7 @@ class PretendGraph:
     def __init__(self, accelerator):
         self.accelerator = accelerator
         self.kernels: list[_Kernel] = []
+        self._start = 0  # serial of memory: what has a larger one is made in the capture
 
     def capture_begin(self, pool=None, capture_error_mode: str = "global") -> None:
         """
@@ -48,21 +51,25 @@ class PretendGraph:
         if self.accelerator.graph is not None:
             raise RuntimeError("a graph is being captured")
         self.accelerator.graph = self
+        self._start = next_serial()
 
     def capture_end(self) -> None:
         self.accelerator.graph = None
         for kernel in self.kernels:
             for result in kernel.results:
-                if not kernel.operator._schema.is_mutable:
-                    _spoil(result)
+                _spoil(result)
 
     def run(self, operator, args: tuple, kwargs: dict):
-        """What an operator that launches a kernel returns in a capture; what it would write stays as it is."""
-        if operator._schema.is_mutable:
-            self.kernels.append(_Kernel(operator, args, kwargs, []))
-            return args[0]
-        result = operator(*args, **kwargs)
-        self.kernels.append(_Kernel(operator, args, kwargs, _as_list(result)))
+        """
+        What an operator that launches a kernel returns in a capture. It runs, since the CPU would stumble over indices
+        that were never computed; but memory from before the capture stays as it is.
+        """
+        is_write = operator._schema.is_mutable
+        if is_write and mark_of(args[0]).serial < self._start:
+            result = args[0]
+        else:
+            result = operator(*args, **kwargs)
+        self.kernels.append(_Kernel(operator, args, kwargs, [] if is_write else _as_list(result)))
         return result
 
     def replay(self) -> None:
