@@ -222,12 +222,12 @@ class Probe:
 
     def _logits_of_one_row(self, session_class: Any, omits_masks: bool) -> torch.Tensor:
         """`[1, n, V]`, of two drafts, the first of which is kept in part."""
-        kept = self.KEPT[0]
+        num_kept = self.KEPT[0]
         with self.session(session_class, [0], omits_masks=omits_masks) as session:
             start = self.PROMPT
             first_logits, _ = session.verify(Block(self.tokens[:1, start : start + self.DRAFT]))
-            session.keep(Acceptance.from_counts([kept], self.device))
-            start += kept
+            session.keep(Acceptance.from_counts([num_kept], self.device))
+            start += num_kept
             second_logits, _ = session.verify(Block(self.tokens[:1, start : start + self.SECOND_DRAFT]))
         return torch.cat([first_logits, second_logits], dim=1)
 
