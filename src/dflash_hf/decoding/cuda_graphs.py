@@ -80,7 +80,7 @@ class ModelCudaGraphs:
         Args:
             key (`tuple`): All that decides which kernels run: sizes. In one call, equal keys must mean equal shapes.
             function (`Callable`): Launches kernels, and neither waits for the device nor copies to it.
-            inputs: Its arguments, tensors and tuples of them. Its results may be overwritten by later rounds.
+            inputs: Its arguments, tensors and tuples of them.
         """
         graph = self.graphs.get(key)
         if graph is None:
@@ -116,8 +116,9 @@ class CudaGraph:
         self.inputs = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
         self.graph = torch.cuda.CUDAGraph()
         # As `torch.cuda.graph`, which also empties the allocator's cache and collects garbage before each capture.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        device = next(leaf.device for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor))
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with _capturing, torch.cuda.stream(stream):
             # Other threads may go on: what they ask of the device is not in the graph.
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -125,7 +126,7 @@ class CudaGraph:
                 self.outputs = function(*self.inputs)
             finally:
                 self.graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self, inputs: tuple):
         """The function's results for other inputs, in memory of their own."""
