@@ -134,9 +134,11 @@ MODES = {
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-@functools.cache
 def target_of(shape: Shape, device: str):
-    """A random target on a device, the same on each; `cuda` inside of a pretend accelerator."""
+    """
+    A random target on a device, the same on each; `cuda` inside of a pretend accelerator. Each mode has its own: some
+    loops leave hooks on a target.
+    """
     dtype = getattr(torch, shape.dtype)
     return make_target("qwen3", dtype, num_hidden_layers=shape.layers, max_position_embeddings=4096).to(device)
 

@@ -1,6 +1,6 @@
 """
 The sizes that are chosen on a GPU, and what they bring: Qwen3-8B and its drafter of five layers and blocks of 16, on a
-simulated H100 or H200.
+simulated H100, H200, RTX 4090 or A10.
 
     python examples/benchmarks/simulated_gpu.py
 
@@ -38,7 +38,7 @@ from dflash_hf.decoding.trees import tree_of
 LIKELY = 8  # tokens of a slot that the target may choose
 RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
 # Of data sheets: bytes and dense bf16 operations per second.
-GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
+GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12), "RTX 4090": (1.008e12, 165e12), "A10": (0.6e12, 125e12)}
 SHAPE = "qwen3-8b"
 BLOCK = 16
 TEXT = 1024
