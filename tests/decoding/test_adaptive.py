@@ -268,6 +268,14 @@ def test_latencies_are_those_that_were_measured():
     assert model.latencies(1, 100, 16, drafted=False)[0] == 1.0
 
 
+@pytest.mark.parametrize(("device", "lowest", "highest"), [("cuda", 1.0, 1.1), ("mps", 1.8, 2.4)])
+def test_large_trees_are_assumed_to_be_cheap_where_memory_decides(device, lowest, highest):
+    """Before anything was measured: 63 tokens beside 15."""
+    model = LatencyModel(0.1, latency_module._processor(SimpleNamespace(device=torch.device(device))))
+    latencies = model.latencies(1, 100, 63, drafted=True)
+    assert lowest < latencies[63] / latencies[15] < highest
+
+
 class Quantised(torch.nn.Linear):
     """Stands for a layer of another kind, packed or quantised."""
 
