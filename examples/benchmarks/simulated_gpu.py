@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dflash_hf.decoding.acceptance import Acceptance, Block
 from dflash_hf.decoding.adaptive import AdaptiveLength, DraftStatistics
 from dflash_hf.decoding.latency import DraftSize, LatencyModel
-from dflash_hf.decoding.trees import tree_of
+from dflash_hf.decoding.trees import draft_tree
 
 
 LIKELY = 8  # tokens of a slot that the target may choose
@@ -145,6 +145,10 @@ class World:
         self.chances = torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
         return self.chances
 
+    def run(self, anchors, choose, settings):
+        """As `DraftSession.run`."""
+        return choose(anchors, self.hidden_states(anchors))
+
     def logits(self, hidden) -> torch.Tensor:
         rest = (1 - hidden.sum(-1, keepdim=True)).clamp(min=1e-9) / self.OTHERS
         return torch.cat([rest, hidden, rest.expand(-1, -1, self.OTHERS - 1)], dim=-1).log()
@@ -154,7 +158,7 @@ class World:
         return Block(torch.cat([self.anchors[:, None], torch.ones(self.rows, BLOCK - 1, dtype=torch.long)], dim=1))
 
     def tree(self, nodes: int):
-        return tree_of(self, self.anchors, self.hidden_states(self.anchors), nodes)
+        return draft_tree(self, self.anchors, nodes)
 
     def verdict(self, draft) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """How far the target agrees with what was drafted last."""
