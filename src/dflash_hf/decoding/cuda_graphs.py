@@ -4,7 +4,7 @@ CUDA graphs of one call: the forwards of both models are captured once for each 
 A graph launches its kernels again with the same arguments, at the same addresses. So the slots of a call have fixed
 shapes, and all that changes from round to round, tokens and lengths, is copied into memory that the graph reads. What
 is constant in a call, positions or padding for example, the graph just holds. Graphs end with their call: they hold
-addresses of its slots. A capture takes about as long as two or three rounds; a size that occurs once is not captured.
+addresses of its slots. To capture costs the host time, as launching does, so a size that occurs once is not captured.
 """
 
 import collections
