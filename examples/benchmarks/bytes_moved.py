@@ -22,7 +22,7 @@ from random_pairs import SHAPES
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from dflash_hf.decoding import draft_context, draft_session
 from dflash_hf.decoding.acceptance import Acceptance, Block
@@ -165,9 +165,8 @@ def states_of(config, layers: int, rows: int, length: int) -> int:
     return 2 * rows * layers * config.num_key_value_heads * config.head_dim * length * DTYPE.itemsize
 
 
-def filled_cache(config, rows: int, length: int) -> DynamicCache:
+def filled(cache: Cache, config, rows: int, length: int) -> Cache:
     """A cache with `length` tokens of each row."""
-    cache = DynamicCache(config=config)
     shape = (rows, config.num_key_value_heads, length, config.head_dim)
     for layer in range(config.num_hidden_layers):
         cache.update(*torch.empty(2, *shape, dtype=DTYPE, device="meta"), layer)
@@ -179,7 +178,7 @@ def filled_cache(config, rows: int, length: int) -> DynamicCache:
 
 def one_token(target, rows: int, length: int) -> int:
     """The target alone, with the cache of `generate`, which is copied to a new place for each token."""
-    cache = filled_cache(target.config, rows, length)
+    cache = filled(DynamicCache(config=target.config), target.config, rows, length)
     ids = torch.zeros(rows, 1, dtype=torch.long, device="meta")
     with counting() as counted:
         target(input_ids=ids, position_ids=ids, past_key_values=cache)
@@ -188,11 +187,7 @@ def one_token(target, rows: int, length: int) -> int:
 
 def upstream_block(target, rows: int, length: int) -> int:
     """A block that upstream's own attention verifies, over a cache that is written in place."""
-    config = target.config
-    cache = StaticCache(config=config, max_cache_len=length + BLOCK)
-    shape = (rows, config.num_key_value_heads, length, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        cache.update(*torch.empty(2, *shape, dtype=DTYPE, device="meta"), layer)
+    cache = filled(StaticCache(config=target.config, max_cache_len=length + BLOCK), target.config, rows, length)
     ids = torch.zeros(rows, BLOCK, dtype=torch.long, device="meta")
     mask = torch.zeros(rows, 1, BLOCK, length + BLOCK, dtype=DTYPE, device="meta")
     with counting() as counted:
@@ -203,7 +198,7 @@ def upstream_block(target, rows: int, length: int) -> int:
 def slots_of(target, rows: int, length: int, omits_masks: bool) -> SlotSession:
     """A session after a text of `length` tokens."""
     positions = torch.zeros(rows, 1, dtype=torch.long, device="meta")
-    cache = filled_cache(target.config, rows, length)
+    cache = filled(DynamicCache(config=target.config), target.config, rows, length)
     return SlotSession(target, cache, [0] * rows, positions, {}, omits_masks=omits_masks)
 
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from support.pairs import make_draft, make_target
-from support.tiny_chat import CHATML, make_tokenizer
+from support.pairs import make_draft
+from support.tiny_chat import CHATML, make_tokenizer, saved_with
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
@@ -30,9 +30,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def pair(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    target = make_target(vocab_size=len(tokenizer) + 1)
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    target = saved_with(tokenizer, folder / "target")
     make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
     return folder
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 from support.pairs import make_draft, make_target
-from support.tiny_chat import CHATML, make_tokenizer
+from support.tiny_chat import CHATML, make_tokenizer, saved_with
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation import pretended
@@ -157,9 +157,7 @@ def test_undrafted_call_is_no_measurement(target, monkeypatch):
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = make_tokenizer(CHATML)
-    target = make_target(vocab_size=len(tokenizer) + 1)
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    target = saved_with(tokenizer, folder / "target")
     make_draft(target, block_size=8).config.save_pretrained(folder / "draft")  # no weights
     return folder
 

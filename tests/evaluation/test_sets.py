@@ -8,8 +8,8 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
-from support.tiny_chat import THINKING, make_tokenizer
+from support.pairs import make_draft
+from support.tiny_chat import THINKING, make_tokenizer, saved_with
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
@@ -39,9 +39,7 @@ ROWS = {
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = make_tokenizer(THINKING)
-    target = make_target(vocab_size=len(tokenizer) + 1)
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    target = saved_with(tokenizer, folder / "target")
     make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
     return folder
 

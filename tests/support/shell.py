@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.pairs import make_draft, make_target
-from support.tiny_chat import CHATML, make_tokenizer
+from support.pairs import make_draft
+from support.tiny_chat import CHATML, make_tokenizer, saved_with
 
 
 @dataclass
@@ -50,9 +50,7 @@ def make_world(folder: Path) -> Path:
     """A tiny target with its tokenizer, a drafter, prompts and responses, damaged forms of each, and one long line."""
     tokenizer = make_tokenizer(CHATML)
     tokenizer.add_tokens(["a" * 1000])  # a long line is few tokens then, and soon read
-    target = make_target(vocab_size=len(tokenizer) + 1)
-    target.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    target = saved_with(tokenizer, folder / "target")
     make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
     row = {"messages": [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "1"}]}
     line = json.dumps(row) + "\n"

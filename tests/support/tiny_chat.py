@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.pairs import make_target
 
@@ -61,3 +61,11 @@ def save_target(folder: Path, template: str | None = CHATML, **overrides) -> Pat
     target.save_pretrained(folder)
     make_tokenizer(template).save_pretrained(folder)
     return folder
+
+
+def saved_with(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
+    """A random target with a row for each of a tokenizer's ids and one more, saved with the tokenizer."""
+    target = make_target(vocab_size=len(tokenizer) + 1)
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return target

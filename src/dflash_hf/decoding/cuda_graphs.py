@@ -8,6 +8,7 @@ addresses of its slots. To capture costs the host time, as launching does, so a 
 """
 
 import collections
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -113,34 +114,39 @@ class CudaGraph:
     """
 
     def __init__(self, function: Callable, inputs: tuple, pool):
-        self.inputs = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+        captured = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+        self.inputs = _tensors_in(captured)
         self.graph = torch.cuda.CUDAGraph()
         # As `torch.cuda.graph`, which also empties the allocator's cache and collects garbage before each capture.
-        device = next(leaf.device for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor))
+        device = self.inputs[0].device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with _capturing, torch.cuda.stream(stream):
             # Other threads may go on: what they ask of the device is not in the graph.
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self.outputs = function(*self.inputs)
+                self.outputs = function(*captured)
             finally:
                 self.graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self, inputs: tuple):
         """The function's results for other inputs, in memory of their own."""
-        for captured, value in zip(pytree.tree_leaves(self.inputs), pytree.tree_leaves(inputs), strict=True):
-            if isinstance(captured, torch.Tensor):
-                captured.copy_(value)
+        for captured, value in zip(self.inputs, _tensors_in(inputs), strict=True):
+            captured.copy_(value)
         self.graph.replay()
         return pytree.tree_map_only(torch.Tensor, torch.clone, self.outputs)
+
+
+def _tensors_in(values: tuple) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _no_cuda_graph_reason(call: GenerateCall) -> str | None:
     if call.capabilities.session is not SlotSession:
         return f"the states of {type(call.target).__name__} are recurrent"
-    devices = {parameter.device for model in (call.target, call.draft) for parameter in model.parameters()}
+    parameters = itertools.chain(call.target.parameters(), call.draft.parameters())
+    devices = {parameter.device for parameter in parameters}
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         return f"the models are on {', '.join(sorted(map(str, devices)))}, not on one CUDA device"
     for model in (call.target, call.draft):

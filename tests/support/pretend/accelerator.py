@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.pretend.counts import Counts, calling_line
 from support.pretend.graph import PretendGraph, PretendStream
-from support.pretend.memory import HOST, Mark, as_device, device_of, mark_of, set_mark
+from support.pretend.memory import HOST, Mark, as_device, device_of, mark_of, set_mark, tensors_in
 
 
 # Operators that launch nothing, besides those that torch itself calls views.
@@ -429,7 +429,7 @@ class _Operators(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         accelerator = self.accelerator
         name = func.overloadpacket.__name__
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         if accelerator.is_awaiting:
             for tensor in tensors:
                 accelerator.check_arrived(tensor)
@@ -455,7 +455,7 @@ class _Operators(TorchDispatchMode):
             result = accelerator.graph.run(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        results = list(_tensors((result,)))
+        results = list(tensors_in((result,)))
         for tensor in results:
             if mark_of(tensor) is None:
                 set_mark(tensor, device)
@@ -493,7 +493,7 @@ class _Operators(TorchDispatchMode):
             accelerator.wait()
         if name in _COPIES_SCALARS:
             arguments = args if name == "where" else args[2:3]
-            for tensor in _tensors(arguments):
+            for tensor in tensors_in(arguments):
                 if device_of(tensor) == HOST and not _fills_by_mask(name, args):
                     accelerator.note("from_host", "waits")
         if name in _INDEXED_READS | _INDEXED_WRITES:
@@ -512,15 +512,6 @@ def _fills_by_mask(name: str, args: tuple) -> bool:
     value = args[2]
     masks = [index for index in args[1] if index is not None]
     return value.numel() == 1 and device_of(value) == HOST and len(masks) == 1 and masks[0].dtype == torch.bool
-
-
-def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results of an operator, and in their lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 @functools.cache

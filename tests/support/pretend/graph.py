@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from support.pretend.memory import mark_of, next_serial
+from support.pretend.memory import mark_of, next_serial, tensors_in
 
 
 class _Kernel(NamedTuple):
@@ -26,7 +26,7 @@ class _Kernel(NamedTuple):
         computed = self.operator(*self.args, **self.kwargs)
         if self.operator._schema.is_mutable:
             return
-        for result, value in zip(self.results, _as_list(computed), strict=True):
+        for result, value in zip(self.results, tensors_in((computed,)), strict=True):
             result.copy_(value)
 
 
@@ -69,7 +69,7 @@ class PretendGraph:
             result = args[0]
         else:
             result = operator(*args, **kwargs)
-        self.kernels.append(_Kernel(operator, args, kwargs, [] if is_write else _as_list(result)))
+        self.kernels.append(_Kernel(operator, args, kwargs, [] if is_write else list(tensors_in((result,)))))
         return result
 
     def replay(self) -> None:
@@ -88,10 +88,6 @@ class PretendStream:
 
     def wait_stream(self, stream) -> None:
         """Nothing: whatever was launched on another stream has ended."""
-
-
-def _as_list(value) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [item for item in value if isinstance(item, torch.Tensor)]
 
 
 def _spoil(tensor: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Where a tensor pretends to be: a mark on its memory, which all views of it share."""
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,15 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     """The device that a tensor says it is on."""
     mark = mark_of(tensor)
     return tensor.device if mark is None else mark.device
+
+
+def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results of an operator, and in their lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def next_serial() -> int:
