@@ -165,6 +165,20 @@ def test_graphs_end_with_their_call(monkeypatch):
     assert not Watched.living
 
 
+def test_graphs_of_slots_that_have_moved_are_dropped():
+    """Nothing would replay them, and they hold memory."""
+    with PretendAccelerator(uncounted=UNCOUNTED):
+        value = torch.ones(3).to("cuda")
+        graphs = cuda_graphs.CallCudaGraphs().target
+        for num_slots in (256, 512, 1024):
+            for size in (1, 4):
+                for _ in range(graphs.MIN_ROUNDS + 1):
+                    result = graphs.run(num_slots, (size,), torch.add, value, value)
+                    assert result.cpu().tolist() == [2.0] * 3
+        gc.collect()
+        assert len(Watched.living) == len(graphs.graphs) == 2
+
+
 def test_compiled_forwards_have_no_graphs_of_ours():
     target = make_target()
     draft = make_draft(target)

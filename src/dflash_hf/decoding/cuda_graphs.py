@@ -72,17 +72,25 @@ class ModelCudaGraphs:
         self.pool = pool
         self.graphs: dict[tuple, CudaGraph] = {}
         self.rounds: collections.Counter = collections.Counter()  # by key
+        self.num_slots = 0
         self.failure: str | None = None
 
-    def run(self, key: tuple, function: Callable, *inputs):
+    def run(self, num_slots: int, key: tuple, function: Callable, *inputs):
         """
         Run a function, by a graph if there is one.
 
         Args:
-            key (`tuple`): All that decides which kernels run: sizes. In one call, equal keys must mean equal shapes.
+            num_slots (`int`): Slots of the model's cache. With another number the slots have moved, so graphs that
+                were captured before are dropped.
+            key (`tuple`): All else that decides which kernels run: sizes. In one call, equal keys must mean equal
+                shapes.
             function (`Callable`): Launches kernels, and neither waits for the device nor copies to it.
             inputs: Its arguments, tensors and tuples of them.
         """
+        if num_slots != self.num_slots:
+            self.graphs.clear()
+            self.rounds.clear()
+            self.num_slots = num_slots
         graph = self.graphs.get(key)
         if graph is None:
             self.rounds[key] += 1

@@ -80,15 +80,16 @@ class DraftSession:
         if self.cuda_graphs is None:
             return choose(anchors, self.hidden_states(anchors))
         inputs = self._take_inputs()
-        shapes = (inputs[0].shape, self.context.cache.num_attended)
+        num_slots = self.context.cache.num_attended
+        shape = inputs[0].shape
         if self.noise is not None:  # its draws are a dictionary of the host's
-            hidden = self.cuda_graphs.run(shapes, self._hidden_states, anchors, *inputs)
+            hidden = self.cuda_graphs.run(num_slots, (shape,), self._hidden_states, anchors, *inputs)
             return choose(anchors, hidden)
 
         def forward_and_choose(anchors: torch.LongTensor, *inputs):
             return choose(anchors, self._hidden_states(anchors, *inputs))
 
-        return self.cuda_graphs.run((*shapes, *settings), forward_and_choose, anchors, *inputs)
+        return self.cuda_graphs.run(num_slots, (shape, *settings), forward_and_choose, anchors, *inputs)
 
     def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
         """`[R, block_tokens - 1, H]` after the final norm, of the slots that draft."""

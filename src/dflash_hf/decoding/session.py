@@ -113,8 +113,8 @@ class SlotSession:
         self.cache.reserve(self.lengths.longest + num_candidates, exactly=omits_masks)
         if self.cuda_graphs is None:
             return self._verify(candidates, self.lengths.starts, omits_masks)
-        key = (candidates.tokens.shape, candidates.ancestors is None, self.cache.num_attended)
-        return self.cuda_graphs.run(key, self._verify, candidates, self.lengths.starts)
+        key = (candidates.tokens.shape, candidates.ancestors is None)
+        return self.cuda_graphs.run(self.cache.num_attended, key, self._verify, candidates, self.lengths.starts)
 
     def _verify(
         self, candidates, start: torch.LongTensor, omits_masks: bool = False
