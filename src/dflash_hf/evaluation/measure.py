@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import platform
 import statistics
 import time
@@ -15,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 import transformers
+from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import without_bars
@@ -107,7 +109,7 @@ def evaluate(
         methods=reports,
         acceptance_lengths=[answer.acceptance_lengths for answer in decoded[-1][WHOLE_BLOCKS]],
         responses=own_answers,
-        block_size=draft.config.max_block_tokens,
+        block_size=setting["block_size"],
         setting=setting,
         divergences=divergences,
         rounding=rounding,
@@ -191,9 +193,20 @@ class _Decoded:
 
     ids: list[int]
     seconds: float
+    prefill_seconds: float | None  # until the first new token; `None` for functions
     forwards: int  # of the target
     acceptance_lengths: list[int]
     draft_sizes: list[int] | None = None
+
+    @property
+    def decode_seconds_per_token(self) -> float | None:
+        """
+        The time after the first new token, divided by all new tokens as the reference implementation does; `None`
+        without one, or if nothing follows it.
+        """
+        if self.prefill_seconds is None or len(self.ids) < 2:
+            return None
+        return (self.seconds - self.prefill_seconds) / len(self.ids)
 
 
 # The answers of all runs: `decoded[run][method]` has one for each prompt.
@@ -220,6 +233,7 @@ class _Decoder:
         call = self.calls[method]
         output = None
         counter = None
+        prefill_seconds = None
         with contextlib.ExitStack() as contexts:
             if method == MTP:
                 contexts.enter_context(without_bars())  # its heads are loaded in each call
@@ -231,9 +245,11 @@ class _Decoder:
             if callable(call.arguments):
                 ids = call.arguments(prompt)
             else:
+                first_token = _FirstTokenTimer()
                 options = {"max_new_tokens": self.max_new_tokens, "do_sample": False, **call.arguments}
-                output = generate_one(self.target, prompt, **options)
+                output = generate_one(self.target, prompt, streamer=first_token, **options)
                 ids = output.sequences[0, len(prompt) :].tolist()
+                prefill_seconds = first_token.time - start
             seconds = now(self.target.device) - start
         lengths_of_rows = getattr(output, "acceptance_lengths", None) or [[]]  # if a DFlash drafter was used
         lengths = list(lengths_of_rows[0])
@@ -243,7 +259,7 @@ class _Decoder:
             forwards = counter.count
         else:
             forwards = len(ids)
-        return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
+        return _Decoded(ids, seconds, prefill_seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
 
 def _decode_in_turn(
@@ -274,6 +290,8 @@ def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
         "target_dtype": dtype_name(target.dtype),
         "draft_dtype": dtype_name(draft.dtype),
         "max_new_tokens": max_new_tokens,
+        "temperature": 0.0,
+        "block_size": with_whole_blocks(draft).decoding_config.block_size,
         "runs": runs,
         "prompt_lookup_num_tokens": LOOKUP_TOKENS,
         "torch": torch.__version__,
@@ -297,6 +315,8 @@ def _method_report(decoded: _DecodedRuns, method: str, warmup_seconds: float, co
     for index in range(len(last_answers)):
         equal += all(run[method][index].ids == run[TARGET_ALONE][index].ids for run in decoded)
     speeds = _speeds(decoded, method)
+    means = [statistics.fmean(answer.acceptance_lengths) for answer in last_answers if answer.acceptance_lengths]
+    decode_times = _decode_times(decoded, method)
     return MethodReport(
         tokens_per_second=statistics.median(speeds),
         speedup=_median_ratio(speeds, _speeds(decoded, TARGET_ALONE)),
@@ -311,7 +331,48 @@ def _method_report(decoded: _DecodedRuns, method: str, warmup_seconds: float, co
         ),
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
+        tau_of_responses=statistics.fmean(means) if means else None,
+        prefill_seconds=_median_prefill(decoded, method),
+        decode_seconds_per_token=statistics.median(decode_times) if decode_times else None,
+        decode_speedup=_decode_speedup(decoded, method, TARGET_ALONE),
+        decode_speedup_over_packed=(
+            _decode_speedup(decoded, method, TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None
+        ),
     )
+
+
+def _decode_times(decoded: _DecodedRuns, method: str) -> list[float]:
+    """
+    Seconds per new token after the prefill in each run: the mean over the responses, not over the tokens, as the paper
+    reports it. Empty if a method's tokens are not seen, or no response has a second one.
+    """
+    means = []
+    for run in decoded:
+        times = [answer.decode_seconds_per_token for answer in run[method]]
+        known_times = [time for time in times if time is not None]
+        if known_times:
+            means.append(statistics.fmean(known_times))
+    return means
+
+
+def _decode_speedup(decoded: _DecodedRuns, method: str, baseline: str) -> float | None:
+    """The ratio of a baseline's time per new token after the prefill to a method's."""
+    times = _decode_times(decoded, method)
+    base_times = _decode_times(decoded, baseline)
+    if not times or not base_times:
+        return None
+    return _median_ratio(base_times, times)
+
+
+def _median_prefill(decoded: _DecodedRuns, method: str) -> float | None:
+    """Seconds until the first new token: the mean over the responses, the median over the runs."""
+    means = []
+    for run in decoded:
+        times = [answer.prefill_seconds for answer in run[method]]
+        if None in times:
+            return None
+        means.append(statistics.fmean(times))
+    return statistics.median(means)
 
 
 def _speeds(decoded: _DecodedRuns, method: str) -> list[float]:
@@ -376,6 +437,27 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class _FirstTokenTimer(BaseStreamer):
+    """
+    Notes when a call has its first new token: the prompt has been read then, by the drafter too. Each round of a loop
+    waits for the device anyway, to see whether the text has ended; copying its tokens to the host is the same wait.
+    """
+
+    def __init__(self):
+        self.time = math.nan
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt, then with new tokens."""
+        if not self._has_prompt:
+            self._has_prompt = True
+        elif math.isnan(self.time):
+            self.time = time.perf_counter()
+
+    def end(self) -> None:
+        """Called after the last token."""
 
 
 class _ForwardCounter:

@@ -29,6 +29,15 @@ class MethodReport:
         equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
+        tau_of_responses (`float`, *optional*): The mean over responses of each response's mean tokens per
+            verification: the definition of the paper and of the reference implementation.
+        prefill_seconds (`float`, *optional*): Time from the call to the first new token, the drafter's part
+            included: mean over the responses, median over the runs. `None` for functions, whose tokens are not seen.
+        decode_seconds_per_token (`float`, *optional*): Time after the first new token, per new token: mean over the
+            responses of more than one token, median over the runs.
+        decode_speedup (`float`, *optional*): Ratio of `decode_seconds_per_token` of the target alone to this method's,
+            in the same run; median over the runs. The paper's speedup.
+        decode_speedup_over_packed (`float`, *optional*): The same over the packed target alone.
     """
 
     tokens_per_second: float
@@ -42,6 +51,11 @@ class MethodReport:
     speedup_over_packed: float | None = None
     tau: float | None = None
     draft_sizes: list[int] | None = None
+    tau_of_responses: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds_per_token: float | None = None
+    decode_speedup: float | None = None
+    decode_speedup_over_packed: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -68,7 +82,7 @@ class EvalReport:
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
         setting (`dict`): The target's repository, a digest of the drafter's weights, hardware, threads, versions,
-            dtypes, limits.
+            dtypes, limits; `temperature` (0: greedy) and `block_size`.
         divergences (`list[Divergence]`): Where outputs diverge from the target's own, and whether rounding explains
             it.
         rounding (`Rounding`, *optional*): The target compared with itself, if anything diverged.
