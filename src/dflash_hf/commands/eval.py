@@ -4,6 +4,7 @@
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
     dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
     dflash eval --compare before/eval_report.json after/eval_report.json
+    dflash eval --server http://127.0.0.1:8000 --data math500 --concurrency 8
     dflash eval --pretend-tau 3.5 --target Qwen/Qwen3-0.6B
 """
 
@@ -16,12 +17,12 @@ from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import bar
 from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
+from dflash_hf.commands.eval_server import add_server_arguments, run_server
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
-from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
+from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, set_name
 
 
-NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 # With `--pretend-tau`, what is decoded unless given: a script decides what is accepted, so a few texts are enough.
 PRETEND_DATA = "arithmetic"
 PRETEND_PROMPTS = 2
@@ -31,13 +32,17 @@ PRETEND_NEW_TOKENS = 128
 def add_arguments(parser) -> None:
     shared.add_pair(parser)
     sets = f"benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})"
-    parser.add_argument("--data", help=f"prompts: a file, Hub dataset, {sets}")
+    parser.add_argument(
+        "--data", help=f"prompts: a file, Hub dataset, {sets}; NAME=FILE: a benchmark's rows in a file"
+    )
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     shared.add_template_arguments(parser)
+    thinking = "the chat template's enable_thinking (default: off for benchmarks, else --template-args)"
+    parser.add_argument("--thinking", action="store_true", help=thinking)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
     heads = "also time transformers' multi-token prediction, of a target that has heads for it"
     parser.add_argument("--mtp", action="store_true", help=heads)
@@ -47,6 +52,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--pretend-tau", type=amount, help=pretend)
     lengths = "with --pretend-tau: lengths to which prompts are extended (default: as they are)"
     parser.add_argument("--context", type=positive, nargs="+", metavar="N", help=lengths)
+    shared.add_sampling(parser)  # TEMPORARY
+    add_server_arguments(parser)
     shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     shared.add_loading(parser)
     shared.add_speed(parser, "also time draft trees of N tokens")
@@ -54,12 +61,17 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`echo` the table and write the report; the exit status is 1 if an output is WRONG."""
-    if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
+    is_named = arguments.data is not None and (set_name(arguments.data) or arguments.data in GENERATED)
+    if arguments.split is not None and is_named:
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
     if arguments.mtp and arguments.revision:
         raise UsageError(
             "--mtp --revision: transformers loads heads of the newest revision; give a folder as --target."
         )
+    if arguments.thinking and arguments.template_args:
+        raise UsageError("--thinking and --template-args both set the template's arguments; give one of them.")
+    if arguments.server is not None:
+        return run_server(arguments, echo)
     if arguments.pretend_tau is not None:
         return _pretend(arguments, echo)
     if arguments.context:
@@ -159,8 +171,9 @@ def _measure(arguments):
     from dflash_hf.pairs.packing_choice import should_pack
 
     pair = NamedPair(arguments)
-    encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))
-    max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
+    template = pair.template(_thinking_arguments(arguments, pair))
+    encoder = pair.encoder(template)
+    max_new_tokens = arguments.max_new_tokens or (256 if set_name(arguments.data) is None else NEW_TOKENS)
     # Prompts are read before anything large is loaded; only second turns need the target's answers.
     rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
     prompts = None
@@ -192,13 +205,25 @@ def _measure(arguments):
         progress=bar("decoding"),
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting |= {"dataset": dataset_name(arguments.data), **loading}
+    report.setting |= {"dataset": dataset_name(arguments.data), "chat_template_kwargs": template, **loading}
+    report.setting["thinking"] = template.get("enable_thinking")  # None: the template decides, or has no such mode
     report.setting["prompts_digest"] = digest_of([list(prompt) for prompt in prompts])
     return report
 
 
-def _no_thinking(arguments, pair: NamedPair) -> dict | None:
-    """Template arguments that turn thinking off for benchmarks, unless the drafter was trained with arguments."""
-    may_think = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
+def _thinking_arguments(arguments, pair: NamedPair) -> dict | None:
+    """
+    Template arguments that turn thinking on if `--thinking` asks for it, and off for benchmarks unless the drafter was
+    trained with arguments, as in published results.
+
+    Raises:
+        `UsageError`: the template has no thinking mode.
+    """
+    may_think = "enable_thinking" in str(pair.tokenizer.chat_template)
+    if arguments.thinking and not may_think:
+        raise UsageError("--thinking: the chat template of this target has no `enable_thinking`; leave it out.")
+    if arguments.thinking:
+        return {"enable_thinking": True}
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
-    return NO_THINKING if may_think and trained_with is None else None
+    is_published = set_name(arguments.data) is not None and trained_with is None
+    return {"enable_thinking": False} if is_published and may_think else None
