@@ -7,7 +7,7 @@ from dflash_hf.cli import main
 
 def test_own_server_counts_what_its_log_says(server, tmp_path, capsys):
     (tmp_path / "rows.txt").write_text("Say 3\nSay 5\nSay 7\n", encoding="utf-8")
-    options = ["--data", str(tmp_path / "rows.txt"), "--max-new-tokens", "40", "--concurrency", "2", "--json"]
+    options = ["--data", str(tmp_path / "rows.txt"), "--max-new-tokens", "40", "--json"]
     assert main(["eval", "--server", server.url, *options]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["engine"] == "dflash serve" and facts["answers"] == 3 and facts["setting"]["model"] == server.model

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from dflash_hf._io.files import digest_of
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.targets.generation import forked_rng, generate_one
@@ -50,18 +51,18 @@ def prompts_of(
             except ValueError as error:
                 raise ValueError(f"Row {index} of {data}: {error}") from error
             if number < len(turns):
-                answer_ids = _answer_ids(target, prompts[-1], max_new_tokens, temperature, seed=index)
+                answer_ids = _answer_ids(target, prompts[-1], max_new_tokens, temperature)
                 answer = encoder.template.tokenizer.decode(answer_ids, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
     return prompts
 
 
-def _answer_ids(target, prompt: list[int], max_new_tokens: int, temperature: float, seed: int):
-    """The target's own answer to a prompt."""
+def _answer_ids(target, prompt: list[int], max_new_tokens: int, temperature: float):
+    """The target's own answer to a prompt; the seed of a sample is of the prompt, whichever process has it."""
     options: dict = {"do_sample": False}
     if temperature:
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with forked_rng(target.device):
-        torch.manual_seed(seed)
+        torch.manual_seed(int(digest_of(list(prompt))[:8], 16))
         output = generate_one(target, prompt, max_new_tokens=max_new_tokens, **options)
     return output.sequences[0, len(prompt) :]

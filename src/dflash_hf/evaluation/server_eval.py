@@ -435,6 +435,9 @@ def report_lines(report: ServerReport) -> list[str]:
     if report.acceptance_rate is not None:
         counts = report.counts
         lines.append(f"drafted tokens    {counts.drafted}, {100 * report.acceptance_rate:.1f} % of them accepted")
+    if report.counts.verified_tokens:  # a server may decode without its drafter, such as while it has many requests
+        share = f"{report.counts.verified_tokens} of {report.tokens} tokens"
+        lines.append(f"with drafts       {share} come from verifications; the others were decoded without a draft")
     if report.acceptance_by_position:
         shares = " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position)
         lines.append(f"slot accepted, %  {shares}")
