@@ -3,13 +3,17 @@
 
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
     dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
+    dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data mt-bench --temperature 1 --output t1
+    accelerate launch -m dflash_hf.cli eval --target Qwen/Qwen3-4B --draft my-drafter --data gsm8k --output gsm8k
     dflash eval --compare before/eval_report.json after/eval_report.json
     dflash eval --pretend-tau 3.5 --target Qwen/Qwen3-0.6B
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 
+from dflash_hf._io import argument_types
 from dflash_hf._io.argument_types import amount, output_folder, positive, readable_file
 from dflash_hf._io.errors import UsageError
 from dflash_hf._io.names import dtype_name
@@ -20,6 +24,8 @@ from dflash_hf.commands.pair import NamedPair
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 
+
+RESUME_HINT = "run the same command again; with --output it goes on behind the prompts that it has decoded"
 
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 # With `--pretend-tau`, what is decoded unless given: a script decides what is accepted, so a few texts are enough.
@@ -36,6 +42,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
+    temperature = "samples by the target's own distribution; 0 is greedy (default: %(default)s)"
+    parser.add_argument("--temperature", type=argument_types.temperature, default=0.0, help=temperature)
+    parser.add_argument("--seed", type=argument_types.seed, default=0, help="of the samples (default: %(default)s)")
+    block_size = "tokens of a whole block, at most the trained block size (default: that)"
+    parser.add_argument("--block-size", type=positive, metavar="N", help=block_size)
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     shared.add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
@@ -72,10 +83,15 @@ def run(arguments, echo) -> Outcome:
     if missing:
         raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
     _check_output(arguments.output, Path(arguments.draft))
+    from dflash_hf.evaluation.ranks import launched_ranks
     from dflash_hf.evaluation.report_files import save_report
     from dflash_hf.evaluation.text import headline, summary_lines
 
-    report = _measure(arguments)
+    with launched_ranks() as ranks:
+        report = _measure(arguments, ranks)
+    if not ranks.is_main:
+        arguments.json = False  # the main process prints the result
+        return Outcome(1 if report.is_wrong else 0)
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
@@ -90,7 +106,8 @@ def _pretend(arguments, echo) -> Outcome:
     """`echo` what a drafter of this acceptance length would bring."""
     if arguments.target is None:
         raise UsageError("--pretend-tau needs --target, the model that a drafter would draft for.")
-    names = ("compare", "prompt_lookup", "mtp", "output", "compile", "cuda_graphs", "tree_nodes")
+    names = ["compare", "prompt_lookup", "mtp", "output", "compile", "cuda_graphs", "tree_nodes"]
+    names += ["temperature", "block_size"]
     useless = shared.options_given(arguments, names)
     if useless:
         raise UsageError(
@@ -149,15 +166,17 @@ def _check_output(output: Path | None, draft: Path) -> None:
         raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
 
 
-def _measure(arguments):
-    """The report of evaluating the named pair on the named data."""
+def _measure(arguments, ranks):
+    """The report of evaluating the named pair on the named data, by all processes together."""
     from dflash_hf._io.files import digest_of
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.mtp import seconds_to_load_heads
     from dflash_hf.evaluation.prompts import prompts_of
+    from dflash_hf.evaluation.ranks import device_of_rank
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
     from dflash_hf.pairs.packing_choice import should_pack
 
+    arguments.device = device_of_rank(arguments.device)
     pair = NamedPair(arguments)
     encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
@@ -179,9 +198,12 @@ def _measure(arguments):
             f"the drafter is {draft_dtype}, its target {target_dtype}: --dtype sets one for both, bfloat16, or "
             "float32 on a processor without units for it"
         )
-    if prompts is None:
-        options = (target, max_new_tokens, bar("first turns"))
-        prompts = prompts_of(rows, encoder, arguments.data, arguments.raw, *options)
+    if prompts is None:  # each process decodes the first turns of its rows
+        own_rows = ranks.share(rows)
+        options = (target, max_new_tokens, bar("first turns") if ranks.is_main else iter)
+        own_prompts = iter(prompts_of(own_rows, encoder, arguments.data, arguments.raw, *options))
+        by_row = [[next(own_prompts) for _ in row.get("turns") or [None]] for row in own_rows]
+        prompts = list(chain.from_iterable(ranks.collect(by_row, len(rows))))
     report = evaluate(
         target,
         draft,
@@ -189,8 +211,13 @@ def _measure(arguments):
         max_new_tokens=max_new_tokens,
         runs=arguments.runs,
         methods=methods,
-        progress=bar("decoding"),
+        progress=bar("decoding") if ranks.is_main else iter,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
+        block_size=arguments.block_size,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        ranks=ranks,
+        progress_folder=arguments.output,
     )
     report.setting |= {"dataset": dataset_name(arguments.data), **loading}
     report.setting["prompts_digest"] = digest_of([list(prompt) for prompt in prompts])
