@@ -86,9 +86,9 @@ def test_table_stands_beside_the_papers(tmp_path):
 
 
 def test_differences_from_the_paper_are_said(tmp_path):
-    ours = {"hardware": "a laptop", "target_dtype": "float32", "attention": "sdpa", "max_new_tokens": 64}
+    setting = {"hardware": "a laptop", "target_dtype": "float32", "attention": "sdpa", "max_new_tokens": 64}
     local = {"thinking": None, "dataset": "MathArena/aime_2025, rows of a.jsonl"}
-    save_report(tmp_path, "aime25", 0.0, 1.5, [[2]], rows=4, **ours, **local)
+    save_report(tmp_path, "aime25", 0.0, 1.5, [[2]], rows=4, **setting, **local)
     table = table_of(tmp_path, "someone/other", "mine")
     text = "\n".join(markdown_lines(table))
     for part in (

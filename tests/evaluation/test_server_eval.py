@@ -185,8 +185,8 @@ def test_older_sglang_is_read_by_its_mean(rows, capsys):
 @pytest.mark.parametrize(
     "dialect, remedy",
     [
-        ("vllm", "--speculative-config"),
-        ("sglang", "--speculative-algorithm"),
+        ("vllm", "with a speculative configuration"),
+        ("sglang", "with a speculative algorithm"),
         ("llama.cpp", "with a drafter"),
         ("dflash", "with a drafter"),
         ("other", "vLLM, SGLang and llama.cpp are known"),

@@ -12,9 +12,23 @@ from dflash_hf.evaluation.sets import NEW_TOKENS, set_name
 
 # Options about a pair in this process, which a server does not read.
 _IN_PROCESS = (
-    *("draft", "raw", "prompt_lookup", "mtp", "threads", "context", "pretend_tau", "compare"),
-    *("dtype", "device", "revision", "draft_revision", "trust_remote_code"),
-    *("compile", "cuda_graphs", "tree_nodes", "packed"),
+    "draft",
+    "raw",
+    "prompt_lookup",
+    "mtp",
+    "threads",
+    "context",
+    "pretend_tau",
+    "compare",
+    "dtype",
+    "device",
+    "revision",
+    "draft_revision",
+    "trust_remote_code",
+    "compile",
+    "cuda_graphs",
+    "tree_nodes",
+    "packed",
 )
 
 

@@ -23,13 +23,35 @@ SETTINGS_FILE = "table_settings.json"
 TABLE_RUNS = 1  # of the published protocol
 # Options that a table decides itself, or that only a single measurement has.
 _NOT_OF_TABLES = (
-    *("data", "split", "temperature", "prompt_lookup", "mtp", "tree_nodes", "raw", "server", "compare"),
-    *("pretend_tau", "context"),
+    "data",
+    "split",
+    "temperature",
+    "prompt_lookup",
+    "mtp",
+    "tree_nodes",
+    "raw",
+    "server",
+    "compare",
+    "pretend_tau",
+    "context",
 )
 # What all sets of a table are measured with.
 _SETTINGS = (
-    *("target", "draft", "revision", "draft_revision", "prompts", "max_new_tokens", "runs", "block_size", "thinking"),
-    *("template_args", "dtype", "packed", "compile", "cuda_graphs", "seed"),
+    "target",
+    "draft",
+    "revision",
+    "draft_revision",
+    "prompts",
+    "max_new_tokens",
+    "runs",
+    "block_size",
+    "thinking",
+    "template_args",
+    "dtype",
+    "packed",
+    "compile",
+    "cuda_graphs",
+    "seed",
 )
 
 

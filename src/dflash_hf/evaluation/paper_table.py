@@ -27,7 +27,16 @@ from dflash_hf.evaluation.sets import NAMED, set_name
 
 
 PAPER_SETS = (
-    *("gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "livecodebench", "swe-bench", "mt-bench", "alpaca"),
+    "gsm8k",
+    "math500",
+    "aime24",
+    "aime25",
+    "humaneval",
+    "mbpp",
+    "livecodebench",
+    "swe-bench",
+    "mt-bench",
+    "alpaca",
 )
 TEMPERATURES = (0.0, 1.0)
 TABLE_FILE = "paper_table.json"
@@ -253,8 +262,20 @@ def _mean(temperature: float, results: Sequence[SetResult], paper_target: str | 
 
 
 _SHARED = (
-    *("weights", "hardware", "device", "processes", "threads", "target_dtype", "draft_dtype", "attention", "thinking"),
-    *("max_new_tokens", "block_size", "runs", "torch", "transformers"),
+    "weights",
+    "hardware",
+    "device",
+    "processes",
+    "threads",
+    "target_dtype",
+    "draft_dtype",
+    "attention",
+    "thinking",
+    "max_new_tokens",
+    "block_size",
+    "runs",
+    "torch",
+    "transformers",
 )
 
 
@@ -337,12 +358,8 @@ def markdown_lines(table: PaperTable) -> list[str]:
         for result in table.results:
             if result.temperature != temperature:
                 continue
-            ours = [_figure(result.speedup, "x"), _figure(result.tau)]
-            paper = [_figure(result.paper_speedup, "x"), _figure(result.paper_tau)]
-            rows.append([result.name, f"{result.rows} of {result.rows_of_paper}", *ours, *paper, result.verdict])
-        ours = [_figure(mean.speedup, "x"), _figure(mean.tau)]
-        paper = [_figure(mean.paper_speedup, "x"), _figure(mean.paper_tau)]
-        rows.append([f"mean of {len(mean.sets)}", "", *ours, *paper, ""])
+            rows.append([result.name, f"{result.rows} of {result.rows_of_paper}", *_figures(result), result.verdict])
+        rows.append([f"mean of {len(mean.sets)}", "", *_figures(mean), ""])
         if table.paper_target is None:
             rows = [[*row[:4], row[6]] for row in rows]
         lines += [*_padded(rows), ""]
@@ -351,6 +368,12 @@ def markdown_lines(table: PaperTable) -> list[str]:
     lines += ["Differences from the paper's measurement:", ""]
     lines += [f"- {line}" for line in table.differences]
     return lines
+
+
+def _figures(result: SetResult | Mean) -> list[str]:
+    """The cells of speedup and tau, and of the paper's."""
+    speedups = [_figure(result.speedup, "x"), _figure(result.paper_speedup, "x")]
+    return [speedups[0], _figure(result.tau), speedups[1], _figure(result.paper_tau)]
 
 
 def _figure(value: float | None, unit: str = "") -> str:
