@@ -78,6 +78,13 @@ class SetResult:
     paper_speedup: float | None = None
     paper_tau: float | None = None
 
+    @classmethod
+    def from_values(cls, values: dict) -> "SetResult":
+        """The result in the values of JSON, which has no tuples."""
+        result = cls(**values)
+        result.accepted_and_blocks = [(accepted, blocks) for accepted, blocks in result.accepted_and_blocks]
+        return result
+
 
 @dataclass
 class Mean:
@@ -150,11 +157,11 @@ class PaperTable:
             `ValueError`: the file holds something else.
         """
         try:
-            table = cls(**json.loads(read_text(Path(path))))
-            table.results = [SetResult(**result) for result in table.results]  # type: ignore[arg-type]
-            table.means = [Mean(**mean) for mean in table.means]  # type: ignore[arg-type]
-            return table
-        except (ValueError, TypeError) as error:
+            values = json.loads(read_text(Path(path)))
+            values["results"] = [SetResult.from_values(result) for result in values["results"]]
+            values["means"] = [Mean(**mean) for mean in values["means"]]
+            return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is not a table of `dflash eval --table` ({error!r}); name another.") from error
 
 
@@ -326,10 +333,11 @@ def _differences(
             missing.append(f"T = {temperature:g}: {', '.join(absent)}")
     if missing:
         lines.append(f"not measured: {'; '.join(missing)}")
-    lines.append(
-        "sampling at T = 1: drafts and verification as this package decodes; the published loop of the paper's time "
-        "drafts the most probable tokens, and accepts them while the target's samples are equal"
-    )
+    if any(result.temperature for result in results):
+        lines.append(
+            "sampling at T = 1: a draft here is the drafter's own sample by the noise that the target's next samples "
+            "are drawn with, which accepts more; the published loop drafts the most probable tokens"
+        )
     return lines
 
 
@@ -363,8 +371,11 @@ def markdown_lines(table: PaperTable) -> list[str]:
         if table.paper_target is None:
             rows = [[*row[:4], row[6]] for row in rows]
         lines += [*_padded(rows), ""]
-    names = [f"T = {mean.temperature:g}: {', '.join(mean.sets)}" for mean in table.means]
-    lines += [f"Means are over these sets, of speedups the geometric one. {'; '.join(names)}.", ""]
+    for mean in table.means:
+        lines.append(
+            f"The mean at T = {mean.temperature:g} is over {', '.join(mean.sets)}; of speedups the geometric mean."
+        )
+        lines.append("")
     lines += ["Differences from the paper's measurement:", ""]
     lines += [f"- {line}" for line in table.differences]
     return lines
