@@ -250,7 +250,7 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             setattr(arguments, name, os.path.expanduser(value))
-    # The errors of `train` also name misspelt settings; the data of `eval` may be a set with its file.
+    # The errors of `train` also name misspelt settings; the data of `eval` may be `NAME=FILE`.
     if arguments.command not in ("train", "eval"):
         check_files("data", getattr(arguments, "data", None))
     if getattr(arguments, "target", None) == "smollm2":

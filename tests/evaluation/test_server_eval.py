@@ -134,11 +134,11 @@ def rows(tmp_path):
 
 
 EXPECTED = {
-    # tau, as each server's project computes it, and a word of the counter
-    "vllm": (1 + 8 / 3, "/metrics"),
-    "sglang": (12 / 3, "spec_verify_ct"),
-    "llama.cpp": (12 / 4, "timings"),
-    "dflash": (11 / 3, "usage.completion_tokens_details"),
+    # tau, as each server's project computes it, the verifications of an answer, and a word of the counter
+    "vllm": (1 + 8 / 3, 3, "/metrics"),
+    "sglang": (12 / 3, 3, "spec_verify_ct"),
+    "llama.cpp": (12 / 4, 4, "timings"),
+    "dflash": (11 / 3, 3, "usage.completion_tokens_details"),
 }
 
 
@@ -158,9 +158,10 @@ def test_each_server_is_read_by_its_own_counter(dialect, rows, tmp_path, capsys)
     with running(stand_in) as url:
         assert main(["eval", "--server", f"{url}/v1/", "--data", str(rows), *options, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    tau, counter = EXPECTED[dialect]
+    tau, verifications, counter = EXPECTED[dialect]
     assert facts["tau"] == pytest.approx(tau) and counter in facts["counter"]
     assert facts["answers"] == 4 and facts["tokens"] == 48 and facts["tokens_per_second"] > 0
+    assert facts["counts"]["verifications"] == 4 * verifications  # neither those of others before, nor the warm-up's
     assert facts["acceptance_rate"] == pytest.approx(8 / 21)
     shares = [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0] if dialect == "vllm" else []
     assert facts["acceptance_by_position"] == pytest.approx(shares)
@@ -219,9 +220,16 @@ def test_rejected_conversations_are_counted(tmp_path, capsys):
 
 
 def test_options_of_a_local_pair_are_refused(rows, capsys):
-    for option in (["--draft", "d"], ["--prompt-lookup"], ["--tree-nodes", "9"], ["--no-packed"]):
+    for option in (
+        ["--draft", "d"],
+        ["--prompt-lookup"],
+        ["--tree-nodes", "9"],
+        ["--no-packed"],
+        ["--block-size", "4"],
+    ):
         assert main(["eval", "--server", "http://127.0.0.1:9", "--data", str(rows), *option]) == 2
         assert f"leave out {option[0]}" in capsys.readouterr().err
     assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
+    assert main(["eval", "--concurrency", "2", "--data", str(rows)]) == 2
     assert main(["eval", "--server", "http://127.0.0.1:9", "--data", str(rows), "--target", "m"]) == 1
     assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err

@@ -2,15 +2,12 @@
 `dflash eval`: measure acceptance, speedup and losslessness of a pair.
 
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
-    dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
-    dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data mt-bench --temperature 1 --output t1
     accelerate launch -m dflash_hf.cli eval --target Qwen/Qwen3-4B --draft my-drafter --data gsm8k --output gsm8k
     dflash eval --target Qwen/Qwen3-4B --draft my-drafter --table paper --output table
-    dflash eval --compare before/eval_report.json after/eval_report.json
     dflash eval --server http://127.0.0.1:8000 --data math500 --concurrency 8
-    dflash eval --pretend-tau 3.5 --target Qwen/Qwen3-0.6B
 """
 
+import argparse
 import json
 from itertools import chain
 from pathlib import Path
@@ -26,7 +23,7 @@ from dflash_hf.commands.eval_server import add_server_arguments, run_server
 from dflash_hf.commands.eval_table import add_table_arguments, run_table
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.evaluation.methods import PLAIN_CALL, TREE_NODES, methods_of_eval
-from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, set_name
+from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, set_name, without_set_name
 
 
 RUNS = 3
@@ -39,34 +36,31 @@ PRETEND_NEW_TOKENS = 128
 
 def add_arguments(parser) -> None:
     shared.add_pair(parser)
-    sets = f"benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})"
-    parser.add_argument(
-        "--data", help=f"prompts: a file, Hub dataset, {sets}; NAME=FILE: a benchmark's rows in a file"
-    )
+    data = f"file, Hub dataset, {', '.join([*GENERATED, *NAMED])}; NAME=FILE: a set's rows"
+    parser.add_argument("--data", help=data)
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     runs = f"timed repetitions (default: {RUNS}; of a table 1)"
     parser.add_argument("--runs", type=positive, help=runs)
     parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
-    temperature = "samples by the target's own distribution; 0 is greedy (default: %(default)s)"
+    temperature = "of samples, whose seed is --seed N; 0 is greedy (default: %(default)s)"
     parser.add_argument("--temperature", type=argument_types.temperature, default=0.0, help=temperature)
-    parser.add_argument("--seed", type=argument_types.seed, default=0, help="of the samples (default: %(default)s)")
+    parser.add_argument("--seed", type=argument_types.seed, default=0, help=argparse.SUPPRESS)
     block_size = "tokens of a whole block, at most the trained block size (default: that)"
     parser.add_argument("--block-size", type=positive, metavar="N", help=block_size)
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     shared.add_template_arguments(parser)
-    thinking = "the chat template's enable_thinking (default: off for benchmarks, else --template-args)"
+    thinking = "turn the template's thinking mode on (default: off for benchmarks)"
     parser.add_argument("--thinking", action="store_true", help=thinking)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
-    heads = "also time transformers' multi-token prediction, of a target that has heads for it"
+    heads = "also time multi-token prediction, of a target with heads for it"
     parser.add_argument("--mtp", action="store_true", help=heads)
     shared.add_threads(parser)
     compare = "two reports or tables, side by side"
     parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help=compare)
-    pretend = "no drafter: what one with this acceptance length would bring; of --draft only its config.json is read"
+    pretend = "what a drafter of this tau would bring; --context N: longer prompts"
     parser.add_argument("--pretend-tau", type=amount, help=pretend)
-    lengths = "with --pretend-tau: lengths to which prompts are extended (default: as they are)"
-    parser.add_argument("--context", type=positive, nargs="+", metavar="N", help=lengths)
+    parser.add_argument("--context", type=positive, nargs="+", metavar="N", help=argparse.SUPPRESS)
     add_table_arguments(parser)
     add_server_arguments(parser)
     shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
@@ -76,6 +70,10 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`echo` the table and write the report; the exit status is 1 if an output is WRONG."""
+    if arguments.data is not None:
+        from dflash_hf.data.sources import check_files
+
+        check_files("data", without_set_name(arguments.data))
     is_named = arguments.data is not None and (set_name(arguments.data) or arguments.data in GENERATED)
     if arguments.split is not None and is_named:
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
@@ -87,6 +85,8 @@ def run(arguments, echo) -> Outcome:
         raise UsageError("--thinking and --template-args both set the template's arguments; give one of them.")
     if arguments.server is not None:
         return run_server(arguments, echo)
+    if arguments.concurrency > 1:
+        raise UsageError("--concurrency is for --server; prompts of a local pair are decoded one at a time.")
     if arguments.pretend_tau is not None:
         return _pretend(arguments, echo)
     if arguments.context:

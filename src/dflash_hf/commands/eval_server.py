@@ -1,5 +1,6 @@
 """The part of `dflash eval` that measures a running server."""
 
+import argparse
 import json
 
 from dflash_hf._io.argument_types import positive, template_arguments
@@ -20,6 +21,10 @@ _IN_PROCESS = (
     "context",
     "pretend_tau",
     "compare",
+    "table",
+    "sets",
+    "seed",
+    "block_size",
     "dtype",
     "device",
     "revision",
@@ -34,11 +39,9 @@ _IN_PROCESS = (
 
 def add_server_arguments(parser) -> None:
     """Add the options about a server."""
-    group = parser.add_argument_group("a running server")
-    server = "measure a server by its own counters: vLLM, SGLang, llama.cpp or dflash serve; --target is its model"
-    group.add_argument("--server", metavar="URL", help=server)
-    help_text = "conversations at a time (default: %(default)s)"
-    group.add_argument("--concurrency", type=positive, default=1, help=help_text)
+    server = "a server, by its own counters; --concurrency N: requests at a time"
+    parser.add_argument("--server", metavar="URL", help=server)
+    parser.add_argument("--concurrency", type=positive, default=1, help=argparse.SUPPRESS)
 
 
 def run_server(arguments, echo) -> Outcome:

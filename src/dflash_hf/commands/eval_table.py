@@ -5,6 +5,7 @@ The folder of the table has the report of each set, which is not measured again,
 of them were measured with. Another command for the same folder must agree with it.
 """
 
+import argparse
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from dflash_hf._io.names import REPORT_FILE
 from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.evaluation.sets import set_name
+from dflash_hf.evaluation.sets import set_name, without_set_name
 
 
 SETTINGS_FILE = "table_settings.json"
@@ -57,11 +58,9 @@ _SETTINGS = (
 
 def add_table_arguments(parser) -> None:
     """Add the options about a table."""
-    group = parser.add_argument_group("the paper's table")
-    table = "paper: the paper's ten sets at temperature 0 and 1, beside its figures; goes on after an interruption"
-    group.add_argument("--table", choices=("paper",), metavar="NAME", help=table)
-    sets = "with --table: these of its sets, NAME=FILE with rows from a file (default: all)"
-    group.add_argument("--sets", nargs="+", metavar="NAME", help=sets)
+    table = "paper: its sets at T = 0 and 1 beside its figures; --sets NAME ..."
+    parser.add_argument("--table", choices=("paper",), metavar="NAME", help=table)
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
 
 
 class _LoadedPair(NamedPair):
@@ -123,6 +122,7 @@ def _sets(arguments) -> list[str]:
     Raises:
         `UsageError`: options are missing or useless, or a set is not one of the paper's.
     """
+    from dflash_hf.data.sources import check_files
     from dflash_hf.evaluation.paper_table import PAPER_SETS
 
     unread = shared.options_given(arguments, _NOT_OF_TABLES)
@@ -132,6 +132,7 @@ def _sets(arguments) -> list[str]:
     if missing:
         raise UsageError(f"--table needs {', '.join(missing)}: a pair, and a folder for the report of each set.")
     chosen = arguments.sets or list(PAPER_SETS)
+    check_files("sets", [without_set_name(data) for data in chosen])
     names = [data.partition("=")[0] for data in chosen]
     for name in names:
         if name not in PAPER_SETS:

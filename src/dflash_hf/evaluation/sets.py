@@ -133,6 +133,11 @@ def set_name(data: str) -> str | None:
     return name if name in NAMED else None
 
 
+def without_set_name(data: str) -> str:
+    """`FILE` of `NAME=FILE` with a named set; other data as they are."""
+    return data if set_name(data) is None else data.partition("=")[2]
+
+
 def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> list[dict]:
     """
     The rows to evaluate: those of [`rows_of`], in which `turns` may have what the user says turn by turn; rows of
