@@ -202,6 +202,8 @@ def test_useless_options_of_a_table_are_named(pair, tmp_path, capsys):
     ):
         assert main(command(pair, tmp_path / "out", *arguments)) == 2
         assert message in capsys.readouterr().err
+    assert main(command(pair, tmp_path / "out", "--sets", "mbpp=absent.jsonl")) == 1
+    assert "absent.jsonl: there is no such file" in capsys.readouterr().err.replace("'", "")
     assert main(["eval", "--table", "paper", "--target", "t"]) == 2
     assert "--table needs --draft, --output" in capsys.readouterr().err
     assert main(["eval", "--sets", "mbpp"]) == 2 and "--sets is for --table" in capsys.readouterr().err

@@ -132,13 +132,13 @@ def _sets(arguments) -> list[str]:
     if missing:
         raise UsageError(f"--table needs {', '.join(missing)}: a pair, and a folder for the report of each set.")
     chosen = arguments.sets or list(PAPER_SETS)
-    check_files("sets", [without_set_name(data) for data in chosen])
     names = [data.partition("=")[0] for data in chosen]
     for name in names:
         if name not in PAPER_SETS:
             raise UsageError(f"--sets {name} is not in the paper's table; choose from {', '.join(PAPER_SETS)}.")
         if names.count(name) > 1:
             raise UsageError(f"--sets names {name} {names.count(name)} times; name it once.")
+    check_files("sets", [without_set_name(data) for data in chosen])
     return chosen
 
 
