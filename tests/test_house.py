@@ -42,7 +42,7 @@ FOLDERS: dict[str, set[str]] = {
     "conversion": {"_io", "targets", "layouts", "drafter", "pairs"},
     "data": set(),
     "synthetic": {"data"},
-    "evaluation": {"data"},
+    "evaluation": {"data", "synthetic"},
     "hub": {"evaluation"},
     "training": {"data"},
     "doctor": {"data", "synthetic", "evaluation", "training"},

@@ -250,7 +250,8 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             setattr(arguments, name, os.path.expanduser(value))
-    if arguments.command != "train":  # whose errors also name misspelt settings
+    # The errors of `train` also name misspelt settings; the data of `eval` may be `NAME=FILE`.
+    if arguments.command not in ("train", "eval"):
         check_files("data", getattr(arguments, "data", None))
     if getattr(arguments, "target", None) == "smollm2":
         arguments.target_name = "smollm2"

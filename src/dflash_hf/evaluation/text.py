@@ -109,11 +109,14 @@ def summary_lines(report: EvalReport) -> list[str]:
     lines += [
         "",
         f"{LABELS[WHOLE_BLOCKS]:18}tau {report.tau:.2f} over {len(report.verifications)} verifications, "
-        f"bonus included, prompts excluded; mean of the answers' means {report.tau_per_response:.2f}",
+        "bonus included, prompts excluded",
+        *_paper_lines(report),
         *[f"{LABELS[DRAFT_TREES]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in tree_taus[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
+        *_depth_lines(report),
         _lossless_line(report),
         *_divergence_lines(report),
+        *_distribution_lines(report),
     ]
     compiled = {name: method for name, method in report.methods.items() if method.compiled}
     if compiled:
@@ -130,8 +133,37 @@ def summary_lines(report: EvalReport) -> list[str]:
     return lines
 
 
+def _paper_lines(report: EvalReport) -> list[str]:
+    """Whole blocks by the paper's definitions, and what they leave out: the prefill."""
+    blocks = report.methods[WHOLE_BLOCKS]
+    figures = f"tau {report.tau_per_response:.2f}, the mean of the answers' means"
+    if blocks.decode_gain is not None:
+        over = f"over the {LABELS[report.baseline]}"
+        figures += f"; {blocks.decode_gain:.2f}x {over} in time per token after the prefill"
+    lines = [f"paper's measures  {figures}"]
+    share = report.draft_share_of_prefill
+    if share is not None:
+        time = f"{blocks.prefill_seconds:.2g} s until the first token"
+        lines.append(f"prefill           {time}, {100 * max(share, 0):.0f} % of it the drafter's")
+    return lines
+
+
+def _depth_lines(report: EvalReport) -> list[str]:
+    """Tau by the length of the text, if there are texts of different lengths."""
+    depths = report.tau_by_depth
+    if len(depths) < 2:
+        return []
+    taus = []
+    for depth in depths:
+        end = f"from {depth.begin}" if depth is depths[-1] else f"below {depth.end}"
+        taus.append(f"{depth.tau:.2f} {end}")
+    return [f"tau by depth      {', '.join(taus)} tokens of text, prompt included"]
+
+
 def _lossless_line(report: EvalReport) -> str:
     """How many outputs with the drafter, of all its methods, equal the target's own."""
+    if report.setting.get("temperature"):
+        return _sampled_line(report)
     outputs = report.num_prompts * len(report.drafted)
     equal = sum(method.equal for method in report.drafted.values())
     wrong_outputs = {
@@ -144,6 +176,31 @@ def _lossless_line(report: EvalReport) -> str:
     count = f"{wrong} {WRONG}" if wrong else "no output is wrong"
     line = f"lossless          {count}: {equal} of {outputs} outputs with the drafter equal the target's own"
     return line + (f", {near_ties} differ at a near-tie" if near_ties else "")
+
+
+def _sampled_line(report: EvalReport) -> str:
+    """The same of samples: equal to those of the target with the same seeds, or of its distribution."""
+    outputs = report.num_prompts * len(report.drafted)
+    equal = sum(method.equal for method in report.drafted.values())
+    count = WRONG if report.is_wrong else "no output is wrong"
+    others = ""
+    if equal < outputs and not report.is_wrong:
+        others = f", {outputs - equal} others follow its distribution"
+    temperature = f"at temperature {report.setting['temperature']:g}"
+    samples = f"{equal} of {outputs} samples with the drafter, {temperature}, equal the target's own of the same seeds"
+    return f"lossless          {count}: {samples}{others}"
+
+
+def _distribution_lines(report: EvalReport) -> list[str]:
+    """How far samples that are not the target's own, and its own, are from its distribution."""
+    lines = []
+    for test in report.distribution_tests:
+        label = LABELS.get(test.method, test.method)
+        line = f"{label}: surprise of {test.tokens} tokens, {test.z:+.1f} standard deviations from its expectation"
+        if test.impossible:
+            line += f"; {test.impossible} tokens that it never draws"
+        lines.append(f"  {WRONG}: {line}" if test.verdict == WRONG else f"  {line}")
+    return lines
 
 
 def _divergence_lines(report: EvalReport) -> list[str]:

@@ -108,6 +108,8 @@ class AnswerCompleter:
         details = {
             "accepted_prediction_tokens": request.accepted,
             "rejected_prediction_tokens": request.drafted - request.accepted,
+            "verifications": request.rounds,  # this and the next are not OpenAI's
+            "verified_tokens": request.committed,
         }
         if "input_tokens" in usage:  # an answer of `/v1/responses`
             usage["input_tokens_details"] = {"cached_tokens": request.cached_tokens}

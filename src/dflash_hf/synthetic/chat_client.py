@@ -1,5 +1,6 @@
 """Responses of an OpenAI-compatible server, by the `openai` client, which retries when the server is busy."""
 
+import json
 import os
 from urllib.parse import urlsplit
 
@@ -67,21 +68,40 @@ class ChatClient:
             The message, and its finish reason.
 
         Raises:
+            As [`completion`].
+        """
+        fields: dict = {}
+        if tools:
+            fields["tools"] = tools
+        if seed is not None:
+            fields["seed"] = seed
+        kwargs = {**self.template_kwargs, **template_kwargs}
+        if kwargs:
+            fields["chat_template_kwargs"] = kwargs
+        choice = self.completion(messages, fields)["choices"][0]
+        return dict(choice["message"]), choice.get("finish_reason") or "stop"
+
+    def completion(self, messages: list[dict], fields: dict) -> dict:
+        """
+        Request the next message of a conversation.
+
+        Args:
+            messages (`list[dict]`): The conversation.
+            fields (`dict`): Further fields of the request; they may be the server's own.
+
+        Returns:
+            `dict`: The chat completion, with the fields that are the server's own, and at least one choice with a
+            message.
+
+        Raises:
             `UnusableRow`: this conversation is rejected, or its answer takes too long (`NoAnswer`).
             `ServerError`: every conversation would be rejected.
         """
-        request = {**self.options, "messages": messages}
-        if tools:
-            request["tools"] = tools
-        if seed is not None:
-            request["seed"] = seed
-        kwargs = {**self.template_kwargs, **template_kwargs}
-        if kwargs:
-            request["extra_body"] = {"chat_template_kwargs": kwargs}
         try:
-            completion = self.client.chat.completions.create(**request)
-            choice = completion.model_dump(exclude_none=True)["choices"][0]
-            return dict(choice["message"]), choice.get("finish_reason") or "stop"
+            answer = self.client.chat.completions.create(**self.options, messages=messages, extra_body=fields)
+            completion = answer.model_dump(exclude_none=True)
+            dict(completion["choices"][0]["message"])
+            return completion
         except self.openai.APIStatusError as error:
             status = error.status_code
             detail = one_line(error.response.text, 300)
@@ -102,3 +122,36 @@ class ChatClient:
             ) from error
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError, self.openai.APIError) as error:
             raise ServerError(f"{self.address} did not return a chat completion.") from error
+
+    def page(self, path: str) -> str | None:
+        """
+        The text of another page of the server, such as `/metrics`; `None` if it has none.
+
+        Raises:
+            `ServerError`: the server cannot be reached, or requires a key.
+        """
+        client = self.client.with_options(max_retries=0)
+        try:
+            return client.get(f"{str(client.base_url).removesuffix('/v1/')}{path}", cast_to=str)
+        except self.openai.APIStatusError as error:
+            if error.status_code in (401, 403):
+                raise ServerError(f"{self.address} answers {error.status_code}: {_HINTS[401]}.") from error
+            return None
+        except self.openai.APIConnectionError as error:
+            reason = one_line(error.__cause__ or error, 100)
+            raise ServerError(f"{self.address} does not answer ({reason}); is the server still running?") from error
+
+    def only_model(self) -> str:
+        """
+        The name of the server's only model.
+
+        Raises:
+            `ValueError`: it lists several, or none; names them.
+        """
+        models = json.loads(self.page("/v1/models") or "{}").get("data", [])
+        names = [model["id"] for model in models]
+        if len(names) != 1:
+            raise ValueError(
+                f"{self.address} lists {len(names)} models ({', '.join(names)}); name one as `target=...`."
+            )
+        return names[0]
