@@ -490,7 +490,7 @@ class DFlashDraftModel(PreTrainedModel):
         """
         self.eval()
         input_ids = input_ids.to(target.device)
-        options = {"do_sample": False}
+        options: dict = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         if stop_token_ids is not None:

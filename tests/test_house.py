@@ -44,7 +44,7 @@ FOLDERS: dict[str, set[str]] = {
     "synthetic": {"data"},
     "evaluation": {"data"},
     "hub": {"evaluation"},
-    "training": {"data"},
+    "training": {"data", "evaluation"},
     "doctor": {"data", "synthetic", "evaluation", "training"},
     "demo": {"data", "evaluation"},
     "serving": {"evaluation"},

@@ -29,6 +29,7 @@ def train_and_evaluate(folder, ranks, loss_type):
     """
     rows = [uneven_rows()[i] for i in ROWS[loss_type]]
     fields = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1, "loss_type": loss_type}
+    fields["eval_decode"] = 3 if loss_type == "dpace" else 0  # FSDP has no whole drafter to decode with
     target = make_target(dtype=torch.float64)
     draft = None
     if loss_type == "selector":
@@ -41,6 +42,7 @@ def train_and_evaluate(folder, ranks, loss_type):
     trainer.train()
     evaluated = trainer.evaluate()
     figures = [history(trainer, key)[0] for key in KEYS] + [evaluated[f"eval_{key}"] for key in KEYS]
+    figures.append(evaluated.get("eval_tau", 0.0))
     return figures, {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
 
 

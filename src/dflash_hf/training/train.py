@@ -61,7 +61,7 @@ from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
-_METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
+_METRICS = re.compile(r"(eval_)?(loss|tau|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 # Of the time limit, the share reserved for evaluating held-out rows at the end.
 _EVALUATION_TIME_SHARE = 0.03
 # Seconds reserved for saving: a constant, and a part that grows with the parameters.
@@ -458,6 +458,11 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
         raise ValueError(
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
             "and acceptance_k of slot k."
+        )
+    if metric is not None and metric.removeprefix("eval_") == "tau" and not args.eval_decode:
+        raise ValueError(
+            f"metric_for_best_model={metric} is measured with eval_decode, the number of prompts to decode: set it, "
+            "or take simulated_tau."
         )
     if script.peft_config:
         adapter_config(script.peft_config)

@@ -22,6 +22,7 @@ from dflash_hf.training.adapters import is_adapted
 from dflash_hf.training.block_attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.decoded_tau import check_decoding, decoded_tau
 from dflash_hf.training.features import FeaturesAhead, StoredFeatures, parts_of, stored_output
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
@@ -63,7 +64,8 @@ class DFlashTrainer(AtomicTrainer):
     - `simulated_tau`: the mean over blocks of the accepted prefix plus the bonus token;
     - `simulated_tau_argmax`, with a token head: the same for the argmax of each slot, without the head.
 
-    `dflash eval` measures the real tau of a checkpoint.
+    With `eval_decode`, an evaluation also has `eval_tau`, the real tau of decoded prompts. `dflash eval` measures that
+    of a checkpoint, with its speed.
 
     Args:
         model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
@@ -106,6 +108,8 @@ class DFlashTrainer(AtomicTrainer):
         check_arguments(args, train_dataset, kwargs)
         check_fit(model.config, target)
         check_datasets(train_dataset, eval_dataset, args, model.config, target)
+        if args.eval_decode:
+            check_decoding(eval_dataset, target, args.eval_decode)
 
         # 2. The drafter, which from here on belongs to the trainer: the dtype of its weights, which of them are
         # trained, and on sequences of which length.
@@ -162,6 +166,11 @@ class DFlashTrainer(AtomicTrainer):
             raise ValueError(
                 f"One process cannot train on {args.n_gpu} GPUs: start one for each with `accelerate launch`, or set "
                 "CUDA_VISIBLE_DEVICES=0."
+            )
+        if args.eval_decode and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                f"eval_decode={args.eval_decode} decodes in each process by itself, which needs a whole drafter: FSDP "
+                "and DeepSpeed shard it; use DDP, or leave it out."
             )
         if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
@@ -291,6 +300,8 @@ class DFlashTrainer(AtomicTrainer):
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_token_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
+        if self.args.eval_decode and has_rows(dataloader.dataset):
+            output.metrics[f"{metric_key_prefix}_tau"] = decoded_tau(self, dataloader.dataset)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

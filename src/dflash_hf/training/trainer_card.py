@@ -6,7 +6,7 @@ from pathlib import Path
 from dflash_hf._io.files import read_json, write_json
 from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.repositories import origin
-from dflash_hf.training.held_out import PREFIX, taus
+from dflash_hf.training.held_out import PREFIX, last_decoded_tau, taus
 
 
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
@@ -32,6 +32,9 @@ def save_facts(trainer, folder: Path, steps: int) -> None:
     last = taus(trainer.state.log_history)
     if PREFIX in last:  # a tau of the training rows alone would flatter
         training["held_out_simulated_tau"] = round(last[PREFIX], 3)
+        decoded = last_decoded_tau(trainer.state.log_history, PREFIX)
+        if decoded is not None:
+            training["held_out_tau"] = round(decoded, 3)
         if "training" in last:
             training["training_simulated_tau"] = round(last["training"], 3)
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet

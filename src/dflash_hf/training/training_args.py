@@ -38,6 +38,8 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
             [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
+        eval_decode (`int`): At each evaluation, so many prompts of its rows are decoded greedily in whole blocks, up
+            to 128 tokens each: `eval_tau` is their real tau. 0: none.
         loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
@@ -96,7 +98,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
             self.num_train_epochs = 1e6  # so that the time limit ends training; logs and the bar show time instead
-        minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
+        minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1, "eval_decode": 0}
         check_values(self, DFlashOptions, minima)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
             name = "num_train_epochs" if self.max_steps else "max_steps"
