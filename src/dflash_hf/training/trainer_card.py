@@ -24,8 +24,25 @@ _UPSTREAM_ARGUMENTS = (
 )
 
 
-def save_facts(trainer, folder: Path, steps: int) -> None:
-    """Write what training knows into `card_facts.json` of weights after some steps; other facts in it are kept."""
+def with_origin(facts: dict, target, user_facts: dict) -> dict:
+    """
+    Facts of a card, with the target's repository and commit if it has any, and with those that a user gives, which
+    win.
+    """
+    facts = dict(facts)
+    target_facts = origin(target)
+    if target_facts:
+        facts |= {"base_model_revision": None, **target_facts}
+    if "base_model" in user_facts:
+        facts["base_model_revision"] = None  # of another repository
+    return facts | user_facts
+
+
+def save_facts(trainer, folder: Path, steps: int, user_facts: dict) -> None:
+    """
+    Write what training knows into `card_facts.json` of weights after some steps, and the facts that the user gives;
+    other facts in it are kept.
+    """
     training = {**training_facts(trainer.args), "optimizer_steps": steps, **trainer.card_facts}
     if isinstance(trainer.train_dataset, Sized):
         training["train_examples"] = len(trainer.train_dataset)
@@ -40,10 +57,7 @@ def save_facts(trainer, folder: Path, steps: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
     path = folder / FACTS_FILE
     facts = read_json(path) if path.is_file() else {}
-    target_facts = origin(trainer.target)
-    if target_facts:
-        facts.update({"base_model_revision": None, **target_facts})
-    facts["training"] = training
+    facts = {**with_origin(facts, trainer.target, user_facts), "training": training}
     write_json(path, {name: value for name, value in facts.items() if value})
 
 
