@@ -10,8 +10,9 @@ from safetensors.torch import load
 from support.hub_stand_in import stand_in
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
-from support.runs import BLOCK, make_trainer
+from support.runs import BLOCK, TINY_RECIPE, as_options, make_trainer
 
+from dflash_hf.cli import main
 from dflash_hf.hub.commits import PublishError
 from dflash_hf.hub.publish import publish
 from dflash_hf.training import publishing
@@ -39,10 +40,10 @@ def warnings(monkeypatch):
 
 
 def trainer_of(folder, draft=None, name="someone/target", **options):
-    """A trainer of three steps, each of which is saved and published."""
+    """A trainer of two steps, each of which is saved and published."""
     target = make_target()
     target.name_or_path = name
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     pushing = {"push_to_hub": True, "hub_model_id": REPO, "hub_always_push": True}
     return make_trainer(folder, target, counting_rows(4), draft, **{**saving, **pushing, **options})
 
@@ -55,7 +56,7 @@ def step(number):
     return f"Training in progress, step {number}"
 
 
-def check_arrived(hub, draft, revision=""):
+def check_arrived(hub, draft, revision="", steps=2):
     """The repository holds the whole drafter with its card, its weights, and nothing else."""
     files = hub.files[REPO + revision]
     code = {name for name in files if name.endswith("_dflash.py")}
@@ -64,7 +65,7 @@ def check_arrived(hub, draft, revision=""):
     assert weights.keys() == draft.state_dict().keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in draft.state_dict().items())
     card = ModelCard(files["README.md"].decode())
-    assert card.data.base_model == "someone/target" and "| optimizer_steps | 3 |" in card.text
+    assert card.data.base_model == "someone/target" and f"| optimizer_steps | {steps} |" in card.text
     assert not any(b"hf_right" in content for content in files.values())
 
 
@@ -72,39 +73,39 @@ def test_each_save_and_the_end_are_published(hub, warnings, tmp_path):
     trainer = trainer_of(tmp_path, save_total_limit=1, hub_token="hf_right", hub_card={"data": "Nine walks."})
     assert set(hub.files[REPO]) == {".gitattributes"} and not (tmp_path / ".hub").exists()
     trainer.train()
-    assert messages(hub) == [step(1), step(2), step(3)]
+    assert messages(hub) == [step(1), step(2)]
     assert hub.commits[1]["added"] == ["README.md", "model.safetensors"]
     check_arrived(hub, trainer.draft)
     publication = trainer.push_to_hub(license="mit")
-    assert messages(hub)[3:] == [END] and publication.url.endswith(hub.sha())
-    assert hub.commits[3]["added"] == ["README.md"]  # only the licence is new
+    assert messages(hub)[2:] == [END] and publication.url.endswith(hub.sha())
+    assert hub.commits[2]["added"] == ["README.md"]  # only the licence is new
     card = ModelCard(hub.files[REPO]["README.md"].decode())
     assert card.data.license == "mit" and "Nine walks." in card.text
-    assert trainer.push_to_hub(license="mit").url is None and len(hub.commits) == 4  # nothing is sent twice
+    assert trainer.push_to_hub(license="mit").url is None and len(hub.commits) == 3  # nothing is sent twice
     assert warnings == [] and not list((tmp_path / ".hub").glob("*"))
 
 
-@pytest.mark.parametrize("failing", [{1}, {2}, {1, 2, 3}])
+@pytest.mark.parametrize("failing", [{1}, {2}])
 def test_next_push_brings_what_failed(failing, hub, warnings, tmp_path):
     hub.failing_commits = failing
     trainer = trainer_of(tmp_path)
     trainer.train()
-    assert trainer.state.global_step == 3
-    assert messages(hub) == [step(number) for number in (1, 2, 3) if number not in failing]
-    for number, line in zip(sorted(failing), warnings, strict=True):
-        assert f"checkpoint-{number} was not published in {REPO}: the Hub answered 500" in line and "\n" not in line
-        assert line.endswith("publishes everything that is missing.")
+    (number,) = failing
+    (line,) = warnings
+    assert trainer.state.global_step == 2 and messages(hub) == [step(3 - number)]
+    assert f"checkpoint-{number} was not published in {REPO}: the Hub answered 500" in line and "\n" not in line
+    assert line.endswith("publishes everything that is missing.")
     trainer.push_to_hub()
     check_arrived(hub, trainer.draft)
-    assert hub.uploads == 3  # the weights of each step once
+    assert hub.uploads == 2  # the weights of each step once
 
 
 def test_interrupted_last_push_is_finished_by_publish(hub, warnings, tmp_path):
     hub.drop = 1000
     trainer = trainer_of(tmp_path)
     trainer.train()
-    assert len(warnings) == 3 and "the connection was interrupted" in warnings[0] and hub.commits == []
-    with pytest.raises(PublishError, match="is complete in .*, but was not published: .*`dflash publish .* uploads"):
+    assert len(warnings) == 2 and "the connection was interrupted" in warnings[0] and hub.commits == []
+    with pytest.raises(PublishError, match="interrupted .*. The drafter is complete: `dflash publish .* uploads"):
         trainer.push_to_hub()
     hub.drop = 0
     publish(tmp_path, REPO)
@@ -123,7 +124,7 @@ def test_process_is_changed_in_the_training_thread_only(hub, monkeypatch, tmp_pa
 
         monkeypatch.setattr(publishing, name, record)
     trainer_of(tmp_path).train()
-    assert threads == {"prepare": [True] * 4, "upload": [False] * 3}
+    assert threads == {"prepare": [True] * 3, "upload": [False] * 2}
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -140,7 +141,7 @@ def test_slow_upload_skips_saves(always, hub, monkeypatch, tmp_path):
     trainer = trainer_of(tmp_path, hub_always_push=always)
     monkeypatch.setattr(trainer.callback_handler, "on_train_end", lambda *_: uploading.set())
     trainer.train()
-    assert messages(hub) == ([step(1), step(2), step(3)] if always else [step(1)])
+    assert messages(hub) == ([step(1), step(2)] if always else [step(1)])
 
 
 def test_strategy_end_publishes_once(hub, tmp_path):
@@ -163,34 +164,34 @@ def test_push_needs_no_argument_of_the_run(hub, tmp_path):
 
 
 def test_branch_is_published(hub, tmp_path):
-    trainer = trainer_of(tmp_path, hub_revision="next")
+    trainer = trainer_of(tmp_path, hub_revision="next", max_steps=1)
     trainer.train()
-    check_arrived(hub, trainer.draft, "@next")
+    check_arrived(hub, trainer.draft, "@next", steps=1)
     assert set(hub.files[REPO]) == {".gitattributes"}
     trainer.push_to_hub(revision="release")
-    check_arrived(hub, trainer.draft, "@release")
+    check_arrived(hub, trainer.draft, "@release", steps=1)
 
 
 def test_adapter_is_published_merged(hub, warnings, tmp_path):
     pytest.importorskip("peft")
     torch.manual_seed(0)
     draft = add_adapter(make_draft(make_target(), block_size=BLOCK), {"r": 2, "init_lora_weights": False})
-    trainer = trainer_of(tmp_path, draft)
+    trainer = trainer_of(tmp_path, draft, max_steps=1)
     trainer.train()
-    assert messages(hub) == [step(1), step(2), step(3)] and warnings == []
+    assert messages(hub) == [step(1)] and warnings == []
     expected = merged(trainer.model)
-    check_arrived(hub, expected)
-    trainer.push_to_hub()
-    check_arrived(hub, expected)
+    check_arrived(hub, expected, steps=1)
+    trainer.push_to_hub(license="mit")
+    check_arrived(hub, expected, steps=1)
 
 
 def test_files_of_the_user_are_published(hub, tmp_path):
     (tmp_path / "LICENSE").write_text("Mine.")
     (tmp_path / "README.md").write_text("---\nbase_model: someone/target\n---\nBy hand.\n")
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, max_steps=1)
     trainer.train()
     assert hub.files[REPO]["LICENSE"] == b"Mine." and hub.files[REPO]["README.md"].endswith(b"By hand.\n")
-    with pytest.raises(PublishError, match="README.md was written by hand .* instead of license, change its metadata"):
+    with pytest.raises(PublishError, match="README.md was written by hand .* change its metadata"):
         trainer.push_to_hub(license="mit")
     with pytest.raises(ValueError, match="README.md was written by hand"):
         trainer.create_model_card()
@@ -203,6 +204,54 @@ def test_card_is_written_beside_the_drafter(tmp_path):
     trainer.create_model_card(license="mit")
     card = ModelCard((tmp_path / "README.md").read_text())
     assert card.data.license == "mit" and REPO in card.text
+
+
+def train(capsys, target, output, *words):
+    """A run of `dflash train` that publishes; its status and what it prints."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}, as you wish"}]}
+        for i in range(12)
+    ]
+    data = output.with_suffix(".jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = (
+        *TINY_RECIPE,
+        "max_length=64",
+        "store_rows=0",
+        "save_steps=1",
+        "draft_vocab_size=64",
+        "share_head=true",
+    )
+    settings += (f"target={target}", f"data={data}", f"output_dir={output}", "push_to_hub=true")
+    options = as_options([*settings, f"hub_model_id={REPO}", "hub_always_push=true", *words])
+    code = main(["train", "--preset", "cpu", *options])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_command_publishes_what_it_saves(hub, folder, tmp_path, capsys):
+    """Checkpoints have the reduced vocabulary of training; the finished drafter has the target's head."""
+    pytest.importorskip("datasets")
+    output = tmp_path / "drafter"
+    card = ("hub_card.base_model=someone/target", "hub_card.license=mit")
+    code, printed = train(capsys, folder, output, *card)
+    assert code == 0, printed.err
+    assert messages(hub) == [step(1), step(2), END]
+    (line,) = [line for line in printed.out.splitlines() if line.startswith("published ")]
+    assert line.endswith(f"{REPO}/commit/{hub.sha()}")
+    files = hub.files[REPO]
+    assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
+    assert "lm_head.weight" not in load(files["model.safetensors"])
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.license == "mit" and "| optimizer_steps | 2 |" in card.text
+    # The same once more, while the Hub is down: the drafter is there, and the error says what to do.
+    hub.failing_commits = set(range(4, 9))
+    again = ("overwrite_output_dir=true", "max_steps=1", "save_strategy=no")
+    code, printed = train(capsys, folder, output, "hub_card.base_model=someone/target", *again)
+    assert code == 1 and f"`dflash publish {output} {REPO}` uploads what is missing" in printed.err
+    hub.failing_commits = set()
+    assert main(["publish", str(output), REPO]) == 0
+    assert hub.files[REPO]["model.safetensors"] == (output / "model.safetensors").read_bytes()
 
 
 def with_files(**files):

@@ -166,12 +166,11 @@ class DrafterPublisher:
             self._check_card(card_facts)
             publication = prepare(self.folder, self.repo)
             self._send(publication, message, revision)
-        except PublishError as error:
-            reason = error.reason if isinstance(error, HubError) else str(error)
+        except HubError as error:
             branch = f" --revision {revision}" if revision else ""
             raise PublishError(
-                f"The drafter is complete in {self.folder}, but was not published: {reason.rstrip('.')}. Once that is "
-                f"mended, `dflash publish {self.folder} {self.repo}{branch}` uploads what is missing."
+                f"{self.repo} was not published: {one_line(error.reason, 120).rstrip('.')}. The drafter is complete: "
+                f"`dflash publish {self.folder} {self.repo}{branch}` uploads what is missing."
             ) from error
         return publication
 
