@@ -464,6 +464,47 @@ class DFlashDraftModel(PreTrainedModel):
         check_pair(target, self.config)
         check_mode(generation_mode, generation_config)
 
+    def spec_generate(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        max_new_tokens: int,
+        stop_token_ids: list[int] | None = None,
+        temperature: float = 0.0,
+    ) -> torch.LongTensor:
+        """
+        The reference implementation's method (z-lab/dflash), so that scripts which call it run unchanged. It is a call
+        of `target.generate(..., assistant_model=self)`, which has all other arguments.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            input_ids (`torch.LongTensor`): `[N, S]`, without padding.
+            max_new_tokens (`int`): Maximum length of an answer.
+            stop_token_ids (`list[int]`, *optional*): Each of them ends the answer. Default: those that end the
+                target's own answers.
+            temperature (`float`): 0 is greedy; samples are not truncated, whatever the target's own `top_k` and
+                `top_p`.
+
+        Returns:
+            `[N, S + n]`: prompt and answer, up to and with the first stop token.
+        """
+        self.eval()
+        input_ids = input_ids.to(target.device)
+        options: dict = {"do_sample": False}
+        if temperature > 0:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if stop_token_ids is not None:
+            options["eos_token_id"] = list(stop_token_ids)
+        return target.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            assistant_model=self,
+            return_dict_in_generate=False,
+            repetition_penalty=1.0,
+            **options,
+        )
+
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """
         From the target's features `[N, C, L * H_target]` to the context `[N, C, H]`, from which every layer computes

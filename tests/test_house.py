@@ -44,7 +44,7 @@ FOLDERS: dict[str, set[str]] = {
     "synthetic": {"data"},
     "evaluation": {"data", "synthetic"},
     "hub": {"evaluation"},
-    "training": {"data"},
+    "training": {"data", "evaluation", "hub"},
     "doctor": {"data", "synthetic", "evaluation", "training"},
     "demo": {"data", "evaluation"},
     "serving": {"evaluation"},

@@ -367,3 +367,21 @@ def test_context_is_cut_with_its_cache(target, draft):
     anchor = torch.tensor([7])
     torch.testing.assert_close(after.hidden_states(anchor), expected.hidden_states(anchor))
     assert after.context.lengths.on_host == expected.context.lengths.on_host == [46]
+
+
+def test_spec_generate_is_the_references_call(target):
+    """Scripts for the reference implementation call it; the target's own `top_k` does not truncate its samples."""
+    draft = make_draft(target).train()
+    target.generation_config.update(top_k=1, repetition_penalty=3.0, eos_token_id=None)
+    plain = {"max_new_tokens": 24, "repetition_penalty": 1.0}
+    text = target.generate(PROMPT, **plain, do_sample=False)
+    stop = text[0, 20].item()
+    call = {"input_ids": PROMPT, "max_new_tokens": 24, "target": target}
+    assert torch.equal(draft.spec_generate(**call, temperature=0.0), text) and not draft.training
+    end = text[0, PROMPT.shape[1] :].tolist().index(stop) + 1
+    stopped = draft.spec_generate(**call, temperature=0.0, stop_token_ids=[stop, 1])
+    assert stopped.tolist() == text[:, : PROMPT.shape[1] + end].tolist()
+    torch.manual_seed(3)
+    sample = target.generate(PROMPT, **plain, do_sample=True, temperature=1.5, top_k=0, top_p=1.0)
+    torch.manual_seed(3)
+    assert torch.equal(draft.spec_generate(**call, temperature=1.5), sample) and not torch.equal(sample, text)

@@ -169,6 +169,21 @@ def test_rerun_finishes_interrupted_upload(folder, hub):
     assert hub.files[REPO]["model.safetensors"] == before["model.safetensors"]
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_branch_is_created_for_a_drafter(exists, folder, hub, capsys):
+    words = ["publish", str(folder), REPO, "--base-model", "someone/target"]
+    if exists:
+        hub.files[REPO] = {"notes.txt": b"mine"}
+    assert main([*words, "--revision", "next"]) == 0
+    branch = hub.files[f"{REPO}@next"]
+    assert hub.files[REPO] == ({"notes.txt": b"mine"} if exists else {".gitattributes": b""})
+    assert hub.files[REPO].items() <= branch.items() and "model.safetensors" in branch
+    assert main([*words, "--revision", "next"]) == 0 and "no new commit" in capsys.readouterr().out
+    edit(folder, note="mine")
+    publish(folder, REPO, facts=FACTS, revision="next")
+    assert len(hub.commits) == 2 and b"mine" in branch["config.json"]
+
+
 def offline(hub, patch):
     patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
 

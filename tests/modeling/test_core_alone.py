@@ -68,6 +68,13 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert list(texts.values()) == [plain(1, "greedy")] * 4
 
+# The reference implementation's call.
+own = target.generate(prompt[1:2], attention_mask=mask[1:2], max_new_tokens=14, do_sample=False)
+stop = int(own[0, 9])
+expected = own[:, : 1 + 5 + own[0, 5:].tolist().index(stop)].tolist()
+call_of_reference = dict(input_ids=prompt[1:2], max_new_tokens=14, temperature=0.0, stop_token_ids=[stop])
+assert draft.spec_generate(target=target, **call_of_reference).tolist() == expected
+
 # Loading, copying and saving, with one drafter.
 draft = AutoModel.from_pretrained({folders!r}["argmax"], trust_remote_code=True).eval()
 copies = {{"deepcopy": copy.deepcopy(draft), "pickle": pickle.loads(pickle.dumps(draft))}}

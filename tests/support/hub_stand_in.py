@@ -1,4 +1,6 @@
-"""A stand-in of the Hub's commit API on the loopback interface: repositories, large files, one commit at a time."""
+"""
+A stand-in of the Hub's commit API on the loopback interface: repositories, branches, large files, a commit at a time.
+"""
 
 import base64
 import hashlib
@@ -16,10 +18,13 @@ class Hub:
     Attributes:
         commits (`list[dict]`): For each commit the repository, its message, its files and its deletions.
         pulls (`list[dict]`): The same of each pull request, which changes no file, with their `content`.
-        files (`dict[str, dict[str, bytes]]`): Content of each repository.
+        files (`dict[str, dict[str, bytes]]`): Content of each repository; of another branch under `repo@branch`.
         objects (`dict[str, bytes]`): Large files by their sha256.
         private (`dict[str, bool]`): Of each repository.
         drop (`int`): Uploads of large files still to be cut off half-way.
+        failing_commits (`set[int]`): Which attempts to commit fail, counted from 1.
+        attempts (`int`): Commits that were begun.
+        heads (`dict[str, str]`): The newest commit of each branch besides the main ones.
         reader (`bool`): The token may read only.
         uploads (`int`): Uploads of large files that were begun.
         sent (`dict[str, int]`): Bytes of each file that were downloaded.
@@ -31,15 +36,32 @@ class Hub:
         self.objects = {}
         self.private = {}
         self.drop = 0
+        self.failing_commits = set()
+        self.attempts = 0
+        self.heads = {}
         self.reader = False
         self.uploads = 0
         self.sent = {}
         self.pulls = []
         self.token = "hf_right"
 
-    def sha(self) -> str:
-        """Of everything that is there: tests change files by themselves, too."""
-        return hashlib.sha1(repr([len(self.commits), self.files]).encode()).hexdigest()
+    def sha(self, key="") -> str:
+        """Of everything in the main branches: tests change files by themselves, too. Or the head of another branch."""
+        if key in self.heads:
+            return self.heads[key]
+        files = {name: content for name, content in self.files.items() if "@" not in name}
+        return hashlib.sha1(repr([len(self.commits), files]).encode()).hexdigest()
+
+    def key(self, repo, revision) -> str:
+        """Under which name of `files` a branch is, or the branch whose head is this commit; else the main one."""
+        branches = [branch for branch in self.heads if branch.startswith(f"{repo}@")]
+        names = [branch for branch in branches if branch == f"{repo}@{revision}"]
+        heads = [branch for branch in branches if self.heads[branch] == revision]
+        return [*names, *heads, repo][0]
+
+    def has(self, repo, revision) -> bool:
+        """Whether there is a branch or a commit of this name: a sha1, which is not compared."""
+        return revision in (None, "main") or len(revision) == 40 or f"{repo}@{revision}" in self.heads
 
 
 def is_large(name: str) -> bool:
@@ -103,22 +125,30 @@ class Handler(BaseHTTPRequestHandler):
         if self.refused(writing=False):
             return
         path = self.path.split("?")[0]
-        match = re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", path)
-        if match:
-            self.resolve(match[1], match[2])
+        if path == "/api/whoami-v2":
+            self.answer({"type": "user", "name": "someone"})
             return
-        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/[\w.-]+)?", path)
+        match = re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([\w.-]+)/(.+)", path)
+        if match:
+            self.resolve(self.hub.key(match[1], match[2]), match[3])
+            return
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(revision|tree)/([\w.-]+))?", path)
         if match is None or match[1] not in self.hub.files:
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             return
-        blobs = {name: blob(name, data) for name, data in sorted(self.hub.files[match[1]].items())}
+        if not self.hub.has(match[1], match[3]):
+            self.answer({"error": "Revision not found"}, 404, X_Error_Code="RevisionNotFound")
+            return
+        key = self.hub.key(match[1], match[3])
+        content = self.hub.files[key]
+        blobs = {name: blob(name, data) for name, data in sorted(content.items())}
         if match[2] == "tree":
             tree = [{"type": "file", "path": name, "oid": facts["blobId"], **facts} for name, facts in blobs.items()]
             self.answer(tree)
             return
         names = [{"rfilename": name, **facts} for name, facts in blobs.items()]
         private = self.hub.private.get(match[1], False)
-        self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names, "private": private})
+        self.answer({"id": match[1], "sha": self.hub.sha(key), "siblings": names, "private": private})
 
     def resolve(self, repo, name):
         content = self.hub.files.get(repo, {}).get(name)
@@ -161,8 +191,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.refused(writing=True):
             return
-        preupload = re.fullmatch(r"/api/models/(.+)/preupload/\w+", path)
-        commit = re.fullmatch(r"/api/models/(.+)/commit/\w+", path)
+        preupload = re.fullmatch(r"/api/models/(.+)/preupload/([\w.-]+)", path)
+        commit = re.fullmatch(r"/api/models/(.+)/commit/([\w.-]+)", path)
+        branch = re.fullmatch(r"/api/models/(.+)/branch/([\w.-]+)", path)
         if path == "/api/repos/create":
             request = json.loads(content)
             repo = "/".join(filter(None, (request.get("organization"), request["name"])))
@@ -174,14 +205,24 @@ class Handler(BaseHTTPRequestHandler):
                 private = request.get("private") is True or request.get("visibility") == "private"
                 self.hub.private[repo] = private
                 self.answer({"url": f"http://{self.headers['Host']}/{repo}", "name": repo, "id": repo})
+        elif branch:
+            name = f"{branch[1]}@{branch[2]}"
+            self.hub.files[name] = dict(self.hub.files[branch[1]])
+            self.hub.heads[name] = self.hub.sha()
+            self.answer()
         elif preupload:
-            self.preupload(preupload[1], json.loads(content))
+            self.preupload(self.hub.key(preupload[1], preupload[2]), json.loads(content))
         elif re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             self.batch(json.loads(content))
         elif path == "/verify":
             self.answer()
         elif commit:
-            self.commit(commit[1], [json.loads(line) for line in content.splitlines() if line])
+            self.hub.attempts += 1
+            if self.hub.attempts in self.hub.failing_commits:
+                self.answer({"error": "Internal error"}, 500, X_Error_Message="We're working hard to fix this")
+                return
+            repo = self.hub.key(commit[1], commit[2])
+            self.commit(repo, [json.loads(line) for line in content.splitlines() if line])
         else:
             self.answer({"error": f"no {path}"}, 404)
 
@@ -218,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "header":
                 message = value["summary"]
-                if value.get("parentCommit", self.hub.sha()) != self.hub.sha():
+                if value.get("parentCommit", self.hub.sha(repo)) != self.hub.sha(repo):
                     return self.answer({"error": "A commit has happened since. Please refresh and try again."}, 412)
             elif line["key"] == "file":
                 added[value["path"]] = base64.b64decode(value["content"])
@@ -236,7 +277,9 @@ class Handler(BaseHTTPRequestHandler):
         for name in deleted:
             del self.hub.files[repo][name]
         self.hub.commits.append({"repo": repo, "message": message, "added": sorted(added), "deleted": deleted})
-        sha = self.hub.sha()
+        if repo in self.hub.heads:
+            self.hub.heads[repo] = hashlib.sha1(f"{repo} {len(self.hub.commits)}".encode()).hexdigest()
+        sha = self.hub.sha(repo)
         self.answer({"commitUrl": f"http://{self.headers['Host']}/{repo}/commit/{sha}", "commitOid": sha})
 
 

@@ -1,8 +1,10 @@
 """What each rank of the distributed tests runs; one process alone runs the same for comparison."""
 
+import contextlib
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate import DistributedType, PartialState
 from torch.distributed.fsdp import fully_shard
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from dflash_hf.training.adapters import add_adapter
 from dflash_hf.training.saving import save
 from dflash_hf.training.train import leave_group
+from support.hub_stand_in import stand_in
 from support.pairs import make_draft, make_target
 from support.rows import uneven_rows
 from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
@@ -29,6 +32,7 @@ def train_and_evaluate(folder, ranks, loss_type):
     """
     rows = [uneven_rows()[i] for i in ROWS[loss_type]]
     fields = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1, "loss_type": loss_type}
+    fields["eval_decode"] = 3 if loss_type == "dpace" else 0  # FSDP has no whole drafter to decode with
     target = make_target(dtype=torch.float64)
     draft = None
     if loss_type == "selector":
@@ -41,6 +45,7 @@ def train_and_evaluate(folder, ranks, loss_type):
     trainer.train()
     evaluated = trainer.evaluate()
     figures = [history(trainer, key)[0] for key in KEYS] + [evaluated[f"eval_{key}"] for key in KEYS]
+    figures.append(evaluated.get("eval_tau", 0.0))
     return figures, {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
 
 
@@ -66,6 +71,26 @@ def save_adapter(folder, ranks):
     trainer = make_trainer(Path(folder, "adapted"), target, [uneven_rows()[i] for i in ROWS["ce"]], model, **fields)
     trainer.train()
     save(trainer, adapted=True)
+
+
+def publish_run(folder, ranks):
+    """The commits of a run with `push_to_hub`, and its card, from the rank that can reach the Hub."""
+    rank = torch.distributed.get_rank()
+    fields = {"per_device_train_batch_size": 4 // ranks, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    fields |= {"push_to_hub": True, "hub_model_id": "someone/a-draft", "hub_always_push": True}
+    fields |= {"hub_token": "hf_right", "hub_card": {"base_model": "someone/target"}}
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        hub = stack.enter_context(stand_in(patch)) if rank == 0 else None
+        trainer = make_trainer(Path(folder, "published"), make_target(), uneven_rows(), **fields)
+        trainer.train()
+        publication = trainer.push_to_hub(license="mit")
+        if rank == 0:
+            saved = Path(folder, "published", "model.safetensors").read_bytes()
+            assert hub.files["someone/a-draft"]["model.safetensors"] == saved
+    if hub is None:
+        assert publication is None
+        return None
+    return [commit["message"] for commit in hub.commits], hub.files["someone/a-draft"]["README.md"].decode()
 
 
 def save_and_resume(folder, ranks):
@@ -123,6 +148,7 @@ def main(scenario, folder):
     results["resumed"] = save_and_resume(folder, 2)
     results["selector alone"] = train_selector_alone(folder, 2)
     save_adapter(folder, 2)
+    results["published"] = publish_run(folder, 2)
     if scenario == "ddp":
         results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)
     torch.save(results, Path(folder, f"rank{torch.distributed.get_rank()}.pt"))

@@ -63,7 +63,7 @@ ERRORS = {
     "max_minutes=0.1 sets the learning rate": lambda draft, **_: {"kwargs": {"optimizers": scheduled(draft)}, **TIMED},
     "max_minutes=0.1 cannot be used with a stream.* set max_steps": lambda rows, **_: {"rows": Stream(rows), **TIMED},
     "model is a Qwen3ForCausalLM; pass the drafter": lambda target, **_: {"draft": target},
-    "push_to_hub=True uploads a card that .*`dflash publish`": lambda **_: {"push_to_hub": True},
+    "hub_strategy=all_checkpoints would add": lambda **_: {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
     "has no rows": lambda **_: {"rows": []},
     "No parameter of the drafter is trained": lambda draft, **_: {"draft": draft.requires_grad_(False)},
 }

@@ -121,6 +121,15 @@ def test_two_ranks_save_an_adapter_merged(scenario, launched, tmp_path):
     assert not torch.equal(saved[name], before[name])
 
 
+@pytest.mark.parametrize("scenario", scenarios.LOSSES)
+def test_first_rank_alone_publishes(scenario, launched):
+    """The others cannot even reach the Hub."""
+    first, second = launched(scenario)[1]
+    messages, card = first["published"]
+    assert messages == ["Training in progress, step 1", "Training in progress, step 2", "End of training"]
+    assert "license: mit" in card and second["published"] is None
+
+
 def test_ranks_of_a_sharded_target_generate_in_step(launched):
     """`synced_gpus`: the rank with the shorter text runs as many forwards as the other, also with a drafter."""
     counts = []

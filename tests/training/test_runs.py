@@ -251,12 +251,15 @@ WRONG = {
     "eval_data=empty.jsonl eval_strategy=steps": "is an empty file",
     "eval_data=data.jsonl": "--eval-data .* is never read with eval_strategy=no",
     "eval_strategy=epoch": "--eval-strategy epoch has nothing to evaluate on: name eval_data",
-    "eval_split=train eval_strategy=steps metric_for_best_model=tau": "--metric-for-best-model tau is not measured",
+    "eval_split=train eval_strategy=steps metric_for_best_model=f1": "--metric-for-best-model f1 is not measured",
+    "eval_split=train eval_strategy=steps metric_for_best_model=tau": "is measured with eval_decode, the number",
     "num_anchors=0": "--num-anchors 0 must be at least 1",
     "max_minutes=0 max_steps=-1": "--max-minutes 0 must be positive",
     "report_to=nobody": "--report-to nobody is not installed, or unknown",
     "peft_config={rank: 4}": "--peft-config {'rank': 4} is not a PEFT configuration",
-    "push_to_hub=true": "`dflash publish` uploads the finished drafter",
+    "push_to_hub=true": "--push-to-hub .* is a folder: set hub_card.base_model",
+    "push_to_hub=true hub_strategy=checkpoint": "--hub-strategy checkpoint would add training states",
+    "hub_card={licence: mit}": "hub_card has an unknown fact 'licence'; a card has base_model,",
     "draft=.": "config.json",
 }
 

@@ -44,7 +44,7 @@ def _with_lines(items: Iterable, desc: str) -> Iterator:
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
     """Hide the progress bars of transformers and `datasets`, but not those of downloads from the Hub."""
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
     downloads_shown = not are_progress_bars_disabled()
@@ -60,7 +60,9 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         if bars_shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # and those of downloads
+        if not downloads_shown:
+            disable_progress_bars()
         if datasets is not None and datasets_shown:
             datasets.enable_progress_bars()
 

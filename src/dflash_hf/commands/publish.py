@@ -33,6 +33,7 @@ def add_arguments(parser) -> None:
     only = "open a pull request with this version's code in a repository, which is the only other argument"
     parser.add_argument("--code-only", action="store_true", help=only)
     parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch, created if there is none")
     parser.add_argument("--dry-run", action="store_true", help="list what would change, print the card, send nothing")
     parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
     parser.add_argument(
@@ -80,6 +81,7 @@ def run(arguments, echo) -> Outcome:
         given_facts["data"] = given_facts.pop("data_description", None)
         facts = CardFacts.from_folder(arguments.source, **given_facts)
     options = {"facts": facts, "gguf_target": arguments.gguf, "replace_card": arguments.replace_card}
+    options["revision"] = arguments.revision
     options["announce"] = partial(_announce, Path(arguments.source), echo)
     result = publish(arguments.source, arguments.repo, arguments.private, arguments.dry_run, **options)
     if arguments.dry_run:
@@ -135,7 +137,7 @@ def _code_only(arguments, echo) -> Outcome:
     """`--code-only`: open the pull request, and `echo` what it changes."""
     from dflash_hf.hub.code_only import publish_code
 
-    ignored = options_given(arguments, ("private", "gguf", "replace_card", *_CARD_FACTS))
+    ignored = options_given(arguments, ("private", "revision", "gguf", "replace_card", *_CARD_FACTS))
     if ignored or arguments.repo is not None:
         others = ", ".join(ignored or [arguments.repo])
         raise UsageError(f"--code-only changes only the code of a repository: leave out {others}.")

@@ -37,6 +37,8 @@ TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
 _RENDERED_MARK = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
 # Types of the facts that are not text.
 _TYPES_OF_FACTS: dict[str, type] = {"datasets": list, "training": dict, "report": dict}
+# Facts that training and evaluation write.
+_MEASURED_FACTS = ("training", "report", "plot")
 _TAGS = ("dflash", "speculative-decoding", "block-diffusion", "draft-model")
 
 
@@ -112,6 +114,30 @@ class CardFacts:
                 "(--base-model)."
             )
         return cls(**values)
+
+    @classmethod
+    def check(cls, facts: dict, argument: str) -> None:
+        """
+        Check facts that a user gives, before a drafter is there that they could be saved with.
+
+        Args:
+            facts (`dict`): Some fields of this class.
+            argument (`str`): What errors call them.
+
+        Raises:
+            `ValueError`: an unknown fact, or a wrong value.
+        """
+        settable = [fact.name for fact in fields(cls) if fact.name not in _MEASURED_FACTS]
+        for name, value in facts.items():
+            if name not in settable:
+                raise ValueError(f"{argument} has an unknown fact {name!r}; a card has {', '.join(settable)}.")
+            kind = _TYPES_OF_FACTS.get(name, str)
+            if not isinstance(value, kind):
+                raise ValueError(f"{argument}: {name}={value!r} must be of type {kind.__name__}.")
+        try:
+            cls(**{"base_model": "any/target", **facts})
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
         """Write the facts into `card_facts.json`, except for the report and what follows from it."""

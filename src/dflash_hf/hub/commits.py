@@ -21,7 +21,17 @@ class PublishError(RuntimeError):
 
 
 class HubError(PublishError):
-    """The Hub rejected a request, or could not be reached."""
+    """
+    The Hub rejected a request, or could not be reached.
+
+    Args:
+        message (`str`): What was not done, why, and what to do.
+        reason (`str`): Only why.
+    """
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass
@@ -33,6 +43,8 @@ class Changes:
         added (`list[str]`), replaced (`list[str]`), deleted (`list[str]`): Names of files.
         parent (`str`, *optional*): The commit that was compared, which must still be the newest when the change
             arrives; `None` if there is no such repository.
+        revision (`str`, *optional*): The branch that is changed. Default: the main one.
+        creates_branch (`bool`): Whether there is no such branch yet: it begins at the main one.
         operations (`list`): The same changes as arguments of `HfApi.create_commit`; empty if nothing changes.
     """
 
@@ -40,6 +52,8 @@ class Changes:
     replaced: list[str] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     parent: str | None = None
+    revision: str | None = None
+    creates_branch: bool = False
     operations: list = field(default_factory=list)
 
 
@@ -59,9 +73,10 @@ def explain_hub_errors(repo: str, remedy: str) -> Iterator[None]:
         else:
             reason = "the connection was interrupted"
         message = one_line(getattr(error, "server_message", None) or str(error) or repr(error), 160)
+        reason = f"{reason} ({message})"
         if status in (401, 403, 404):
             remedy = "Log in with `hf auth login`, or set HF_TOKEN: its token must have access there. " + remedy
-        raise HubError(f"{repo} was not published: {reason} ({message}). {remedy}") from error
+        raise HubError(f"{repo} was not published: {reason}. {remedy}", reason) from error
 
 
 def compare_with_repository(info, contents: dict[str, Path | bytes], deletable: Sequence[str]) -> Changes:
@@ -99,10 +114,12 @@ def _is_same(operation: CommitOperationAdd, hub_file) -> bool:
     return hub_file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def upload(api: HfApi, repo: str, changes: Changes, private: bool) -> str | None:
+def upload(
+    api: HfApi, repo: str, changes: Changes, private: bool, message: str = "Upload DFlash drafter"
+) -> str | None:
     """
-    Make one commit on top of `changes.parent`; a repository that does not exist is created. huggingface_hub shows the
-    progress of large files.
+    Make one commit on top of `changes.parent`; a repository or branch that does not exist is created. huggingface_hub
+    shows the progress of large files.
 
     Returns:
         The commit's URL; `None` if nothing changes.
@@ -116,7 +133,9 @@ def upload(api: HfApi, repo: str, changes: Changes, private: bool) -> str | None
         if changes.parent is None:
             api.create_repo(repo, private=private or None)
             changes.parent = api.repo_info(repo).sha
-        options = {"commit_message": "Upload DFlash drafter", "parent_commit": changes.parent}
+        if changes.creates_branch and changes.revision is not None:
+            api.create_branch(repo, branch=changes.revision, exist_ok=True)
+        options = {"commit_message": message, "parent_commit": changes.parent, "revision": changes.revision}
         return api.create_commit(repo, changes.operations, **options).commit_url
 
 

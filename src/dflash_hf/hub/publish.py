@@ -1,7 +1,8 @@
 """
 `publish`: check a drafter's folder, render its model card, and upload both in one commit.
 
-The calls of the Hub that `code_only` needs as well are in `commits`.
+It has two parts, which a training run calls one after the other: [`prepare`] reads the folder and no more, and
+[`compare`] and `upload` talk to the Hub. The calls of the Hub that `code_only` needs as well are in `commits`.
 """
 
 import filecmp
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from transformers.dynamic_module_utils import get_relative_imports
 
 from dflash_hf._io.errors import one_line
@@ -113,6 +114,7 @@ def publish(
     gguf_target: str | Path | None = None,
     replace_card: bool = False,
     announce: Callable[[Publication], None] = lambda publication: None,
+    revision: str | None = None,
 ) -> Publication:
     """
     Check a drafter's folder, render its card and upload both in one commit. If `config.json` names this package's
@@ -135,19 +137,18 @@ def publish(
             is (re)created in `folder` for llama.cpp, which finds it in the repository by its name.
         replace_card (`bool`): Also replace a README.md of the repository that was written by hand.
         announce (`Callable`): Called with the result before anything is sent.
+        revision (`str`, *optional*): The branch to commit to, which is created if it does not exist. Default: the
+            main one.
 
     Raises:
         `PublishError`: the folder has errors, its weights are not finite, its report belongs to other weights, the
             metadata is invalid, the repository holds another model or a card written by hand, or it was changed
             meanwhile, or the upload was rejected or interrupted.
     """
-    result = _prepare(Path(folder), repo, facts, gguf_target)
+    result = prepare(Path(folder), repo, facts, gguf_target)
     api = HfApi(token=token)
     try:
-        with explain_hub_errors(repo, "Nothing was sent; run the same command again."):
-            result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
-            changes = _changes(api, result, private, replace_card)
-            result.changes = changes
+        changes = compare(api, result, private, replace_card, revision)
     except HubError as error:
         if not dry_run or isinstance(error.__cause__, ValueError):  # the card was rejected
             raise
@@ -158,8 +159,16 @@ def publish(
     return result
 
 
-def _prepare(folder: Path, repo: str, facts: CardFacts | None, gguf_target) -> Publication:
-    """The preflight, then the weights and the card, then the files: only a folder without errors gets a card."""
+def prepare(
+    folder: Path, repo: str, facts: CardFacts | None = None, gguf_target: str | Path | None = None
+) -> Publication:
+    """
+    What [`publish`] would upload, without the Hub: the preflight, then the weights and the card, then the files. Only
+    a folder without errors gets a card. The arguments are those of `publish`.
+
+    Raises:
+        `PublishError`: the folder cannot be published as it is.
+    """
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
@@ -311,22 +320,44 @@ def _own_code(folder: Path, code: dict[str, Path]) -> set[str]:
     return own_code
 
 
-def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool) -> Changes:
+def compare(
+    api: HfApi, result: Publication, private: bool, replace_card: bool = False, revision: str | None = None
+) -> Changes:
     """
-    What the commit changes in the repository.
+    Have the Hub check the card, and compare with the repository. The other arguments are those of [`publish`].
+
+    Returns:
+        `Changes`: What the commit changes there, which is also set in `result`.
 
     Raises:
-        `PublishError`: it is public and should be private, it holds another model, or a card written by hand.
+        `PublishError`: the Hub rejects the card or cannot be reached; the repository is public and should be private,
+            or it holds another model, or a card written by hand.
     """
+    with explain_hub_errors(result.repo, "Nothing was sent; run the same command again."):
+        result.card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
+        result.changes = _changes(api, result, private, replace_card, revision)
+        return result.changes
+
+
+def _changes(api: HfApi, result: Publication, private: bool, replace_card: bool, revision: str | None) -> Changes:
+    """What the commit changes in the repository, see [`compare`]."""
     repo = result.repo
+    creates_branch = False
     try:
-        info = api.repo_info(repo, files_metadata=True, timeout=SECONDS)
+        try:
+            info = api.repo_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
+        except RevisionNotFoundError:
+            creates_branch = True
+            info = api.repo_info(repo, files_metadata=True, timeout=SECONDS)
     except RepositoryNotFoundError:
         operations = [CommitOperationAdd(name, content) for name, content in result.contents.items()]
-        return Changes(list(result.contents), operations=operations)
+        creates_branch = revision is not None
+        return Changes(list(result.contents), revision=revision, creates_branch=creates_branch, operations=operations)
     if private and not info.private:
         raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
     changes = compare_with_repository(info, result.contents, _OBSOLETE_FILES)
+    changes.revision = revision
+    changes.creates_branch = creates_branch
 
     def read(name: str) -> str:
         file = api.hf_hub_download(repo, name, revision=info.sha)

@@ -71,3 +71,15 @@ def merged(model, state: dict | None = None) -> DFlashDraftModel:
     whole = peft.get_peft_model(plain, model.active_peft_config)
     whole.load_state_dict(state)
     return whole.merge_and_unload()
+
+
+def gather_merged(trainer) -> DFlashDraftModel | None:
+    """
+    In the first process a plain drafter with the adapter of a `DFlashTrainer` merged into its weights, in the others
+    `None`. Every process calls it: the weights of a sharded drafter are gathered from all.
+    """
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if is_sharded else None
+    if not trainer.is_world_process_zero():
+        return None
+    return merged(trainer.accelerator.unwrap_model(trainer.model), state)

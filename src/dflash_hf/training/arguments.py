@@ -239,6 +239,12 @@ class DFlashOptions:
     )
     muon: bool = option("Train the layers' matrices with Muon, the rest with AdamW.", False)
     head_only: bool = option("Train only the drafter's head.", False)
+    hub_card: dict = option(
+        "Facts of the published card, such as {license: mit, base_model: user/name, datasets: [user/data]}.", {}
+    )
+    eval_decode: int = option(
+        "Prompts of the evaluation rows to decode at each evaluation: their real tau is `eval_tau` in the log.", 0
+    )
     loss_chunk_size: int = option("Tokens whose logits exist at a time.", 512)
     block_attention: typing.Literal["auto", "flex", "dense"] = option(
         "Attention over blocks. dense: group by group, on any device; flex: skips tiles that no block sees, on CUDA; "

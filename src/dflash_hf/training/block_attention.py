@@ -47,6 +47,17 @@ def groups_as_masks(config) -> Iterator[None]:
         config._attn_implementation = name
 
 
+@contextmanager
+def without_groups(config) -> Iterator[None]:
+    """A context inside of [`groups_as_masks`], for a drafter that decodes: its layers take masks, as outside of it."""
+    name = config._attn_implementation
+    config._attn_implementation = name.removeprefix(_PREFIX)
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
+
+
 def takes_groups(config) -> bool:
     """Whether the layers of a drafter take groups, see [`groups_as_masks`]."""
     return config._attn_implementation.startswith(_PREFIX)

@@ -150,6 +150,8 @@ class LogLinesCallback(TrainerCallback):
         tau = f"tau {logs[f'{prefix}simulated_tau']:.2f}"
         if f"{prefix}simulated_tau_argmax" in logs:
             tau += f" ({logs[f'{prefix}simulated_tau_argmax']:.2f} without its head)"
+        if f"{prefix}tau" in logs:
+            tau += f", decoded {logs[f'{prefix}tau']:.2f},"
         parts.append(f"{tau} {which_rows}")
         parts.append(f"accuracy {logs[f'{prefix}accuracy']:.1%}")
         if "learning_rate" in logs:

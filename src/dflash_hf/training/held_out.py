@@ -5,7 +5,7 @@ The rows that a run reads again and again are memorised: their tau rises whateve
 texts. So without evaluation data a run holds some conversations out (`held_out_rows`), the same ones after an
 interruption, and ends with their tau. The numbers go into `card_facts.json`, as `held_out_rows` of each checkpoint
 (with `held_out_seed` where they were chosen by another seed than its own) and `held_out_simulated_tau` beside
-`training_simulated_tau` of the finished drafter.
+`training_simulated_tau` of the finished drafter, with `eval_decode` also `held_out_tau`.
 """
 
 from pathlib import Path
@@ -91,6 +91,12 @@ def taus(log_history: list[dict]) -> dict[str, float]:
     return last
 
 
+def last_decoded_tau(log_history: list[dict], kind: str) -> float | None:
+    """The last tau of decoded prompts (`eval_decode`) in a trainer's log, of `eval` or `held_out` rows."""
+    values = [line[f"{kind}_tau"] for line in log_history if f"{kind}_tau" in line]
+    return values[-1] if values else None
+
+
 def is_overfitted(training_tau: float, held_out_tau: float) -> bool:
     """Whether less than half as many drafted tokens are accepted on held-out rows as on training rows."""
     return held_out_tau - 1 < (1 - _OVERFITTED_LOSS) * (training_tau - 1)
@@ -106,7 +112,11 @@ def closing_line(trainer) -> str:
             "others); the tau of the training rows says nothing about other texts"
         )
     which_rows = "eval_data" if kind == "eval" else f"{len(trainer.eval_dataset):,} rows that were not trained on"
-    line = f"held-out tau      {last[kind]:.2f}, simulated, of {which_rows}"
+    decoded = last_decoded_tau(trainer.state.log_history, kind)
+    line = "held-out tau      "
+    if decoded is not None:
+        line += f"{decoded:.2f}, decoded; "
+    line += f"{last[kind]:.2f}, simulated, of {which_rows}"
     if "training" in last:
         line += f"; {last['training']:.2f} of the training rows"
         if is_overfitted(last["training"], last[kind]):

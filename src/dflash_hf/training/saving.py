@@ -11,7 +11,7 @@ from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.progress import without_bars
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.draft_vocabulary import with_shared_head
-from dflash_hf.training.adapters import merged
+from dflash_hf.training.adapters import gather_merged
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.trainer_card import save_facts
 
@@ -27,15 +27,14 @@ def save(trainer: DFlashTrainer, adapted: bool) -> None:
     if not adapted:
         if not is_sharded:
             _to_half_precision(trainer.draft, trainer.args)
-        trainer.save_model(str(folder))
+        trainer.save_drafter(folder, trainer.trained_steps)
         return
-    trainer.save_model(str(folder / "adapter"))
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if is_sharded else None  # gathered by all
-    if trainer.is_world_process_zero():
-        merged_draft = merged(trainer.accelerator.unwrap_model(trainer.model), state)
+    trainer.save_drafter(folder / "adapter", trainer.trained_steps)
+    merged_draft = gather_merged(trainer)
+    if merged_draft is not None:
         _to_half_precision(merged_draft, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
-        save_facts(trainer, folder, trainer.trained_steps)
+        save_facts(trainer, folder, trainer.trained_steps, trainer.args.hub_card)
 
 
 def save_with_shared_head(folder: Path, say) -> None:

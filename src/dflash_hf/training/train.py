@@ -22,6 +22,7 @@ from dflash_hf.data.prepare import prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.template import ChatTemplate, digests_of_tokenizer
+from dflash_hf.hub.card import has_own_card
 from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.pairs.configs import check_mask_token_id, check_pair_configs
 from dflash_hf.pairs.draft_vocabulary import set_draft_vocabulary, with_shared_head
@@ -61,7 +62,7 @@ from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
-_METRICS = re.compile(r"(eval_)?(loss|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
+_METRICS = re.compile(r"(eval_)?(loss|tau|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
 # Of the time limit, the share reserved for evaluating held-out rows at the end.
 _EVALUATION_TIME_SHARE = 0.03
 # Seconds reserved for saving: a constant, and a part that grows with the parameters.
@@ -404,6 +405,9 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
     passes = f"{trainer.state.epoch:.1f} passes over {len(trainer.train_dataset):,} rows"
     total_time = duration(TimeBudget.clock() - run.start_time)
     run.say(f"trained           {trainer.state.global_step:,} steps, {total_time} in all: {passes}")
+    if run.args.push_to_hub and run.is_first:
+        publication = trainer.publish_output_dir("End of training")
+        run.say(f"published         {publication.url or f'{publication.repo} has all of it already'}")
 
 
 def _seconds_after(run: Run, draft, data: TrainingData) -> float:
@@ -458,6 +462,17 @@ def check_run(script: ScriptArguments, args: DFlashTrainingArguments) -> dict:
         raise ValueError(
             f"metric_for_best_model={metric} is not measured; loss, accuracy and simulated_tau are, and accuracy_k "
             "and acceptance_k of slot k."
+        )
+    if metric is not None and metric.removeprefix("eval_") == "tau" and not args.eval_decode:
+        raise ValueError(
+            f"metric_for_best_model={metric} is measured with eval_decode, the number of prompts to decode: set it, "
+            "or take simulated_tau."
+        )
+    target_is_known = "base_model" in args.hub_card or not Path(str(script.target)).expanduser().exists()
+    if args.push_to_hub and not target_is_known and not has_own_card(folder):
+        raise ValueError(
+            f"push_to_hub=True publishes a card, which names the target, and target={script.target} is a folder: set "
+            "hub_card.base_model to its repository."
         )
     if script.peft_config:
         adapter_config(script.peft_config)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,22 +11,30 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback
-from transformers.utils import logging
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress, logging
 
 from dflash_hf._io.errors import DetailedError
+from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.weights import is_finite
 from dflash_hf.data.examples import has_rows
+from dflash_hf.hub.card import CardFacts, has_own_card, render_card
+from dflash_hf.hub.publish import Publication
 from dflash_hf.pairs.loading import load_for_training
 from dflash_hf.targets.frozen import TargetOutput, check_fit, freeze, target_forward
 from dflash_hf.targets.logits import check_logits
-from dflash_hf.training.adapters import is_adapted
+from dflash_hf.training.adapters import gather_merged, is_adapted
 from dflash_hf.training.block_attention import groups_as_masks
 from dflash_hf.training.callbacks import OpenEndedProgressCallback, StepCountCallback
 from dflash_hf.training.checkpoints import AtomicTrainer, check_same_drafter, checkpoint_of, last_checkpoint
+from dflash_hf.training.decoded_tau import check_decoding, decoded_tau
 from dflash_hf.training.features import FeaturesAhead, StoredFeatures, parts_of, stored_output
 from dflash_hf.training.metrics import Statistics, statistics_to_metrics
 from dflash_hf.training.muon import muon_of
+from dflash_hf.training.nodes import one_process_first
 from dflash_hf.training.objective import Objective
+from dflash_hf.training.publishing import STAGING, DrafterPublisher
 from dflash_hf.training.time_budget import TimeBudget, TimeBudgetCallback, TimeBudgetScheduler
 from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.trainer_setup import (
@@ -63,7 +72,8 @@ class DFlashTrainer(AtomicTrainer):
     - `simulated_tau`: the mean over blocks of the accepted prefix plus the bonus token;
     - `simulated_tau_argmax`, with a token head: the same for the argmax of each slot, without the head.
 
-    `dflash eval` measures the real tau of a checkpoint.
+    With `eval_decode`, an evaluation also has `eval_tau`, the real tau of decoded prompts. `dflash eval` measures that
+    of a checkpoint, with its speed.
 
     Args:
         model (`DFlashDraftModel`, `PeftModel` or `str`): The drafter, or its folder or name on the Hub; with
@@ -106,6 +116,8 @@ class DFlashTrainer(AtomicTrainer):
         check_arguments(args, train_dataset, kwargs)
         check_fit(model.config, target)
         check_datasets(train_dataset, eval_dataset, args, model.config, target)
+        if args.eval_decode:
+            check_decoding(eval_dataset, target, args.eval_decode)
 
         # 2. The drafter, which from here on belongs to the trainer: the dtype of its weights, which of them are
         # trained, and on sequences of which length.
@@ -121,7 +133,10 @@ class DFlashTrainer(AtomicTrainer):
             args = copy.copy(args)  # the caller may use them for a drafter without a head
             args.ddp_find_unused_parameters = False
 
-        # 3. Upstream's trainer, which places the drafter and knows how processes share it.
+        # 3. Upstream's trainer, which places the drafter and knows how processes share it. With `push_to_hub` it calls
+        # `init_hf_repo`, which reads the target.
+        self.target = target
+        self.publisher: DrafterPublisher | None = None  # once something is to be published
         collator = default_collator(target) if data_collator is None else data_collator
         super().__init__(model, args, collator, train_dataset, eval_dataset, **kwargs)
         self._check_launch()
@@ -130,7 +145,7 @@ class DFlashTrainer(AtomicTrainer):
 
         # 4. The target beside it, frozen, and the loss of the two. The trainer owns both. The objective reads the
         # arguments and the drafter on the device where upstream's trainer has placed it, so it comes after 2 and 3.
-        self.target = freeze(target)
+        freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
         self.objective = self.make_objective()
@@ -162,6 +177,11 @@ class DFlashTrainer(AtomicTrainer):
             raise ValueError(
                 f"One process cannot train on {args.n_gpu} GPUs: start one for each with `accelerate launch`, or set "
                 "CUDA_VISIBLE_DEVICES=0."
+            )
+        if args.eval_decode and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                f"eval_decode={args.eval_decode} decodes in each process by itself, which needs a whole drafter: FSDP "
+                "and DeepSpeed shard it; use DDP, or leave it out."
             )
         if args.muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("muon=True needs whole matrices, which FSDP and DeepSpeed shard; use DDP, or adamw.")
@@ -291,6 +311,8 @@ class DFlashTrainer(AtomicTrainer):
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_token_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
+        if self.args.eval_decode and has_rows(dataloader.dataset):
+            output.metrics[f"{metric_key_prefix}_tau"] = decoded_tau(self, dataloader.dataset)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -332,13 +354,29 @@ class DFlashTrainer(AtomicTrainer):
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
+        """
+        As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay. With
+        `push_to_hub` it also publishes the drafter, as upstream, unless the trainer itself has called it.
+        """
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.save_drafter(folder, self.state.global_step if _internal_call else self.trained_steps)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def save_drafter(self, folder: Path, steps: int, card_facts: dict | None = None) -> None:
+        """
+        Save the weights after some steps, and the facts of their card; nothing is published.
+
+        Args:
+            folder (`Path`): Where.
+            steps (`int`): Optimizer steps of the weights.
+            card_facts (`dict`, *optional*): What the user says of them. Default: `hub_card`.
+        """
         if not is_finite(self.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        super().save_model(output_dir, _internal_call)
+        super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
-            folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            save_facts(self, folder, self.state.global_step if _internal_call else self.trained_steps)
+            save_facts(self, folder, steps, self.args.hub_card if card_facts is None else card_facts)
 
     @property
     def trained_steps(self) -> int:
@@ -387,12 +425,142 @@ class DFlashTrainer(AtomicTrainer):
         finally:
             self._end_reading()
 
-    def push_to_hub(self, *args, **kwargs):
-        """Not supported: upstream's card says nothing about a drafter."""
-        raise ValueError(
-            "A drafter is published by `dflash publish FOLDER REPO --base-model TARGET`, with its card and report, or "
-            "by `draft.push_to_hub(REPO)`, without them."
-        )
+    # Publishing. Upstream decides when; what is published, and how, is that of `dflash publish`.
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        Rehearse the publication of the drafter, and create its repository. Called at construction with `push_to_hub`,
+        and otherwise by the first call of [`push_to_hub`].
+
+        Args:
+            token (`str`, *optional*): Default: `hub_token`, or that of `hf auth login`.
+            private (`bool`, *optional*): Create it as a private repository; an existing public one is rejected.
+                Default: `hub_private_repo`.
+
+        Raises:
+            `PublishError`: the drafter could not be published; says why, and what to do.
+        """
+        self._make_publisher(token, private)
+        with one_process_first(self.args, self.is_world_process_zero()):
+            if self.is_world_process_zero():
+                self.publisher.open(self.model, self.target)
+                self.hub_model_id = self.publisher.repo
+
+    def _make_publisher(self, token: str | None, private: bool | None) -> None:
+        """
+        Raises:
+            `ValueError`: under DeepSpeed's ZeRO-3.
+        """
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "push_to_hub loads the saved drafter in one process, where ZeRO-3 would wait for the others: leave it "
+                "out, and publish the trained drafter with `dflash publish`."
+            )
+        self.publisher = DrafterPublisher(self.args, token, private)
+        self.push_in_progress: PushInProgress | None = None
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish the drafter of a checkpoint in the background, unless the one before is still being published."""
+        if self.args.hub_strategy == HubStrategy.END:
+            return
+        folder = Path(checkpoint_folder)
+        if is_adapted(self.model):  # the checkpoint holds the adapter alone
+            facts = folder / FACTS_FILE
+            folder = Path(self.args.output_dir, STAGING, folder.name)
+            self._save_merged(folder)
+            if self.is_world_process_zero():
+                shutil.copy2(facts, folder)
+        if not self.is_world_process_zero():
+            return
+        in_progress = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if in_progress and not self.args.hub_always_push:
+            logger.info(f"{folder.name} is not published: the checkpoint before it is still being uploaded.")
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        publication = self.publisher.start(folder, f"Training in progress, step {self.state.global_step}")
+        if publication is None:
+            return
+        if in_progress:
+            self.push_in_progress.jobs.append(publication)
+        else:
+            self.push_in_progress = PushInProgress([publication])
+
+    def _save_merged(self, folder: Path) -> None:
+        """Save the drafter with its adapter merged. Every process calls it."""
+        draft = gather_merged(self)
+        if draft is not None:
+            draft.save_pretrained(folder)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card_facts,
+    ) -> Publication | None:
+        """
+        Save the drafter in `output_dir` and publish it with its card, as `dflash publish` does: it is checked first,
+        the first process sends one commit, and only what the repository does not have. An adapter is merged.
+
+        Args:
+            commit_message (`str`): That of the commit.
+            blocking (`bool`): Must be true: weights may change before another thread has read them.
+            token, private: As in [`init_hf_repo`]; without effect once the repository is open.
+            revision (`str`, *optional*): The branch, which is created if it does not exist. Default: `hub_revision`.
+            card_facts: Facts of the card, see [`~dflash_hf.hub.card.CardFacts`], in place of those of `hub_card`.
+
+        Returns:
+            [`~dflash_hf.hub.publish.Publication`] in the first process, else `None`.
+
+        Raises:
+            `PublishError`: the drafter was not published; it is complete in `output_dir`.
+        """
+        CardFacts.check(card_facts, "push_to_hub")
+        if not blocking:
+            raise ValueError("blocking=False is not supported: leave it out; saves are published in the background.")
+        if self.publisher is None:
+            self._make_publisher(token, private)
+        card_facts = {**self.args.hub_card, **card_facts}
+        folder = Path(self.args.output_dir)
+        if is_adapted(self.model):
+            self._save_merged(folder)
+            if self.args.should_save:
+                save_facts(self, folder, self.trained_steps, card_facts)
+        else:
+            self.save_drafter(folder, self.trained_steps, card_facts)
+        return self.publish_output_dir(commit_message, revision, card_facts)
+
+    def publish_output_dir(
+        self, commit_message: str | None, revision: str | None = None, card_facts: dict | None = None
+    ) -> Publication | None:
+        """As [`push_to_hub`], of the drafter that is in `output_dir` already; its facts are saved there."""
+        if not self.is_world_process_zero():
+            return None
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self._finish_current_push()
+        card_facts = self.args.hub_card if card_facts is None else card_facts
+        return self.publisher.publish(commit_message or "Upload DFlash drafter", card_facts, revision)
+
+    def create_model_card(self, **card_facts) -> None:
+        """
+        Write the card of the drafter that is saved in `output_dir` beside it. `push_to_hub` renders it anew.
+
+        Args:
+            card_facts: As for [`push_to_hub`].
+
+        Raises:
+            `ValueError`: an unknown fact, or a card was written by hand.
+        """
+        CardFacts.check(card_facts, "create_model_card")
+        folder = Path(self.args.output_dir)
+        if has_own_card(folder):
+            raise ValueError(f"{folder / 'README.md'} was written by hand, and is kept: remove it for a rendered one.")
+        if self.is_world_process_zero():
+            save_facts(self, folder, self.trained_steps, {**self.args.hub_card, **card_facts})
+            repo = self.args.hub_model_id or folder.absolute().name
+            render_card(folder, CardFacts.from_folder(folder), repo).save(folder / "README.md")
 
 
 def read_target(target, layer_ids: list[int], args, collator, batch: dict[str, Any]) -> TargetOutput:

@@ -6,7 +6,7 @@ from pathlib import Path
 from dflash_hf._io.files import read_json, write_json
 from dflash_hf._io.names import FACTS_FILE
 from dflash_hf._io.repositories import origin
-from dflash_hf.training.held_out import PREFIX, taus
+from dflash_hf.training.held_out import PREFIX, last_decoded_tau, taus
 
 
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
@@ -24,23 +24,40 @@ _UPSTREAM_ARGUMENTS = (
 )
 
 
-def save_facts(trainer, folder: Path, steps: int) -> None:
-    """Write what training knows into `card_facts.json` of weights after some steps; other facts in it are kept."""
+def with_origin(facts: dict, target, user_facts: dict) -> dict:
+    """
+    Facts of a card, with the target's repository and commit if it has any, and with those that a user gives, which
+    win.
+    """
+    facts = dict(facts)
+    target_facts = origin(target)
+    if target_facts:
+        facts |= {"base_model_revision": None, **target_facts}
+    if "base_model" in user_facts:
+        facts["base_model_revision"] = None  # of another repository
+    return facts | user_facts
+
+
+def save_facts(trainer, folder: Path, steps: int, user_facts: dict) -> None:
+    """
+    Write what training knows into `card_facts.json` of weights after some steps, and the facts that the user gives;
+    other facts in it are kept.
+    """
     training = {**training_facts(trainer.args), "optimizer_steps": steps, **trainer.card_facts}
     if isinstance(trainer.train_dataset, Sized):
         training["train_examples"] = len(trainer.train_dataset)
     last = taus(trainer.state.log_history)
     if PREFIX in last:  # a tau of the training rows alone would flatter
         training["held_out_simulated_tau"] = round(last[PREFIX], 3)
+        decoded = last_decoded_tau(trainer.state.log_history, PREFIX)
+        if decoded is not None:
+            training["held_out_tau"] = round(decoded, 3)
         if "training" in last:
             training["training_simulated_tau"] = round(last["training"], 3)
     folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
     path = folder / FACTS_FILE
     facts = read_json(path) if path.is_file() else {}
-    target_facts = origin(trainer.target)
-    if target_facts:
-        facts.update({"base_model_revision": None, **target_facts})
-    facts["training"] = training
+    facts = {**with_origin(facts, trainer.target, user_facts), "training": training}
     write_json(path, {name: value for name, value in facts.items() if value})
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer_utils import HubStrategy
 
+from dflash_hf.hub.card import CardFacts
 from dflash_hf.training.arguments import DFlashOptions, check_values
 from dflash_hf.training.losses import LOSSES, Loss
 
@@ -17,7 +19,6 @@ _UNSUPPORTED_ARGUMENTS = {
     "label_smoothing_factor": "is not part of this loss",
     "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
     "bf16_full_eval": "rounds the drafter's weights for good; bf16=True evaluates with autocast",
-    "push_to_hub": "uploads a card that says nothing about a drafter; `dflash publish` uploads the finished drafter",
     "fp16_full_eval": "rounds the drafter's weights for good; fp16=True evaluates with autocast",
 }
 
@@ -38,6 +39,10 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         muon (`bool`): Train the matrices of the layers with `torch.optim.Muon` and the rest with AdamW, see
             [`~dflash_hf.training.muon.MuonAdamW`]; instead of `optim`.
         head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
+        hub_card (`dict`): Facts of the card, see [`~dflash_hf.hub.card.CardFacts`], which are saved with the drafter:
+            `{"license": "mit"}`. `base_model` is known if the target was loaded from the Hub.
+        eval_decode (`int`): At each evaluation, so many prompts of its rows are decoded greedily in whole blocks, up
+            to 128 tokens each: `eval_tau` is their real tau. 0: none.
         loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
@@ -45,6 +50,10 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         block_attention (`str`): `"dense"`: groups of neighbouring blocks attend one after another, each with a mask
             over the keys that its blocks may see (`training/block_attention.py`); on any device. `"flex"`: flex
             attention, which skips tiles that no block sees; CUDA only. `"auto"`: flex if supported, or dense.
+
+    With `push_to_hub` the drafter is published as by `dflash publish`, with its card: each save in the background, and
+    the trained one by `push_to_hub` or `save_model` of the trainer. `hub_strategy="end"` publishes the trained one
+    alone; `"checkpoint"` and `"all_checkpoints"`, which upload training states, are rejected.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -96,7 +105,7 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
             self.num_train_epochs = 1e6  # so that the time limit ends training; logs and the bar show time instead
-        minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1}
+        minima = {"num_anchors": 1, "loss_chunk_size": 1, "gradient_accumulation_steps": 1, "eval_decode": 0}
         check_values(self, DFlashOptions, minima)
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
             name = "num_train_epochs" if self.max_steps else "max_steps"
@@ -104,6 +113,13 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
         if self.loss_decay_gamma is not None and not self.loss_decay_gamma > 0:
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
+            )
+        CardFacts.check(self.hub_card, "hub_card")
+        if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy.value} would add training states and further weights to the "
+                "repository that users download: take every_save, which publishes the drafter of each checkpoint as a "
+                "commit of its own, or end. Checkpoints to resume from stay in output_dir."
             )
         for name, effect in _UNSUPPORTED_ARGUMENTS.items():
             if getattr(self, name):
