@@ -15,9 +15,10 @@ from torch import nn
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.target_layers import fitting_target_layer_ids
 from dflash_hf.modeling.configuration_dflash import part_fields
 from dflash_hf.modeling.heads_dflash import head_fields
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
@@ -118,6 +119,8 @@ def _make_fresh_draft(script: ScriptArguments, target, mask_token_id: int, say):
     if script.feature_folders:
         stored_layer_ids = FeatureManifest.load(Path(script.feature_folders[0])).layer_ids
         target_layer_ids = target_layer_ids or stored_layer_ids
+    if not target_layer_ids and script.num_target_features:
+        target_layer_ids = fitting_target_layer_ids(num_decoder_layers(target.config), script.num_target_features)
     if target_layer_ids:
         fields["target_layer_ids"] = target_layer_ids
     if script.draft_vocab_size:
