@@ -38,6 +38,7 @@ GUIDES = {
         "glossary",
         "reading_a_report",
         "papers_tables",
+        "ablations",
         "acceptance_experiment",
         "decoding",
         "recipes",

@@ -153,7 +153,7 @@ def test_wheel_holds_only_the_package(built):
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
     pair = ("smollm2*/*.json", "smollm2*/model.safetensors", "smollm2*/data/*", "smollm2*/custom_generate/*.py")
-    patterns = ("*.py", "recipes/*", "accelerate/*", *pair)
+    patterns = ("*.py", "recipes/*.*", "recipes/mixtures/*", "accelerate/*", *pair)
     shipped = [path for pattern in patterns for path in EXAMPLES.glob(pattern)]
     expected |= {f"dflash_hf/examples/{path.relative_to(EXAMPLES).as_posix()}" for path in shipped}
     packaged = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}

@@ -77,6 +77,26 @@ def test_slots_are_constant_and_anchors_distinct(num_anchors):
         assert not row[~mask].any()
 
 
+def test_regular_anchors_divide_each_answer():
+    """Against an element-wise rule: an anchor at the first token of an answer, and after each further block."""
+    masks = torch.tensor(
+        [[0, 0, 1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 0, 0, 0, 0]]
+    )
+    for every in (1, 2, 3):
+        anchors, valid = sample_anchors(masks, 10, every=every)
+        for mask, positions in zip(masks.tolist(), [row[keep].tolist() for row, keep in zip(anchors, valid)]):
+            expected = []
+            for position in range(1, len(mask) - 1):
+                start = position
+                while start > 0 and mask[start - 1]:
+                    start -= 1
+                if mask[position] and mask[position + 1] and (position - start) % every == 0:
+                    expected.append(position)
+            assert positions == expected
+    some, valid = sample_anchors(masks, 1, every=2)
+    assert valid.all() and {some[0, 0].item()} <= {2, 4, 6}
+
+
 def test_anchors_are_drawn_uniformly():
     rows = 6000
     anchors, _ = sample_anchors(torch.ones(1, 12).expand(rows, -1), 3, torch.Generator().manual_seed(0))

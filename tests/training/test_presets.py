@@ -136,6 +136,7 @@ def test_python_defaults_are_the_papers(tmp_path):
     args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     of_commands = {"num_draft_layers", "block_size", "max_length", "bf16", "logging_steps", "save_steps"}
     of_commands |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    of_commands |= {"num_target_features", "init_layers", "draft_vocab_size"}
     for name in PAPER.keys() - of_commands:
         assert getattr(args, name) == PAPER[name].value, name
     script = ScriptArguments(target="t", data="d")
@@ -199,7 +200,8 @@ def test_gpu_takes_the_papers_settings(monkeypatch):
     assert (chosen["block_size"], chosen["num_anchors"], chosen["num_draft_layers"]) == (16, 512, 5)
     assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 8
     assert (chosen["loss_type"], chosen["learning_rate"], chosen["bf16"]) == ("ce", 6e-4, True)
-    assert not {"init_layers", "use_cpu", "target_dtype", "draft_vocab_size", "store_rows"} & chosen.keys()
+    assert not {"use_cpu", "target_dtype", "store_rows"} & chosen.keys()
+    assert chosen["init_layers"] is chosen["draft_vocab_size"] is None
     machine(monkeypatch, "mps")
     chosen = values()
     assert "use_cpu" not in chosen and not chosen["bf16"] and chosen["num_anchors"] == 16

@@ -3,7 +3,9 @@
 
     dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
     dflash regenerate --target Qwen/Qwen3-0.6B --data chats.jsonl --turns all --thinking 0.5 --output responses.jsonl
-    dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000
+    dflash regenerate --target T --data mixture.yaml --output responses.jsonl --server http://127.0.0.1:8000
+
+a mixture is a YAML file with `seed` and `sources`, each with `data`, `split` and `rows`; see examples/recipes/mixtures
 """
 
 from collections import Counter
@@ -32,7 +34,7 @@ _IN_PROCESS = (
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: folder, Hub name, or name on --server")
-    add_data(parser, template="none", files=".jsonl, .json, .parquet, .csv, .txt")
+    add_data(parser, template="none", files=".jsonl, .json, .parquet, .csv, .txt, mixture")
     add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     shared.add_choice(parser, "--turns", ("last", "all"), "last", "turns to answer again: ")
     help_text = "share of rows with enable_thinking, drawn by --seed"
@@ -74,7 +76,7 @@ def run(arguments, echo) -> Outcome:
         pair = _target_of(arguments)
         kwargs = pair.template()
     # 3. The tasks.
-    tasks, left_out = _tasks(arguments, pair)
+    tasks, left_out = _tasks(arguments, pair, echo)
     for reason, number in left_out.items():
         echo(f"{number} rows are left out: {reason}")
     # 4. The rows that are missing. Everything that answers depend on is stored in the output: files are identified by
@@ -120,18 +122,46 @@ def _target_of(arguments) -> NamedPair:
     return pair
 
 
-def _tasks(arguments, pair: NamedPair | None) -> tuple[dict, dict[str, int]]:
+def _tasks(arguments, pair: NamedPair | None, echo) -> tuple[dict, dict[str, int]]:
     """The tasks by the index of their row, and how many rows are left out, by the reason; no `pair`: a server."""
     from dflash_hf.synthetic.tasks import make_tasks, with_thinking
 
     as_chat = not arguments.raw and (pair is None or bool(pair.tokenizer.chat_template))
     reads_images = pair is None or pair.image_reader is not None
-    rows = shared.rows_of(arguments)
+    passed_over: Counter[str] = Counter()
+    rows = _rows(arguments, passed_over)
     tasks, left_out = make_tasks(rows, arguments.data, as_chat, arguments.turns == "all", reads_images)
+    for reason, number in passed_over.items():
+        echo(f"{number} rows are passed over, others drawn: {reason}")
     if arguments.thinking:
         for index, task in tasks.items():
             tasks[index] = with_thinking(task, arguments.thinking, arguments.seed)
     return tasks, left_out
+
+
+def _rows(arguments, passed_over: Counter):
+    """
+    The rows of `--data`, which may be a mixture; `passed_over` counts those of its sources that have no prompt.
+
+    Raises:
+        `UsageError`: `--split` or `--name` for a mixture, whose sources have their own.
+    """
+    from itertools import islice
+
+    from dflash_hf.data.mixture import is_mixture, mixed_rows, read_mixture
+
+    if not is_mixture(arguments.data):
+        return shared.rows_of(arguments)
+    useless = shared.options_given(arguments, ("split", "name"))
+    if useless:
+        raise UsageError(
+            f"--data {arguments.data} is a mixture, whose sources have their own: leave out {useless[0]}."
+        )
+    mixture = read_mixture(arguments.data)
+    for source in mixture.sources:
+        terms = "; ".join(filter(None, (source.license, source.access)))
+        note(f"{source.rows:,} rows of {source.key}: {terms or 'terms unknown'}")
+    return islice(mixed_rows(mixture, passed_over), arguments.limit)
 
 
 def _check_same_prompts(output, tasks: dict, arguments) -> None:

@@ -2,7 +2,7 @@
 `dflash train`: train a drafter.
 
     dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output-dir my-drafter
-    dflash train --config recipe.yaml --learning-rate 3e-4 --dry-run
+    dflash train --config recipe.yaml --learning-rate 3e-4 --dry-run --card H200
     dflash train --keys save
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
 
@@ -21,7 +21,7 @@ import shlex
 import typing
 from dataclasses import replace
 
-from dflash_hf._io.errors import is_secret
+from dflash_hf._io.errors import UsageError, is_secret
 from dflash_hf._io.terminal import Outcome, note
 from dflash_hf.data.sources import check_files
 from dflash_hf.training.arguments import DFlashOptions, ScriptArguments, allowed_types, help_of
@@ -34,6 +34,7 @@ PAPER_MAX_LENGTH = PAPER["max_length"].value  # tokens of the paper's longest te
 GB_PER_SLOT_STORED = 1.5e-3  # for each slot of a block, if its activations are stored
 GB_PER_SLOT_RECOMPUTED = 0.55e-3  # with --activation-checkpointing
 GB_PER_TOKEN = 0.48e-3  # for each token of a text
+DEFAULT_CARD = "H200"  # the paper's
 RESUME_HINT = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
 # Spellings of version 0.2, and today's: the old ones work, and a note names the new one. `key=value` stands for
 # every setting.
@@ -66,7 +67,13 @@ _RECIPE_ONLY = frozenset({"debug"})  # a setting of transformers whose option me
 def add_arguments(parser) -> None:
     parser.allow_abbrev = False  # a setting has one spelling
     parser.add_argument("--config", metavar="FILE", help="YAML recipe (examples/recipes has some)")
-    parser.add_argument("--dry-run", action="store_true", help="print the settings, and where each comes from")
+    dry_run = "print the settings, where each comes from, and what a run on a mixture costs"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    parser.add_argument(
+        "--card", metavar="NAME", help="GPU for the costs: A100, B200, H100, H200, RTX4090 (default: H200)"
+    )
+    assume = "for the costs: rows=N prompt_tokens=X answer_tokens=X batch_rows=N bandwidth_share=X flops_share=X"
+    parser.add_argument("--assume", nargs="+", metavar="NAME=X", default=[], help=assume)
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
@@ -241,10 +248,19 @@ def run(arguments, echo) -> Outcome:
             echo(line)
         return Outcome(facts={"keys": lines})
     settings = decide(arguments.config, settings_of(arguments))
-    script, training = _checked(*as_arguments(settings))
+    script, training = as_arguments(settings)
+    # Before its data are made, a recipe says what they would cost.
+    may_lack_data = arguments.dry_run and bool(script.mixture) and "data" not in settings_of(arguments)
+    script, training = _checked(script, training, may_lack_data)
     if arguments.dry_run:
         _warn_of_long_texts(script, training)
-        return _dry_run(settings, echo)
+        outcome = _dry_run(settings, echo)
+        costs = _costs(arguments, script, training, echo)
+        if costs is not None:
+            outcome.facts["costs"] = costs
+        return outcome
+    if arguments.card or arguments.assume:
+        raise UsageError("--card and --assume are for --dry-run, which says what a run costs; add it.")
     from dflash_hf.training.held_out import closing_line, taus
     from dflash_hf.training.train import leave_group, train
 
@@ -262,9 +278,10 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
-def _checked(script, training: dict) -> tuple:
+def _checked(script, training: dict, may_lack_data: bool) -> tuple:
     """
     The arguments of a run, with a recipe's `smollm2` resolved; `cli` has resolved a `smollm2` of the command line.
+    With `may_lack_data`, a file of training data need not exist.
 
     Raises:
         `ValueError`: there is no output folder, or evaluation data is never read.
@@ -276,7 +293,8 @@ def _checked(script, training: dict) -> tuple:
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output-dir.")
     for name in ("data", "eval_data"):
-        check_files(name, getattr(script, name))
+        if not (may_lack_data and name == "data"):
+            check_files(name, getattr(script, name))
     unread = [name for name in ("eval_data", "eval_split", "eval_features") if getattr(script, name)]
     if unread and training.get("eval_strategy", "no") == "no":
         raise ValueError(
@@ -300,6 +318,46 @@ def _warn_of_long_texts(script, training: dict) -> None:
         f"hidden size of 4096, and in proportion for others; {recomputed:.0f} GB with --activation-checkpointing. "
         "Where that is too much: fewer rows at a time, fewer num_anchors, a shorter max_length."
     )
+
+
+def _costs(arguments, script, training: dict, echo) -> dict | None:
+    """
+    `echo` what a run costs, as comments of the recipe that `--dry-run` prints, if a mixture says how many rows there
+    are, or the command line asks for it.
+
+    Raises:
+        `UsageError`: an unknown card.
+        `ValueError`, `OSError`: the costs that the command line asks for cannot be estimated.
+    """
+    is_asked = bool(arguments.card or arguments.assume)
+    if not is_asked and not script.mixture:
+        return None
+    from dflash_hf.data.mixture import read_mixture
+    from dflash_hf.training.costs import CARDS, cost_lines, estimate, make_assumptions
+
+    name = re.sub(r"[\s_-]", "", arguments.card or DEFAULT_CARD).upper()
+    if name not in CARDS:
+        raise UsageError(f"--card {arguments.card} must be one of {', '.join(CARDS)}.")
+    try:
+        rows = read_mixture(script.mixture).num_rows if script.mixture else None
+        thinks = bool((script.chat_template_kwargs or {}).get("enable_thinking"))
+        assumed = make_assumptions(rows, thinks, arguments.assume)
+        costs = estimate(script, training, CARDS[name], assumed)
+    except (ValueError, OSError) as error:
+        if is_asked:
+            raise
+        note(f"costs are not estimated: {error}")
+        return None
+    for line in cost_lines(costs, CARDS[name], assumed, bool(script.features)):
+        echo(f"# {line}")
+    return {
+        "card": name,
+        **dataclasses.asdict(costs),
+        "answer_hours": costs.answer_hours,
+        "online_hours": costs.online_hours,
+        "offline_hours": costs.offline_hours,
+        "assumed": dataclasses.asdict(assumed),
+    }
 
 
 def _dry_run(settings: dict, echo) -> Outcome:

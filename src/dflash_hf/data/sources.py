@@ -21,6 +21,7 @@ from dflash_hf._io.repositories import SECONDS, looks_local
 
 # Added to the name of a file that `dflash regenerate` wrote: how it was made.
 SETTINGS_SUFFIX = ".settings.json"
+MIXTURE_SUFFIXES = (".yaml", ".yml")
 _KINDS = {
     ".jsonl": "json",
     ".jsonl.gz": "json",
@@ -48,7 +49,7 @@ def check_files(name: str, data: str | Sequence[str] | None) -> None:
     """
     files = [data] if isinstance(data, str) else data or []
     for file in files:
-        if _suffix(Path(file)) in _KINDS and not Path(file).exists():
+        if _suffix(Path(file)) in (*_KINDS, *MIXTURE_SUFFIXES) and not Path(file).exists():
             raise FileNotFoundError(f"{name}='{file}': there is no such file.")
 
 
@@ -84,6 +85,11 @@ def load_rows(
     if not paths:
         raise ValueError("data is empty; name a file or a dataset on the Hub.")
     first = str(names[0])
+    if paths[0].suffix.lower() in MIXTURE_SUFFIXES:
+        raise ValueError(
+            f"data='{first}' is a mixture, whose rows have prompts and no answers of the target: have it answer them "
+            "with `dflash regenerate`, and give what that writes."
+        )
     if len(paths) == 1 and paths[0].is_dir():
         return _load_folder(datasets, paths[0], split, first)
     kinds = {_KINDS.get(_suffix(path)) for path in paths}

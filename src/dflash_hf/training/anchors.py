@@ -34,16 +34,19 @@ def sample_anchors(
     num_anchors: int,
     generator: torch.Generator | None = None,
     seeds: torch.LongTensor | None = None,
+    every: int | None = None,
 ) -> tuple[torch.LongTensor, torch.BoolTensor]:
     """
     Draw anchors uniformly without replacement among positions `a >= 1` with `loss_mask[a]` and `loss_mask[a + 1]`: a
-    block needs a context before the anchor and a supervised token after it.
+    block needs a context before the anchor and a supervised token after it. With `every`, only among the first token
+    of each answer and every so many tokens from there.
 
     Args:
         loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens of responses.
         num_anchors (`int`): Number of anchors `A`.
         generator (`torch.Generator`): Draws the seeds if `seeds` is not given.
         seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed only.
+        every (`int`, *optional*): Tokens between two regular anchors of an answer.
 
     Returns:
         `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there.
@@ -55,6 +58,8 @@ def sample_anchors(
     response = loss_mask.bool()
     eligible = torch.zeros_like(response)  # [N, S]
     eligible[:, 1:-1] = response[:, 1:-1] & response[:, 2:]
+    if every is not None:
+        eligible &= _tokens_into_response(response) % every == 0
 
     # The A largest of independent uniform keys are a uniform sample without replacement.
     position = torch.arange(1, length + 1, device=device) * _GOLDEN
@@ -65,6 +70,14 @@ def sample_anchors(
     anchors = torch.nn.functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)  # [N, A]
     valid = anchors < length
     return anchors.masked_fill(~valid, 0), valid
+
+
+def _tokens_into_response(response: torch.BoolTensor) -> torch.LongTensor:
+    """For each token `[N, S]` of a response, the number of tokens of that response before it."""
+    position = torch.arange(response.shape[1], device=response.device).expand(response.shape)
+    is_first = response.clone()
+    is_first[:, 1:] &= ~response[:, :-1]
+    return position - (position * is_first).cummax(dim=1).values
 
 
 def _mix(z: torch.LongTensor) -> torch.LongTensor:

@@ -136,6 +136,9 @@ class ScriptArguments:
     target_layer_ids: list[int] | None = option(
         "Target layers that a new drafter reads. Default: the layers of the features, or the paper's rule."
     )
+    num_target_features: int | None = option(
+        "How many target layers a new drafter reads, chosen by the paper's rule. Default: as many as it has layers."
+    )
     mask_token_id: int | None = option(
         "Id of the mask token. Default: the drafter's, or the target's first spare embedding row."
     )
@@ -151,6 +154,9 @@ class ScriptArguments:
     data_name: str | None = option("Configuration of a Hub dataset.")
     data_revision: str | None = option("Commit of a Hub dataset.")
     split: str | None = option("Split of the data. Default: train, or the only one.")
+    mixture: str | None = option(
+        "The .yaml file of the sources that the prompts of `data` are from; --dry-run counts its rows."
+    )
     eval_data: list[str] | str | None = option("Evaluation data, as `data`.")
     eval_split: str | None = option("Split of `eval_data`, or of `data` without it.")
     held_out_rows: int | None = option(
@@ -189,7 +195,12 @@ class ScriptArguments:
                     raise ValueError(
                         f"draft_config.{field}={value!r} is a setting of its own; write `{setting}={value!r}`."
                     )
-        minima = {"num_draft_layers": 1, "block_size": 2, "max_length": 1}  # a block has its anchor
+        minima = {
+            "num_draft_layers": 1,
+            "num_target_features": 1,
+            "block_size": 2,  # the anchor, and a token to predict
+            "max_length": 1,
+        }
         check_values(self, ScriptArguments, minima)
         if self.init_layers and len(self.init_layers) != self.num_draft_layers:
             raise ValueError(
@@ -229,6 +240,10 @@ class DFlashOptions:
     logging_nan_inf_filter: bool = option("Must stay off: training stops at a loss that is not finite.", False)
     max_minutes: float | None = option("Minutes of the whole run. The learning rate decays over time, not steps.")
     num_anchors: int = option("Blocks sampled from each sequence at each step.", PAPER["num_anchors"].value)
+    anchor_sampling: typing.Literal["random", "regular"] = option(
+        "Where blocks begin. random: anywhere in an answer; regular: at its beginning and every block_size tokens.",
+        PAPER["anchor_sampling"].value,
+    )
     loss_type: LossType = option(
         "The loss. ce: cross-entropy with decaying slot weights; dpace: with D-PACE's; auf: up to the first mistake; "
         "kl, dpace_kl, auf_kl: divergence from the target; dspark: mostly total variation.",

@@ -88,7 +88,8 @@ class Objective:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.seed, step)
         num_anchors = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
-        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], num_anchors, seeds=seeds)
+        every = self.config.block_size if self.args.anchor_sampling == "regular" else None
+        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], num_anchors, seeds=seeds, every=every)
 
     def normalizer(self, batch: Batch) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""

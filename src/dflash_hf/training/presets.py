@@ -1,9 +1,10 @@
 """
 Presets: values for the settings that the user leaves out. `recipe.py` says in which order settings are decided.
 
-`paper` is the paper's drafter and recipe (DFlash, arXiv 2602.06036), for GPUs. On a CPU a drafter learns best from
-many small steps: `cpu` is the best of 23 variants of a short run (`examples/benchmarks/results/ablation`), with still
-shorter blocks (`ways_to_learn.md` there). vLLM, SGLang and transformers serve the drafters of both.
+`paper` is the paper's drafter and recipe (DFlash, arXiv 2602.06036, sections 4.2, 5 and A.1), for GPUs; its optimizer,
+AdamW, is the default of transformers. On a CPU a drafter learns best from many small steps: `cpu` is the best of 23
+variants of a short run (`examples/benchmarks/results/ablation`), with still shorter blocks (`ways_to_learn.md` there).
+vLLM, SGLang and transformers serve the drafters of both.
 
 A run that names no preset gets the one of its machine, and says so. A preset has the same values everywhere. The few
 settings that do depend on the machine are in [`machine_settings`]; a run also prints those.
@@ -23,10 +24,14 @@ class PresetValue(NamedTuple):
 PAPER: dict[str, PresetValue] = {
     # The drafter.
     "num_draft_layers": PresetValue(5, "the paper's"),
+    "num_target_features": PresetValue(5, "the paper's, for drafters of any depth"),
     "block_size": PresetValue(16, "the paper's, the anchor included"),
+    "init_layers": PresetValue(None, "the paper's: random weights"),
+    "draft_vocab_size": PresetValue(None, "the paper's: all tokens of the target"),
     # A step.
     "max_length": PresetValue(3072, "the paper's"),
     "num_anchors": PresetValue(512, "the paper's"),
+    "anchor_sampling": PresetValue("random", "the paper's"),
     "loss_type": PresetValue("ce", "the paper's: slot k weighs exp(-(k - 1) / gamma)"),
     "per_device_train_batch_size": PresetValue(
         1, "the paper names no batch size: eight rows on each GPU, one at a time"
@@ -78,6 +83,7 @@ _NO_ROWS_HELD_OUT = "a run with evaluation data holds out no rows"
 _CONFLICTS: dict[str, tuple[tuple[str, ...], str]] = {
     "features": (
         (
+            "num_target_features",
             "data_name",
             "data_revision",
             "split",
@@ -90,17 +96,29 @@ _CONFLICTS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "stored features are read as they are, without the target's layers",
     ),
+    "target_layer_ids": (("num_target_features",), "the layers are named"),
     "data": (("eval_features",), "features of `eval_data` are computed"),
     "eval_data": (("held_out_rows",), _NO_ROWS_HELD_OUT),
     "eval_split": (("held_out_rows",), _NO_ROWS_HELD_OUT),
     "eval_features": (("held_out_rows",), _NO_ROWS_HELD_OUT),
-    "draft": (("init_layers", "draft_vocab_size"), "a trained drafter has its weights and vocabulary"),
+    "draft": (
+        ("init_layers", "draft_vocab_size", "num_target_features"),
+        "a trained drafter has its weights, vocabulary and features",
+    ),
 }
 # For each setting, the values of a preset that [`preset_settings`] leaves out beside it: the run has no use for them,
 # or the setting decides them itself.
 _SUPERSEDES = {
-    "features": ("store_rows", "max_length"),
-    "draft": ("num_draft_layers", "block_size", "init_layers", "draft_vocab_size", "share_head"),
+    "features": ("store_rows", "max_length", "num_target_features"),
+    "target_layer_ids": ("num_target_features",),
+    "draft": (
+        "num_draft_layers",
+        "num_target_features",
+        "block_size",
+        "init_layers",
+        "draft_vocab_size",
+        "share_head",
+    ),
     "head": ("share_head",),  # most heads have weights for each token that is drafted
     "draft_config": ("share_head",),
     "head_only": ("loss_type", "learning_rate"),  # a head has its own

@@ -15,9 +15,10 @@ from torch import nn
 from dflash_hf.data.template import digests_of_tokenizer
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.target_layers import fitting_target_layer_ids
 from dflash_hf.modeling.configuration_dflash import part_fields
 from dflash_hf.modeling.heads_dflash import head_fields
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
 from dflash_hf.training.arguments import ScriptArguments
@@ -111,21 +112,25 @@ def _load_trained_draft(script: ScriptArguments, say):
     return with_parts(draft, parts) if parts else draft
 
 
-def _make_fresh_draft(script: ScriptArguments, target, mask_token_id: int, say):
-    """A new drafter of a run; `init_layers` start as the target's, those counted from the end only if they fit."""
+def fresh_draft_config(script: ScriptArguments, target_config, mask_token_id: int) -> DFlashDraftConfig:
+    """The configuration of a run's new drafter for a target with this configuration."""
     fields = {**script.draft_config}
-    target_layer_ids = script.target_layer_ids
-    if script.feature_folders:
-        stored_layer_ids = FeatureManifest.load(Path(script.feature_folders[0])).layer_ids
-        target_layer_ids = target_layer_ids or stored_layer_ids
-    if target_layer_ids:
-        fields["target_layer_ids"] = target_layer_ids
+    layer_ids = script.target_layer_ids
+    if not layer_ids and script.feature_folders:
+        layer_ids = FeatureManifest.load(Path(script.feature_folders[0])).layer_ids
+    if not layer_ids and script.num_target_features:
+        layer_ids = fitting_target_layer_ids(num_decoder_layers(target_config), script.num_target_features)
+    if layer_ids:
+        fields["target_layer_ids"] = layer_ids
     if script.draft_vocab_size:
         fields["draft_vocab_size"] = script.draft_vocab_size
-    config = DFlashDraftConfig.for_target(
-        target.config, mask_token_id, script.num_draft_layers, script.block_size, **fields
-    )
-    draft = DFlashDraftModel(config)
+    shape = {"num_hidden_layers": script.num_draft_layers, "block_size": script.block_size}
+    return DFlashDraftConfig.for_target(target_config, mask_token_id, **shape, **fields)
+
+
+def _make_fresh_draft(script: ScriptArguments, target, mask_token_id: int, say):
+    """A new drafter of a run; `init_layers` start as the target's, those counted from the end only if they fit."""
+    draft = DFlashDraftModel(fresh_draft_config(script, target.config, mask_token_id))
     if script.init_layers:
         depth = len(decoder_layers(target))
         layers = [depth + layer if layer < 0 else layer for layer in script.init_layers]

@@ -30,6 +30,8 @@ class DFlashTrainingArguments(DFlashOptions, TrainingArguments):
 
     Args:
         num_anchors (`int`): Blocks sampled from each sequence at each step.
+        anchor_sampling (`str`): `"random"`: blocks begin anywhere in an answer. `"regular"`: at its first token and
+            every `block_size` tokens from there, as in standard block diffusion; an ablation of the paper.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"auf"`: up to the first token of a block that the drafter gets wrong (Spec-AUF, arXiv
             2607.01893). `"kl"`, `"dpace_kl"`, `"auf_kl"`: divergence from the target's own distribution, with the
