@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.decoding.selection import TokenSelector
+from dflash_hf.decoding.sampling_noise import SamplingNoise
 from dflash_hf.evaluation.distribution import FOLLOWS, MAX_Z, TextScore, score_text
 from dflash_hf.evaluation.divergence import EQUAL, WRONG
 from dflash_hf.evaluation.measure import evaluate
@@ -50,9 +50,9 @@ def test_own_samples_follow_the_distribution(target):
 @pytest.mark.parametrize(
     ("answers_of", "sign"),
     [
-        (lambda target: samples(target, rows=8, temperature=0.7), -1),
-        (lambda target: samples(target, rows=8, temperature=1.4), 1),
-        (lambda target: samples(target, rows=8, top_p=0.8), -1),
+        (lambda target: samples(target, temperature=0.7), -1),
+        (lambda target: samples(target, temperature=1.6), 1),
+        (lambda target: samples(target, top_p=0.8), -1),
         (lambda target: samples(target, rows=4, do_sample=False), -1),
         (lambda target: torch.randint(96, (2, NEW)).tolist(), 1),
     ],
@@ -82,17 +82,22 @@ def test_score_equals_sums_over_each_step(target):
     assert score.impossible == 1 and abs(score.z) < MAX_Z
 
 
-def evaluated(target, prompts=4, **options):
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+def evaluated(target, draft, prompts=4, **options):
     prompts = [[PROMPT[0] + i, *PROMPT[1:]] for i in range(prompts)]
     methods = (TARGET_ALONE, WHOLE_BLOCKS, PROMPT_LOOKUP)
     options = {"max_new_tokens": NEW, "runs": 1, "methods": methods, "temperature": 1.0, **options}
-    return evaluate(target, make_draft(target), prompts, **options)
+    return evaluate(target, draft, prompts, **options)
 
 
-def test_samples_equal_or_follow_the_target(target):
+def test_samples_equal_or_follow_the_target(target, draft):
     """Whole blocks draw the target's own sample; prompt lookup draws several tokens at once, so another one."""
     state = torch.get_rng_state()
-    report = evaluated(target)
+    report = evaluated(target, draft)
     assert torch.equal(torch.get_rng_state(), state)
     assert report.methods[WHOLE_BLOCKS].equal == 4 and report.verdict() == EQUAL
     assert len({tuple(response) for response in report.responses}) == 4
@@ -103,20 +108,23 @@ def test_samples_equal_or_follow_the_target(target):
     assert again == report
     text = "\n".join(summary_lines(report))
     assert "4 of 4 samples with the drafter, at temperature 1, equal the target's own of the same seeds" in text
-    assert evaluated(target, prompts=1, seed=7, methods=(TARGET_ALONE, WHOLE_BLOCKS)).responses != report.responses[:1]
+    assert (
+        evaluated(target, draft, prompts=1, seed=7, methods=(TARGET_ALONE, WHOLE_BLOCKS)).responses
+        != report.responses[:1]
+    )
 
 
 @pytest.mark.parametrize(("temperature", "verdict"), [(1e-4, WRONG), (1.0, FOLLOWS)])
-def test_drafted_samples_are_judged(temperature, verdict, target, monkeypatch):
+def test_drafted_samples_are_judged(temperature, verdict, target, draft, monkeypatch):
     """A drafted call that samples at another temperature, or with other random numbers."""
     random = torch.Generator().manual_seed(3)
 
-    def draw(self, row, sequence, logits):
-        probabilities = (logits / temperature).softmax(-1)
-        return int(torch.multinomial(probabilities, 1, generator=random)), logits
+    def draw(self, scores, row, index):
+        self.vocab_size = scores.shape[-1]
+        return int(torch.multinomial((scores / temperature).softmax(-1), 1, generator=random))
 
-    monkeypatch.setattr(TokenSelector, "next_token", draw)
-    report = evaluated(target, methods=(TARGET_ALONE, WHOLE_BLOCKS))
+    monkeypatch.setattr(SamplingNoise, "sample", draw)
+    report = evaluated(target, draft, methods=(TARGET_ALONE, WHOLE_BLOCKS))
     assert report.verdict() == verdict and report.is_wrong == (verdict == WRONG)
     assert report.methods[WHOLE_BLOCKS].equal < 4
     assert (WRONG in "\n".join(summary_lines(report))) == report.is_wrong

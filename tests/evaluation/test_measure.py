@@ -20,7 +20,7 @@ from dflash_hf.evaluation.methods import (
     TARGET_PACKED,
     WHOLE_BLOCKS,
 )
-from dflash_hf.evaluation.report import EvalReport, MethodReport
+from dflash_hf.evaluation.report import DepthReport, EvalReport, MethodReport
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.hub.card import CardFacts, metadata
 from dflash_hf.targets.digests import digest_of_parameters
@@ -182,6 +182,16 @@ def test_tau_has_pooled_and_per_response_means():
     assert report.acceptance_by_position == pytest.approx([4 / 5, 4 / 5, 4 / 5])
 
 
+def test_tau_by_depth_counts_the_prompt():
+    report = EvalReport({}, [[100, 90, 80], [2, 2]], [[0] * 271, [0] * 5], block_size=128, prompt_lengths=[154, 255])
+    # Rounds begin behind 155, 255 and 345 tokens, and behind 256 and 258.
+    assert report.tau_by_depth == [DepthReport(0, 256, 2, 95.0), DepthReport(256, 1024, 3, 28.0)]
+    report.prompt_lengths = []  # in a report of an earlier version
+    assert report.tau_by_depth == []
+    report.prompt_lengths = [10**6, 10**6]
+    assert [(depth.begin, depth.end) for depth in report.tau_by_depth] == [(65536, None)]
+
+
 def test_failed_write_leaves_the_earlier_report(tmp_path, monkeypatch):
     report = EvalReport({WHOLE_BLOCKS: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4)
     path = tmp_path / "report.json"
@@ -245,6 +255,8 @@ def test_evaluation_leaves_process_settings_alone(pair):
         ({"prompts": []}, "prompts holds 0"),
         ({"prompts": [[3], []]}, "one of them empty"),
         ({"runs": 0}, "runs=0"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0"),
+        ({"block_size": 5}, "block_size=5 must be from 1 to 4"),
         ({"methods": ("target",)}, "lacks \\['dflash'\\]"),
         ({"methods": (*DEFAULT_METHODS, "magic")}, "names \\['magic'\\]"),
     ],

@@ -71,6 +71,31 @@ def test_table_names_every_figure(report):
     assert "WRONG" in "\n".join(summary_lines(report))
 
 
+def test_papers_measures_stand_beside_ours(report):
+    """Two definitions of tau and two of speed: each figure says which it is."""
+    assert report.draft_share_of_prefill is None
+    for name, prefill_seconds, decode_speedup in ((TARGET_ALONE, 0.3, 1.0), (WHOLE_BLOCKS, 0.4, 3.5)):
+        report.methods[name].prefill_seconds = prefill_seconds
+        report.methods[name].decode_speedup = decode_speedup
+    report.prompt_lengths = [250, 10, 10]
+    text = "\n".join(summary_lines(report))
+    tau = (19 / 3 + 4 + 23 / 3) / 3
+    for line in (
+        "tau 6.57 over 7 verifications",
+        f"tau {tau:.2f}, the mean of the answers' means; 3.50x over the target alone in time per token after the",
+        "0.4 s until the first token, 25 % of it the drafter's",
+        "tau by depth      6.40 below 256, 7.00 from 256 tokens of text, prompt included",
+    ):
+        assert line in text, line
+    assert json.loads(report.to_json())["summary"]["decode_speedup"] == 3.5
+
+
+def test_block_of_one_token_has_no_slots_to_draw(report):
+    pytest.importorskip("matplotlib")
+    report.block_size = 1
+    assert len(draw_report(report).axes) == 2
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_headline_comes_first(packed, report):
     """Two taus, two speedups and two counts, none of which was the result."""

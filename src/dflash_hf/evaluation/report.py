@@ -84,13 +84,13 @@ class DepthReport:
     Acceptance where the text, prompt included, has a certain length.
 
     Args:
-        begin, end (`int`): Tokens before the round: from `begin`, below `end`.
+        begin (`int`), end (`int`, *optional*): Tokens before the round: from `begin`, below `end`; `None`: any more.
         verifications (`int`): Number of rounds.
         tau (`float`): Mean tokens committed by them.
     """
 
     begin: int
-    end: int
+    end: int | None
     verifications: int
     tau: float
 
@@ -174,17 +174,17 @@ class EvalReport:
     @property
     def tau_by_depth(self) -> list[DepthReport]:
         """Tau of whole blocks by the length of the text before the round, as far as there are such rounds."""
-        lengths_of_depths: dict[int, list[int]] = {}  # by the index of a depth's end in `edges`
-        edges = [0, *DEPTHS, 2**63]
+        lengths_of_depths: list[list[int]] = [[] for _ in range(len(DEPTHS) + 1)]
         # Without `prompt_lengths`, in a report of an earlier version, no depth is known.
         for prompt_length, lengths in zip(self.prompt_lengths, self.acceptance_lengths):
             tokens = prompt_length + 1  # the prompt's forward writes the first
             for length in lengths:
-                lengths_of_depths.setdefault(bisect.bisect_right(edges, tokens), []).append(length)
+                lengths_of_depths[bisect.bisect_right(DEPTHS, tokens)].append(length)
                 tokens += length
         depths = []
-        for index, lengths in sorted(lengths_of_depths.items()):
-            depths.append(DepthReport(edges[index - 1], edges[index], len(lengths), statistics.fmean(lengths)))
+        for begin, end, lengths in zip((0, *DEPTHS), (*DEPTHS, None), lengths_of_depths, strict=True):
+            if lengths:
+                depths.append(DepthReport(begin, end, len(lengths), statistics.fmean(lengths)))
         return depths
 
     @property
