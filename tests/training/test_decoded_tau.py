@@ -1,5 +1,8 @@
 """The real tau of held-out prompts, decoded at each evaluation of a run."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -9,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.training.callbacks import LogLinesCallback
-from dflash_hf.training.decoded_tau import prompts_of
+from dflash_hf.training.decoded_tau import decoded_tau, prompts_of
 from dflash_hf.training.held_out import closing_line
 
 
@@ -82,6 +85,26 @@ def test_prompts_are_spread_over_rows():
     rows[3]["images"] = ["a.png"]
     assert prompts_of(rows, 3) == [[0, 1], [6, 1]]
     assert prompts_of([{"input_ids": [5, 6], "loss_mask": [1, 1]}], 1) == [[5]]  # a text without a prompt
+
+
+def test_processes_share_the_prompts(monkeypatch):
+    """And none of them decodes beyond the target's context."""
+    target = make_target(max_position_embeddings=30)
+    decoded = []
+
+    def decode(target, prompt, max_new_tokens, **options):
+        decoded.append((len(prompt), max_new_tokens))
+        return SimpleNamespace(acceptance_lengths=[[2, 4]])
+
+    monkeypatch.setattr("dflash_hf.training.decoded_tau.generate_one", decode)
+    rows = [{"input_ids": list(range(40)), "loss_mask": [0] * length + [1] * (40 - length)} for length in (4, 26, 29)]
+    args = SimpleNamespace(device=torch.device("cpu"), eval_decode=3, world_size=2)
+    accelerator = SimpleNamespace(reduce=lambda sums, how: sums)
+    trainer = SimpleNamespace(args=args, target=target, draft=make_draft(target), accelerator=accelerator)
+    for args.process_index, expected in enumerate(([(4, TOKENS)], [(26, 4)])):
+        assert decoded_tau(trainer, rows) == 3 and decoded == expected
+        decoded.clear()
+    assert math.isnan(decoded_tau(trainer, rows[2:]))
 
 
 class Stream(IterableDataset):
