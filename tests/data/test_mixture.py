@@ -59,8 +59,12 @@ def test_source_does_not_depend_on_the_others(sources, tmp_path):
     few = drawn({"chat": 3, "math": 4}, "chat")
     assert drawn({"math": 2, "ultrachat": 2, "chat": 8}, "chat")[:3] == few
     assert drawn({"chat": 5}, "chat")[:3] == few
-    numbers = [int(prompt.split()[1].strip("?")) for prompt in drawn({"chat": 11}, "chat")]
-    assert sorted(numbers) == [number for number in range(12) if number != 1] and numbers != sorted(numbers)
+    numbers = {}
+    for kind in ("chat", "math"):
+        numbers[kind] = [int(prompt.split()[1].strip("?")) for prompt in drawn({kind: 11}, kind)]
+        assert sorted(numbers[kind]) == [number for number in range(12) if number != 1]
+        assert numbers[kind] != sorted(numbers[kind])
+    assert numbers["chat"] != numbers["math"]  # each is shuffled by itself
 
 
 def test_too_few_rows_name_the_source(sources, tmp_path):
@@ -103,7 +107,7 @@ def test_mixture_is_no_training_data(tmp_path):
         load_rows(tmp_path / "m.yml")
     with pytest.raises(FileNotFoundError, match=r"data='absent.yaml': there is no such file"):
         check_files("data", "absent.yaml")
-    with pytest.raises(FileNotFoundError, match=r"data='absent.yaml': there is no such file"):
+    with pytest.raises(FileNotFoundError, match="The mixture absent.yaml does not exist; its path is relative"):
         read_mixture("absent.yaml")
     assert is_mixture("a.yaml") and not is_mixture(["a.yaml"]) and not is_mixture("a.jsonl") and not is_mixture(None)
 

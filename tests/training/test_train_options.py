@@ -31,7 +31,7 @@ def test_every_setting_is_an_option_of_its_name():
     parser_options = {option: action.dest for action in parser._actions for option in action.option_strings}
     assert options.items() <= parser_options.items()
     of_commands = {"--config", "--dry-run", "--keys", "--entry", "--json", "--quiet", "--verbose", "--debug", "--help"}
-    assert parser_options.keys() - options.keys() == of_commands | {"-q", "-v", "-h"}
+    assert parser_options.keys() - options.keys() == of_commands | {"--card", "--assume", "-q", "-v", "-h"}
 
 
 @pytest.mark.parametrize(

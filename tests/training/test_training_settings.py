@@ -31,6 +31,16 @@ def gradients_of(trainer):
     return loss.item(), [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
 
+def test_regular_anchors_are_the_same_in_each_step(tmp_path):
+    trainer = make_trainer(tmp_path, make_target(), uneven_rows(), num_anchors=24, anchor_sampling="regular")
+    for step in (0, 1):
+        batch = trainer.data_collator(uneven_rows())
+        trainer.objective.draw_anchors(batch, step)
+        for row, anchors, valid in zip(uneven_rows(), batch["anchors"], batch["valid"], strict=True):
+            first = row["loss_mask"].index(1)
+            assert anchors[valid].tolist() == list(range(first, len(row["loss_mask"]) - 1, BLOCK))
+
+
 @pytest.mark.parametrize("dflash2", [False, True])
 def test_recomputed_activations_give_equal_gradients(dflash2, tmp_path):
     target = make_target()

@@ -67,13 +67,10 @@ _RECIPE_ONLY = frozenset({"debug"})  # a setting of transformers whose option me
 def add_arguments(parser) -> None:
     parser.allow_abbrev = False  # a setting has one spelling
     parser.add_argument("--config", metavar="FILE", help="YAML recipe (examples/recipes has some)")
-    dry_run = "print the settings, where each comes from, and what a run on a mixture costs"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument(
-        "--card", metavar="NAME", help="GPU for the costs: A100, B200, H100, H200, RTX4090 (default: H200)"
-    )
-    assume = "for the costs: rows=N prompt_tokens=X answer_tokens=X batch_rows=N bandwidth_share=X flops_share=X"
-    parser.add_argument("--assume", nargs="+", metavar="NAME=X", default=[], help=assume)
+    parser.add_argument("--dry-run", action="store_true", help="print the settings, who decided them, and costs")
+    card = f"GPU of the costs (default: {DEFAULT_CARD}); --assume NAME=X for what they assume"
+    parser.add_argument("--card", metavar="NAME", help=card)
+    parser.add_argument("--assume", nargs="+", metavar="NAME=X", default=[], help=argparse.SUPPRESS)
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
@@ -250,7 +247,8 @@ def run(arguments, echo) -> Outcome:
     settings = decide(arguments.config, settings_of(arguments))
     script, training = as_arguments(settings)
     # Before its data are made, a recipe says what they would cost.
-    may_lack_data = arguments.dry_run and bool(script.mixture) and "data" not in settings_of(arguments)
+    wants_costs = bool(script.mixture or arguments.card or arguments.assume)
+    may_lack_data = arguments.dry_run and wants_costs and "data" not in settings_of(arguments)
     script, training = _checked(script, training, may_lack_data)
     if arguments.dry_run:
         _warn_of_long_texts(script, training)

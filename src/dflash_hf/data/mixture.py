@@ -125,7 +125,7 @@ def read_mixture(path: str | Path) -> Mixture:
 
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"data='{path}': there is no such file.")
+        raise FileNotFoundError(f"The mixture {path} does not exist; its path is relative to the current folder.")
     try:
         content = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:

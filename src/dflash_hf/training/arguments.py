@@ -129,8 +129,8 @@ class ScriptArguments:
         "The latter is at most 8,192."
     )
     share_head: bool = option(
-        "Save a drafter with a draft_vocab_size with the target's head, over all tokens. SGLang serves no other; this "
-        "package drafts a little faster without.",
+        "Save a reduced vocabulary with the target's whole head. SGLang serves no drafter with a draft_vocab_size "
+        "without it; this package drafts a little faster without.",
         False,
     )
     target_layer_ids: list[int] | None = option(
