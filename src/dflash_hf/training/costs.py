@@ -280,9 +280,9 @@ def target_config_of(name: str, revision: str | None = None):
     if fields_of_config is None:
         fields_of_config = read_config(name, f"target={name}", revision)
     model_type = fields_of_config.get("model_type")
-    known = {key: value for key, value in fields_of_config.items() if key != "model_type"}
+    other_fields = {key: value for key, value in fields_of_config.items() if key != "model_type"}
     try:
-        return AutoConfig.for_model(model_type, **known)
+        return AutoConfig.for_model(model_type, **other_fields)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"target={name}: transformers has no model of the type {model_type!r}.") from error
 
