@@ -34,7 +34,15 @@ TEXTS = (
 )
 GUIDES = {
     "Start": ("training", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
-    "Understand": ("glossary", "reading_a_report", "papers_tables", "acceptance_experiment", "decoding", "recipes", "command_line"),
+    "Understand": (
+        "glossary",
+        "reading_a_report",
+        "papers_tables",
+        "acceptance_experiment",
+        "decoding",
+        "recipes",
+        "command_line",
+    ),
     "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_limit"),
 }
 # The public names of `dflash_hf`, by what they are for.

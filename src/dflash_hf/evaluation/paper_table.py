@@ -344,7 +344,7 @@ def _differences(
 def _text(value: object) -> str:
     """A value of a setting for readers."""
     if value is None:
-        return "not stated"
+        return "not set"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
