@@ -90,7 +90,8 @@ def slow_call(seconds_of_prompt, seconds_per_token):
         streamer.put(torch.tensor([prompt]))
         clock[0] += seconds_of_prompt * len(prompt)
         for token in range(max_new_tokens):
-            clock[0] += per_token * (token > 0)
+            if token > 0:
+                clock[0] += per_token
             streamer.put(torch.tensor([token]))
         clock[0] += 0.5  # a call's end
         return SimpleNamespace(sequences=torch.tensor([[*prompt, *range(max_new_tokens)]]), acceptance_lengths=[[4]])

@@ -74,8 +74,8 @@ def test_other_settings_do_not_go_on(change, pair, calls, tmp_path):
         run(pair, tmp_path, stop_after=1)
     calls.clear()
     if change == "weights":
-        target, draft = pair[0], make_draft(pair[0], seed=9)
-        run((target, draft), tmp_path, runs=1)
+        target, _ = pair
+        run((target, make_draft(target, seed=9)), tmp_path, runs=1)
     else:
         run(pair, tmp_path, runs=1, **change)
     assert len(calls) == len(METHODS) * (1 + 4)

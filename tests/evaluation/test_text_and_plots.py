@@ -83,7 +83,7 @@ def test_papers_measures_stand_beside_ours(report):
     for line in (
         "tau 6.57 over 7 verifications",
         f"tau {tau:.2f}, the mean of the answers' means; 3.50x over the target alone in time per token after the",
-        "0.4 s until the first token, 25 % of it the drafter's",
+        "0.4 s until the first token in whole blocks, 25 % of it the drafter's",
         "tau by depth      6.40 below 256, 7.00 from 256 tokens of text, prompt included",
     ):
         assert line in text, line

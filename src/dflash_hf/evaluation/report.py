@@ -188,17 +188,25 @@ class EvalReport:
         return depths
 
     @property
+    def decode_gain(self) -> float | None:
+        """The speedup of whole blocks as the paper measures it, over `baseline`; `None` if it was not measured."""
+        blocks = self.methods.get(WHOLE_BLOCKS)
+        return None if blocks is None else blocks.decode_gain
+
+    @property
     def draft_share_of_prefill(self) -> float | None:
         """
         The drafter's share of the time until the first new token in whole blocks: what it exceeds the target's own by,
         in units of itself. As the difference of two measured times it may be slightly below 0. `None` if they are
         unknown.
         """
-        drafted = self.methods[WHOLE_BLOCKS].prefill_seconds
-        alone = self.methods[self.baseline].prefill_seconds
-        if drafted is None or alone is None:
-            return None
-        return (drafted - alone) / drafted
+        times = []
+        for name in (WHOLE_BLOCKS, self.baseline):
+            method = self.methods.get(name)
+            if method is None or method.prefill_seconds is None:
+                return None
+            times.append(method.prefill_seconds)
+        return 1 - times[1] / times[0]
 
     @property
     def drafted(self) -> dict[str, MethodReport]:
@@ -237,7 +245,7 @@ class EvalReport:
             "speedup": self.methods[self.default_method].gain,
             "speedup_of": self.default_method,
             "speedup_over": self.baseline,
-            "decode_speedup": self.methods[WHOLE_BLOCKS].decode_gain,
+            "decode_speedup": self.decode_gain,
             "draft_share_of_prefill": self.draft_share_of_prefill,
             "lossless": self.lossless,
             "verdict": self.verdict(),

@@ -135,15 +135,14 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 def _paper_lines(report: EvalReport) -> list[str]:
     """Whole blocks by the paper's definitions, and what they leave out: the prefill."""
-    blocks = report.methods[WHOLE_BLOCKS]
     figures = f"tau {report.tau_per_response:.2f}, the mean of the answers' means"
-    if blocks.decode_gain is not None:
+    if report.decode_gain is not None:
         over = f"over the {LABELS[report.baseline]}"
-        figures += f"; {blocks.decode_gain:.2f}x {over} in time per token after the prefill"
+        figures += f"; {report.decode_gain:.2f}x {over} in time per token after the prefill"
     lines = [f"paper's measures  {figures}"]
     share = report.draft_share_of_prefill
     if share is not None:
-        time = f"{blocks.prefill_seconds:.2g} s until the first token"
+        time = f"{report.methods[WHOLE_BLOCKS].prefill_seconds:.2g} s until the first token in whole blocks"
         lines.append(f"prefill           {time}, {100 * max(share, 0):.0f} % of it the drafter's")
     return lines
 
