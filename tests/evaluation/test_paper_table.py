@@ -98,7 +98,7 @@ def test_differences_from_the_paper_are_said(tmp_path):
         "dtype: bfloat16, float32; the paper: bfloat16",
         "attention: sdpa; the paper: flash_attention_2",
         "max new tokens: 64; the paper: 2048",
-        "thinking: not stated; the paper: off",
+        "thinking: not set; the paper: off",
         "fewer rows than the protocol's: aime25 4 of 30",
         "rows from local files: MathArena/aime_2025, rows of a.jsonl",
         "not measured: T = 0: gsm8k, math500, aime24, humaneval",

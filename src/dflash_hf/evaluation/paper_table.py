@@ -344,7 +344,7 @@ def _differences(
 def _text(value: object) -> str:
     """A value of a setting for readers."""
     if value is None:
-        return "not stated"
+        return "not set"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
@@ -394,7 +394,8 @@ def _figure(value: float | None, unit: str = "") -> str:
 
 def _padded(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table whose first row is its header; columns but the first and the last are numbers."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    # A rule has at least three characters.
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
     last = len(widths) - 1
     lines = []
     for number, row in enumerate(rows):
