@@ -33,8 +33,16 @@ TEXTS = (
     "examples/smollm2-135m-dflash/README.md",
 )
 GUIDES = {
-    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
-    "Understand": ("glossary", "reading_a_report", "acceptance_experiment", "decoding", "recipes", "command_line"),
+    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "scale", "serving", "laptop"),
+    "Understand": (
+        "glossary",
+        "reading_a_report",
+        "acceptance_experiment",
+        "decoding",
+        "recipes",
+        "command_line",
+        "what_we_tried",
+    ),
     "Extend": ("own_policy", "add_a_head", "add_a_layout", "add_an_engine_limit"),
 }
 # The public names of `dflash_hf`, by what they are for.
