@@ -106,7 +106,7 @@ def test_failure_of_the_first_process_ends_others(monkeypatch):
 
 @pytest.mark.parametrize("found", [("a/checkpoint-20", "b/checkpoint-20"), ("a/checkpoint-20", None), (None, None)])
 def test_nodes_resume_from_one_checkpoint(found, monkeypatch):
-    """A node without the checkpoint started a new run beside the one that went on: the drafters drifted apart."""
+    """A node without the checkpoint started a new run beside the one that went on, and both hung."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(nodes, "_store", lambda number: store)
     monkeypatch.setattr(nodes, "_TIMEOUT", timedelta(seconds=20))

@@ -114,7 +114,8 @@ def writes_to(folder: Path, args) -> bool:
 def check_same_checkpoint(checkpoint: str | None, args) -> None:
     """
     Check that all processes resume at the same step. A node with a disk of its own has only a part of the checkpoints
-    that the first process wrote: with `resume_from_checkpoint=auto` it would start a new run beside those that go on.
+    that the first process wrote: with `resume_from_checkpoint=auto` it would start a new run beside those that go on,
+    until all wait for each other in different collectives.
 
     Args:
         checkpoint (`str`, *optional*): The checkpoint that this process has found.
