@@ -33,7 +33,7 @@ TEXTS = (
     "examples/smollm2-135m-dflash/README.md",
 )
 GUIDES = {
-    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "serving", "laptop"),
+    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "scale", "serving", "laptop"),
     "Understand": (
         "glossary",
         "reading_a_report",
@@ -43,6 +43,7 @@ GUIDES = {
         "decoding",
         "recipes",
         "command_line",
+        "what_we_tried",
     ),
     "Extend": ("own_policy", "candidate_generator", "add_a_head", "add_a_layout", "add_an_engine_limit"),
 }

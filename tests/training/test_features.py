@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -295,6 +296,19 @@ def test_many_small_shards_stay_open(tmp_path):
         for index in range(300):
             assert dataset[index]["stored"].read("features")[0, 0] == index
     assert features._open_shard.cache_info().misses == 300
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists a process's mappings")
+def test_closed_shards_keep_no_mapping(tmp_path):
+    """Offsets kept the mapping of every shard: with 65,530 of them, a process could map no memory any more."""
+    make_small_shards(tmp_path / "features", 8)
+    features._open_shard.cache_clear()
+    dataset = StoredFeatures(tmp_path / "features")
+    rows = [dataset[index] for index in range(8)]
+    assert len(rows) == len(dataset.conversations) == 8
+    del rows
+    features._open_shard.cache_clear()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_digest_tells_targets_apart_but_not_dtypes():

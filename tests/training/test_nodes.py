@@ -102,3 +102,28 @@ def test_failure_of_the_first_process_ends_others(monkeypatch):
         raise ValueError("the disk is full")
     second_process.join()
     assert errors == ["Another process has failed: ValueError: the disk is full"]
+
+
+@pytest.mark.parametrize("found", [("a/checkpoint-20", "b/checkpoint-20"), ("a/checkpoint-20", None), (None, None)])
+def test_nodes_resume_from_one_checkpoint(found, monkeypatch):
+    """A node without the checkpoint started a new run beside the one that went on, and both hung."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(nodes, "_store", lambda number: store)
+    monkeypatch.setattr(nodes, "_TIMEOUT", timedelta(seconds=20))
+    errors = ["", ""]
+
+    def check(rank):
+        try:
+            nodes.check_same_checkpoint(found[rank], SimpleNamespace(world_size=2, process_index=rank))
+        except ValueError as error:
+            errors[rank] = str(error)
+
+    second_process = threading.Thread(target=check, args=(1,))
+    second_process.start()
+    check(0)
+    second_process.join()
+    if found[1] is None and found[0] is not None:
+        assert errors[0] == errors[1]
+        assert "process 0 has found checkpoint-20, process 1 none" in errors[0]
+    else:
+        assert errors == ["", ""]

@@ -27,9 +27,9 @@ from dflash_hf.targets.frozen import TargetOutput
 from dflash_hf.training.feature_manifest import FeatureManifest, shard_name
 
 
-# An open shard is a mapping of memory, of which Linux allows a process 65,530. Those that a run stores itself are
-# small: so many of them have 67 million tokens.
-_MAX_OPEN_SHARDS = 16_384
+# An open shard is a mapping of memory, of which Linux allows a process 65,530. Five layers of 800 million tokens of
+# Qwen3-8B are 30,525 shards. Those that a run stores itself are small: so many of them have 201 million tokens.
+_MAX_OPEN_SHARDS = 49_152
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class StoredFeatures(torch.utils.data.Dataset):
         self.starts = [0, *accumulate(manifest.shards)]
         paths = (self.folder / shard_name(number) for number in range(len(manifest.shards)))
         self.files = [(str(path), path.stat().st_mtime_ns) for path in paths]
-        self.offsets = [_open_shard(*file).get_tensor("offsets") for file in self.files]
+        # Copies: a tensor of a shard keeps its mapping, also of shards that are no longer open.
+        self.offsets = [_open_shard(*file).get_tensor("offsets").clone() for file in self.files]
 
     def __len__(self) -> int:
         return self.manifest.examples

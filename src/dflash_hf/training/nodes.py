@@ -111,6 +111,35 @@ def writes_to(folder: Path, args) -> bool:
     return args.local_process_index <= 0 and not is_shared
 
 
+def check_same_checkpoint(checkpoint: str | None, args) -> None:
+    """
+    Check that all processes resume at the same step. A node with a disk of its own has only a part of the checkpoints
+    that the first process wrote: with `resume_from_checkpoint=auto` it would start a new run beside those that go on,
+    until all wait for each other in different collectives.
+
+    Args:
+        checkpoint (`str`, *optional*): The checkpoint that this process has found.
+        args (`DFlashTrainingArguments`): Say which process this is.
+
+    Raises:
+        `ValueError`: another process has found another one, or none; raised in all of them.
+    """
+    if args.world_size == 1:
+        return
+    store = _store(next(_numbers))
+    names = [f"checkpoint of {number}" for number in range(args.world_size)]
+    store.set(names[args.process_index], "none" if checkpoint is None else Path(checkpoint).name)
+    store.wait(names, _TIMEOUT)
+    first, *others = (store.get(name).decode() for name in names)
+    for number, other in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(
+                f"resume_from_checkpoint: process 0 has found {first}, process {number} {other}. If each node has a "
+                "disk of its own, copy the first node's last checkpoint into output_dir on the others, and keep the "
+                "rng_state files that are there."
+            )
+
+
 def smallest_count(count: int, trainer) -> int:
     """The smallest of the counts of all processes."""
     if trainer.args.world_size == 1:

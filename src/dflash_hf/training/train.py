@@ -52,7 +52,7 @@ from dflash_hf.training.features import (
     stored_tokens,
 )
 from dflash_hf.training.held_out import PREFIX, held_out_of_checkpoint, split_rows
-from dflash_hf.training.nodes import one_process_first, wait_for_all, writes_to
+from dflash_hf.training.nodes import check_same_checkpoint, one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
 from dflash_hf.training.saving import save, save_with_shared_head
@@ -179,6 +179,7 @@ def _check_settings(script: ScriptArguments, training: dict, echo) -> Run:
         resume = None
     args = DFlashTrainingArguments(**{**training, "output_dir": str(folder), "resume_from_checkpoint": None})
     checkpoint = checkpoint_to_resume(folder, resume, script.overwrite_output_dir)
+    check_same_checkpoint(checkpoint, args)
     target_config = check_run(script, args)
     is_first = args.process_index == 0
     return Run(
