@@ -89,6 +89,7 @@ def largest_tau(config) -> int:
 def counted_sizes(target, fields: dict) -> dict[tuple[str, str], str]:
     """The rows of the glossary's table, for a drafter with these fields."""
     draft = make_draft(target, block_size=SLOTS, **fields)
+    draft.decoding_config.block_size = None  # as a loaded drafter: whole blocks
     config = draft.config
     report = evaluate(target, draft, PROMPT.tolist(), max_new_tokens=2, runs=1, methods=(TARGET_ALONE, WHOLE_BLOCKS))
     vllm, sglang, llama_cpp = (
