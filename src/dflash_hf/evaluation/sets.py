@@ -245,8 +245,10 @@ def _turns_of(row: dict, index: int, data: str) -> list[str]:
     columns = f"{data} needs the columns of {named_set.address}"
     try:
         turns = named_set.turns(row)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"Row {index} of {data} has {sorted(row)}, and {error!r}: {columns}.") from error
+    except KeyError as error:
+        raise ValueError(f"Row {index} of {data} has {sorted(row)}, but no {error}: {columns}.") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"Row {index} of {data} has a value of another type ({error}): {columns}.") from error
     if not _are_turns(turns):
         raise ValueError(f"Row {index} of {data} says {turns!r}, which is no list of texts: {columns}.")
     return turns
