@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.pairs import make_draft
-from support.tiny_chat import THINKING, make_tokenizer, saved_with
+from support.tiny_chat import save_thinking_pair
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation import paper_table
@@ -133,11 +132,7 @@ def test_two_tables_are_compared(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    tokenizer = make_tokenizer(THINKING)
-    target = saved_with(tokenizer, folder / "target")
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
-    return folder
+    return save_thinking_pair(tmp_path_factory.mktemp("pair"))
 
 
 def command(pair, output, *arguments):

@@ -8,8 +8,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-from support.pairs import make_draft
-from support.tiny_chat import THINKING, make_tokenizer, saved_with
+from support.tiny_chat import THINKING, make_tokenizer, save_thinking_pair
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
@@ -93,11 +92,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    tokenizer = make_tokenizer(THINKING)
-    target = saved_with(tokenizer, folder / "target")
-    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
-    return folder
+    return save_thinking_pair(tmp_path_factory.mktemp("pair"))
 
 
 def command(pair, *arguments):

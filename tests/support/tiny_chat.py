@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.pairs import make_target
+from support.pairs import make_draft, make_target
 
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -69,3 +69,10 @@ def saved_with(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedMo
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return target
+
+
+def save_thinking_pair(folder: Path) -> Path:
+    """A target with a thinking mode in `target`, and a drafter for it in `draft`; returns the folder."""
+    target = saved_with(make_tokenizer(THINKING), folder / "target")
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
+    return folder
