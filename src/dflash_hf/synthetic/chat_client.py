@@ -100,7 +100,7 @@ class ChatClient:
         try:
             answer = self.client.chat.completions.create(**self.options, messages=messages, extra_body=fields)
             completion = answer.model_dump(exclude_none=True)
-            dict(completion["choices"][0]["message"])
+            dict(completion["choices"][0]["message"])  # raises if it is no chat completion
             return completion
         except self.openai.APIStatusError as error:
             status = error.status_code
