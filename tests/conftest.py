@@ -13,7 +13,7 @@ from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
 from dflash_hf.decoding import packing as packing_dflash
-from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
+from dflash_hf.pairs.packaged_targets import GEMMA3, SMOLLM2, PackagedTarget
 
 
 def pytest_collection_modifyitems(items):
@@ -73,12 +73,23 @@ def draft(target):
     return make_draft(target)
 
 
+def _folder_or_skip(target: PackagedTarget):
+    """The folder of a real target; skipped, rather than downloaded, where its package is not installed."""
+    if target.installed_parts() is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip(f"the weights of {target.title} are not here: {target.pip_line}")
+    return target.folder()
+
+
 @pytest.fixture(scope="session")
 def real_target():
-    """The folder of SmolLM2-135M-Instruct; skipped, rather than downloaded, where its package is not installed."""
-    if packaged_gguf() is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip(f"the weights of SmolLM2-135M-Instruct are not here: {PIP_LINE}")
-    return smollm2_folder()
+    """The folder of SmolLM2-135M-Instruct."""
+    return _folder_or_skip(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def real_gemma():
+    """The folder of Gemma 3 270M."""
+    return _folder_or_skip(GEMMA3)
 
 
 @pytest.fixture

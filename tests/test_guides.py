@@ -59,7 +59,7 @@ def pair(tmp_path_factory):
 def story(page, pair, tmp_path, monkeypatch):
     """A folder with prompts, where the page does not make them, and a drafter; `smollm2` is the tiny pair."""
     target, draft = pair
-    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: target)
+    monkeypatch.setattr("dflash_hf.pairs.packaged_targets.PackagedTarget.folder", lambda *_: target)
     monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: draft)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -197,7 +197,7 @@ def test_tree_of_the_guide_is_on_the_device(device):
 def test_examples_of_help_can_be_parsed(command, tmp_path, monkeypatch):
     """Each can be parsed; what they do, they do in pages, in other tests, or on the Hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: tmp_path)
+    monkeypatch.setattr("dflash_hf.pairs.packaged_targets.PackagedTarget.folder", lambda *_: tmp_path)
     write_prompts("prompts.jsonl")
     for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json"):
         Path(name).write_text("{}", encoding="utf-8")

@@ -48,7 +48,7 @@ def execute(monkeypatch) -> dict:
 
 def test_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
     target, draft = save_stand_in(tmp_path, ends=False)
-    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda: target)
+    monkeypatch.setattr("dflash_hf.pairs.packaged_targets.PackagedTarget.folder", lambda self: target)
     monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: draft)
     execute(monkeypatch)
 

@@ -54,7 +54,7 @@ WORKS = {
     "convert {w}/draft {out}/c": 0,
     "publish {w}/draft me/x --dry-run --base-model someone/target": 0,
     f"serve --engine vllm --dry-run {PAIR}": 0,
-    "smollm2": 0,
+    "packaged smollm2": 0,
     "env": 0,
 }
 # A command, its status, and what its one line of error names.
@@ -228,7 +228,7 @@ def bare_system(monkeypatch):
 @pytest.mark.parametrize("line", WORKS, ids=lambda line: line.split()[0])
 def test_command_prints_json_alone(line, world, bare_system, run, monkeypatch):
     """With `--json`, standard output holds only the result; the inputs stay as they were (see `world`)."""
-    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: world / "target")
+    monkeypatch.setattr("dflash_hf.pairs.packaged_targets.PackagedTarget.folder", lambda *_: world / "target")
     monkeypatch.setattr("dflash_hf.data.distinct._PROMPT_CHARACTERS", range(1, 1000))  # a random target writes few
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\n"))
     code, out, err = run(line, "--json")

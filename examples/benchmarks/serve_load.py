@@ -31,7 +31,7 @@ import openai
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_hf.smollm2 import folder_of
+from dflash_hf.pairs.packaged_targets import folder_of
 
 
 REQUESTS = (

@@ -53,7 +53,7 @@ from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.pairs.devices import available_device
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
-from dflash_hf.smollm2 import folder_of
+from dflash_hf.smollm2 import drafter_folder, smollm2_folder
 
 
 NATIVE = "native"
@@ -301,7 +301,7 @@ def load(arguments) -> tuple:
         return random_pair(arguments.shape, kind, available_device(arguments.device), arguments.prompts)
     for name in ("target", "draft"):
         if getattr(arguments, name) == "smollm2":
-            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
+            setattr(arguments, name, str(drafter_folder() if name == "draft" else smollm2_folder()))
     pair = NamedPair(arguments, note)
     rows = eval_rows(arguments.data, arguments.prompts)
     encoder = pair.encoder(pair.template())

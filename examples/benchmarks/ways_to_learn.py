@@ -31,7 +31,7 @@ from dflash_hf.decoding.cpu_dtypes import is_emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import evaluate, with_whole_blocks
 from dflash_hf.evaluation.methods import TARGET_ALONE, WHOLE_BLOCKS
-from dflash_hf.smollm2 import drafter_folder, folder_of, load_pair
+from dflash_hf.smollm2 import draft_folder_of, drafter_folder, load_pair
 from dflash_hf.training.feature_manifest import manifest_of
 from dflash_hf.training.feature_store import store_features
 from dflash_hf.training.features import StoredFeatures
@@ -153,7 +153,7 @@ def decoded(folder: Path, pair, arguments) -> dict:
 def cell(name: str, seed: int, pair, arguments) -> dict:
     """Train and measure one method."""
     folder = arguments.work / f"{name}-{seed}".replace(",", "").replace(" ", "-")
-    draft = folder_of(arguments.draft, drafter=True)
+    draft = draft_folder_of(arguments.draft)
     minutes = arguments.minutes
     begin = STARTS.get(name)
     if begin is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from dflash_hf._io import argument_types, errors, files, terminal
+from dflash_hf.commands import packaged
 from dflash_hf.data.sources import check_files
 
 
@@ -44,7 +45,7 @@ GROUPS = {
     },
     "serve": {"serve": "start an OpenAI-compatible server: transformers, vLLM, SGLang or llama.cpp"},
     "tools": {
-        "smollm2": "print the local folder of SmolLM2-135M-Instruct",
+        "packaged": "print the local folder of a target that a package contains",
         "env": "print versions and devices, for a bug report",
     },
 }
@@ -245,7 +246,7 @@ def _option(action: argparse.Action, value: str) -> str:
 
 
 def _resolve_names(arguments: argparse.Namespace) -> None:
-    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the pair that does not need the Hub."""
+    """Resolve `~`, which shells leave in `--target=~/model`, and the names of targets that packages contain."""
     for name in ("target", "draft", "base", "gguf", "data", "source"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):
@@ -253,27 +254,31 @@ def _resolve_names(arguments: argparse.Namespace) -> None:
     # The errors of `train` also name misspelt settings; the data of `eval` may be `NAME=FILE`.
     if arguments.command not in ("train", "eval"):
         check_files("data", getattr(arguments, "data", None))
-    if getattr(arguments, "target", None) == "smollm2":
-        arguments.target_name = "smollm2"
+    if getattr(arguments, "target", None) in packaged.NAMES:
+        arguments.target_name = arguments.target
     for name in ("target", "draft", "base", "gguf"):
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             _check_spelling(value)
-        if value == "smollm2":
-            from dflash_hf.smollm2 import folder_of
+        if value in packaged.NAMES:
+            from dflash_hf.pairs.packaged_targets import folder_of
+            from dflash_hf.smollm2 import draft_folder_of
 
-            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
+            folder = draft_folder_of(value) if name == "draft" else folder_of(value)
+            setattr(arguments, name, folder)
 
 
 def _check_spelling(value: str) -> None:
     """
     Raises:
-        `UsageError`: a model's name is almost `smollm2`.
+        `UsageError`: a model's name is almost that of a target in a package.
     """
-    if value == "smollm2" or "/" in value or os.path.exists(value):
+    if value in packaged.NAMES or "/" in value or os.path.exists(value):
         return
-    if value.lower().startswith("smollm2") or difflib.get_close_matches(value.lower(), ["smollm2"], cutoff=0.8):
-        raise errors.UsageError(f"{value}: there is no such folder; did you mean smollm2?")
+    for name in packaged.NAMES:
+        begins_alike = value.lower().startswith(name.partition("-")[0])
+        if begins_alike or difflib.get_close_matches(value.lower(), [name], cutoff=0.8):
+            raise errors.UsageError(f"{value}: there is no such folder; did you mean {name}?")
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

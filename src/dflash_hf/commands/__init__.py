@@ -20,6 +20,6 @@ and may have
 Besides its options, the arguments of every command have
 
 - `command`: its name.
-- `target_name`: `smollm2`, if `target` is the folder of the packaged target, which means nothing to a reader; else
-  `None`. `cli.py` sets it for `--target smollm2`, and `pair.take_default` if no pair is named.
+- `target_name`: the name of a target in a package, such as `smollm2`, if `target` is its folder, which means nothing
+  to a reader; else `None`. `cli.py` sets it for `--target NAME`, and `pair.take_default` if no pair is named.
 """

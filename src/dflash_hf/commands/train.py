@@ -278,16 +278,17 @@ def run(arguments, echo) -> Outcome:
 
 def _checked(script, training: dict, may_lack_data: bool) -> tuple:
     """
-    The arguments of a run, with a recipe's `smollm2` resolved; `cli` has resolved a `smollm2` of the command line.
-    With `may_lack_data`, a file of training data need not exist.
+    The arguments of a run, with the names of packaged models in a recipe resolved; `cli` has resolved those of the
+    command line. With `may_lack_data`, a file of training data need not exist.
 
     Raises:
         `ValueError`: there is no output folder, or evaluation data is never read.
         `FileNotFoundError`: a file of data does not exist.
     """
-    from dflash_hf.smollm2 import folder_of
+    from dflash_hf.pairs.packaged_targets import folder_of
+    from dflash_hf.smollm2 import draft_folder_of
 
-    script = replace(script, target=folder_of(script.target), draft=folder_of(script.draft, drafter=True))
+    script = replace(script, target=folder_of(script.target), draft=draft_folder_of(script.draft))
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output-dir.")
     for name in ("data", "eval_data"):
