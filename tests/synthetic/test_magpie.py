@@ -64,13 +64,24 @@ def test_user_turn_is_read_from_the_template():
     assert user_turn(trimming, PromptSettings()) == ("USER: ", END)
 
 
+def test_base_model_begins_after_its_start_token():
+    """It has no chat template: no kinds of requests, and no token that a prompt must end with."""
+    base = make_tokenizer(None)
+    assert user_turn(base, PromptSettings(begin=["Once"])) == ("", None)
+    with pytest.raises(ValueError, match="neither a chat template nor a start token.*give `begin`"):
+        user_turn(base, PromptSettings())
+    with pytest.raises(ValueError, match="kinds=chat: these are kinds of users' requests"):
+        user_turn(base, PromptSettings(kinds=["chat"], begin=["Once"]))
+    base.bos_token = "<|im_start|>"
+    assert user_turn(base, PromptSettings()) == ("<|im_start|>", None)
+
+
 EACH = "{% for m in messages %}"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template, which marks where"),
         (EACH + "[{{ m.content | upper }}]{% endfor %}", r"'Xq7 7qX' was rendered as '\[XQ7 7QX\]'"),
         (EACH + "{{ m.content }}<|im_end|>{% endfor %}", r"'Xq7 7qX' was rendered as 'Xq7 7qX<\|im_end\|>'"),
         (EACH + "Q: {{ m.content }}<|im_end|>{{ m.content }}{% endfor %}", "not once"),
@@ -247,3 +258,53 @@ def test_real_target_writes_requests(real_target):
     rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings, batch_size=4)
     assert {row["kind"] for row in rows} == {"chat", "code"}
     assert all(len(row["prompt"].split()) > 3 for row in rows)
+
+
+# ------------------------------------------------------------------------------------------------------- base models
+
+
+@pytest.fixture
+def base_folder(pair, tmp_path):
+    """The target without a chat template, with a start token."""
+    target, _ = pair
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.bos_token = SPECIAL[1]
+    target.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_base_model_writes_beginnings_of_texts(base_folder, tmp_path):
+    """Cut after a whole word, without an end; the same after an interruption."""
+    whole = tmp_path / "whole.jsonl"
+    line = ["prompts", "--target", str(base_folder), "--max-new-tokens", "12", "--batch-size", "4", "--count", "5"]
+    assert main([*line, "--output", str(whole)]) == 0
+    rows = [json.loads(line) for line in whole.read_text(encoding="utf-8").splitlines()]
+    assert [row["row"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(4 <= len(row["prompt"].split()) <= 12 for row in rows)
+    assert not any(special in row["prompt"] for row in rows for special in SPECIAL)
+    part = tmp_path / "part.jsonl"
+    assert main([*line[:-1], "2", "--output", str(part)]) == 0
+    assert main([*line, "--output", str(part)]) == 0
+    assert part.read_text(encoding="utf-8") == whole.read_text(encoding="utf-8")
+
+
+def test_texts_become_prompts(base_folder, tmp_path, capsys):
+    """Their beginnings; short texts and repeated ones are left out, and what is missing is said."""
+    texts = [" ".join(WORDS[i : i + 9]) for i in (0, 9, 0)]
+    texts.append("bar")
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    output = tmp_path / "prompts.jsonl"
+    line = ["prompts", "--target", str(base_folder), "--data", str(data), "--max-new-tokens", "6", "--count", "3"]
+    assert main([*line, "--output", str(output)]) == 0
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [row["prompt"] for row in rows] == [" ".join(WORDS[i : i + 5]) for i in (0, 9)]
+    assert [row["sample"] for row in rows] == [0, 1]
+    printed = capsys.readouterr()
+    assert "has no more texts: 1 of 3 prompts are missing" in printed.err
+    assert "like another" in printed.out
+    assert "too short or too long" in printed.out
+    assert main([*line, "--output", str(output), "--kinds", "chat"]) == 2
+    assert "samples nothing: leave out --kinds" in capsys.readouterr().err

@@ -6,6 +6,8 @@ https://arxiv.org/abs/2406.08464). Samples are numbered. Each has its own seed a
 prompts kept before, so that the file is the same after any interruption and for any batch size (except for rounding,
 in half precision).
 
+A base model, which has no chat template, writes the beginning of a text instead, after its start token.
+
 In this file a *prompt* is the user's text, which is sampled; what the target reads before it is the *prefix*.
 """
 
@@ -13,7 +15,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from transformers import GenerationConfig
 
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.data.template import decoded
+from dflash_hf.synthetic.beginnings import whole_words
 from dflash_hf.synthetic.responses import stream_responses
 from dflash_hf.targets.generation import eos_ids
 
@@ -42,7 +45,7 @@ class PromptSettings:
             Default: `chat`, or none if `begin` is given.
         begin (`Sequence[str]`): First words of further prompts, of the kind `begin`.
         temperature, top_p (`float`): Sampling parameters.
-        max_new_tokens (`int`): Maximum number of tokens; unfinished prompts are left out.
+        max_new_tokens (`int`): Maximum number of tokens; unfinished prompts of chat models are left out.
         seed (`int`): Seed of all samples, from which each gets its own.
         chat_template_kwargs (`dict`): Arguments of the chat template.
 
@@ -85,10 +88,13 @@ class PromptSettings:
 
 
 class UserTurn(NamedTuple):
-    """What the chat template writes before a user's text, and the token that ends it."""
+    """
+    What the chat template writes before a user's text, and the token that ends it. Of a base model: its start token,
+    and no end, since a text may go on where a prompt ends.
+    """
 
     before: str
-    stop_id: int
+    stop_id: int | None
 
 
 def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
@@ -96,15 +102,13 @@ def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
     Find the user's turn by rendering a conversation with a recognisable text.
 
     Raises:
-        `ValueError`: there is no chat template, or it does not mark the text.
+        `ValueError`: the chat template does not mark the text; or there is none, and `settings` name kinds of users'
+            requests, or leave a model without a start token nothing to begin with.
     """
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        raise ValueError(
-            "The tokenizer has no chat template, which marks where a user's text begins; choose a target that was "
-            "trained to chat."
-        )
+        return _start_of_text(tokenizer, settings)
     messages = [{"role": "user", "content": _MARKER_TEXT}]
     options = {"tokenize": False, "add_generation_prompt": True, **settings.chat_template_kwargs}
     try:
@@ -123,14 +127,29 @@ def user_turn(tokenizer, settings: PromptSettings) -> UserTurn:
     return UserTurn(before, stop_id)
 
 
+def _start_of_text(tokenizer, settings: PromptSettings) -> UserTurn:
+    """What a base model reads before a text."""
+    if settings.kinds:
+        raise ValueError(
+            f"kinds={','.join(settings.kinds)}: these are kinds of users' requests, and the tokenizer has no chat "
+            "template. Leave kinds out, or give `begin`, the first words of texts."
+        )
+    if not tokenizer.bos_token and not settings.begin:
+        raise ValueError(
+            "The tokenizer has neither a chat template nor a start token, after which a text could begin; give "
+            "`begin`, the first words of texts."
+        )
+    return UserTurn(tokenizer.bos_token or "", None)
+
+
 def generate_prompts(
     target, tokenizer, count: int, settings: PromptSettings | None = None, batch_size: int | None = None
 ) -> list[dict]:
     """
-    User prompts that a chat model writes itself, without near-duplicates.
+    User prompts that a chat model writes itself, or beginnings of texts by a base model, without near-duplicates.
 
     Args:
-        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): A chat model and its tokenizer.
+        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): The model and its tokenizer.
         count (`int`): Number of prompts.
         settings (`PromptSettings`): Default: chat, T = 1, top-p 0.95.
         batch_size (`int`, *optional*): Samples that are generated together; affects speed only.
@@ -155,6 +174,8 @@ def sample_prompts(
     if len(before) >= count:
         return
     turn = user_turn(tokenizer, settings)
+    if turn.stop_id is None and not settings.begin:
+        settings = replace(settings, begin=[""])
     prompts = DistinctTexts()
     for row in before:
         prompts.add(row["prompt"])
@@ -192,7 +213,7 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=0,
-        eos_token_id=sorted({turn.stop_id, *eos_ids(target.generation_config)}),
+        eos_token_id=sorted(_ends(turn, target)),
         pad_token_id=target.generation_config.pad_token_id,
     )
     prefixes = _prefixes_from(first, tokenizer, turn, settings)
@@ -220,20 +241,30 @@ def prefix_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
 
 def _user_prompt(tokenizer, turn: UserTurn, target, begin: str, sampled: list[int]) -> tuple[str, str | None]:
     """The text of a sample, and the reason if it is not a prompt that a user would send."""
-    has_ended = sampled[-1] in {turn.stop_id, *eos_ids(target.generation_config)}
+    has_ended = sampled[-1] in _ends(turn, target)
     ids = sampled[:-1] if has_ended else sampled
     prefix = prefix_ids(tokenizer, turn, begin)
     # Decoded after the prefix: some tokenizers drop the space before a first word.
     text = decoded(tokenizer, [*prefix, *ids])[len(decoded(tokenizer, prefix)) :]
     special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     reason = None
-    if not has_ended:
+    if not has_ended and turn.stop_id is None:
+        text = whole_words(text)
+    elif not has_ended:
         reason = "unfinished"
-    elif special_ids & set(ids):
+    if special_ids & set(ids):
         reason = "holds a special token"
-    elif not text.strip():
+    elif reason is None and not text.strip():
         reason = "nothing after its beginning"
     return (begin + text).strip(), reason
+
+
+def _ends(turn: UserTurn, target) -> set[int]:
+    """The tokens that end a sample."""
+    ends = set(eos_ids(target.generation_config))
+    if turn.stop_id is not None:
+        ends.add(turn.stop_id)
+    return ends
 
 
 def checked_row(row: dict) -> dict:
