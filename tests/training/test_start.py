@@ -62,6 +62,30 @@ def test_copied_gemma_norm_scales_alike():
     assert torch.allclose(draft_norm(states), target_norm(states), atol=1e-4)
 
 
+@torch.no_grad()
+def test_norms_of_outputs_become_part_of_projections():
+    """Gemma 3: the first loss of a drafter was ten times that of random weights."""
+    target = make_target("gemma3")
+    generator = torch.Generator().manual_seed(0)
+    for layer in target.model.layers:
+        for name in ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            weight = layer.get_submodule(name).weight
+            weight.copy_(8 * torch.rand(weight.shape, generator=generator))
+    draft = make_draft(target, num_hidden_layers=1)
+    initialize_from_target(draft, target, [3])
+    draft_layer = draft.layers[0]
+    target_layer = target.model.layers[3]
+    states = torch.randn(50, target.config.hidden_size, generator=generator)
+    drafted = draft_layer.mlp(draft_layer.post_attention_layernorm(states))
+    expected = target_layer.post_feedforward_layernorm(
+        target_layer.mlp(target_layer.pre_feedforward_layernorm(states))
+    )
+    assert torch.nn.functional.cosine_similarity(drafted, expected).min() > 0.999  # the same up to a factor
+    sizes = drafted.norm(dim=-1) / expected.norm(dim=-1)
+    assert 0.5 < sizes.min()
+    assert sizes.max() < 2
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

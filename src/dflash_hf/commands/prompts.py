@@ -97,9 +97,9 @@ def _settings(arguments, pair: NamedPair) -> dict:
         settings = _sampling(arguments)
         user_turn(pair.tokenizer, settings)  # raises before anything is written
         return asdict(settings)
-    given = options_given(arguments, _OF_SAMPLING)
-    if given:
-        raise UsageError(f"--data takes the beginnings of texts, and samples nothing: leave out {', '.join(given)}.")
+    unread = options_given(arguments, _OF_SAMPLING)
+    if unread:
+        raise UsageError(f"--data takes the beginnings of texts, and samples nothing: leave out {', '.join(unread)}.")
     return {"data": arguments.data, "max_new_tokens": arguments.max_new_tokens}
 
 

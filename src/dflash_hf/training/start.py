@@ -148,7 +148,8 @@ def _make_fresh_draft(script: ScriptArguments, target, mask_token_id: int, say):
 def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
     """
     Initialise a fresh drafter from layers of its target: their weights if names and shapes agree, the target's final
-    norm, and `fc` as the identity on the feature nearest below the first of these layers, which is their input.
+    norm, and `fc` as the identity on the feature nearest below the first of these layers, which is their input. Norms
+    of a sublayer's output (Gemma), which drafters do not have, become a part of the projection before them.
 
     Args:
         draft (`DFlashDraftModel`): Changed in place.
@@ -177,6 +178,7 @@ def initialize_from_target(draft, target, layers: list[int]) -> list[str]:
             if name in target_modules and _copy_weight(module, target_modules[name]):
                 initialized.append(f"layers.{number}.{name}.weight")
         _initialize_query_key_norms(draft_layer, target_modules)
+    _fold_output_norms(draft, target, layers)
     if not initialized:
         raise ValueError(
             f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and shape of a "
@@ -247,6 +249,51 @@ def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
         return False
     draft_module.weight.copy_(weight)
     return True
+
+
+def _fold_output_norms(draft, target, layers: list[int]) -> None:
+    """
+    Initialise the drafter for a target that also normalizes the output of each sublayer (Gemma 2 and 3). There, the
+    norm before the MLP has another name; and since the drafter adds outputs as they are, each output projection is
+    scaled by what the norm behind it does to outputs of an average size, which the target computes for a text of
+    random tokens.
+    """
+    target_layers = [decoder_layers(target)[layer] for layer in layers]
+    if not hasattr(target_layers[0], "pre_feedforward_layernorm"):
+        return
+    projections = {}  # the target's output projections, with the norm behind each and the drafter's own
+    for draft_layer, target_layer in zip(draft.layers, target_layers, strict=True):
+        _copy_weight(draft_layer.post_attention_layernorm, target_layer.pre_feedforward_layernorm)
+        outputs = (
+            ("self_attn.o_proj", target_layer.post_attention_layernorm),
+            ("mlp.down_proj", target_layer.post_feedforward_layernorm),
+        )
+        for name, norm in outputs:
+            projection = dict(target_layer.named_modules()).get(name)
+            draft_projection = draft_layer.get_submodule(name)
+            if projection is not None and projection.weight.shape == draft_projection.weight.shape:
+                projections[projection] = (norm, draft_projection)
+    sizes = _output_sizes(target, list(projections))
+    for (norm, draft_projection), size in zip(projections.values(), sizes, strict=True):
+        scale = norm(torch.ones_like(norm.weight))  # [H]
+        draft_projection.weight.mul_((scale / size)[:, None].to(draft_projection.weight))
+
+
+def _output_sizes(target, projections: list[nn.Module]) -> list[torch.Tensor]:
+    """The root mean square of each projection's outputs, `[]`, for a text of 64 random tokens."""
+    outputs: dict[nn.Module, torch.Tensor] = {}
+    hooks = [
+        projection.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
+        for projection in projections
+    ]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.config.get_text_config().vocab_size, (1, 64), generator=generator)
+    try:
+        target.get_decoder()(input_ids=ids.to(target.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [outputs[projection].float().square().mean().sqrt() for projection in projections]
 
 
 def _initialize_query_key_norms(draft_layer: nn.Module, target_modules: dict[str, nn.Module]) -> None:
