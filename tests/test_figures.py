@@ -44,7 +44,8 @@ def test_measurement_is_dated_and_stands_in_its_file(name):
 
 
 def test_bundled_figures_are_the_report_s():
-    assert MEASURED["bundled"].figures == figures.read_report("", figures.DRAFTER)
+    report = figures.read_report("", figures.DRAFTER)
+    assert MEASURED["bundled"].figures == report, "run `python examples/benchmarks/figures.py --read bundled`"
 
 
 def test_readme_s_first_figures_are_ours():
@@ -62,6 +63,15 @@ FAULTS = {
     "a rate": ("It reads 90 MB/s.", ["page.md:3", "90"]),
     "a time": ("It takes\n5 CPU minutes.", ["page.md:4", "5"]),
     "a date": ("Since 27 November.", ["page.md:3", "27 November"]),
+    "a share in words": ("It is 12 percent faster.", ["page.md:3", "12"]),
+    "another sign": ("It is **2.5×** as fast, tau=2.4.", ["page.md:3", "2.5", "2.4"]),
+    "a figure in backticks": ("It is `2.5x` as fast.", ["page.md:3", "2.5"]),
+    "an output": ("```text\nplain call  2.49x\n```", ["page.md:3", "output: NAME"]),
+    "an output of an unknown file": ("```text\ncall  2.49x\n```\n\n<!-- output: pear -->", ["page.md:3", "pear.json"]),
+    "an output of an old version": (
+        "```text\ncall  2.49x\n```\n\n<!-- output: old -->",
+        ["page.md:3", "dflash-hf 0.1"],
+    ),
     "a cell": ("| tau |\n|---|\n| 2.4 |", ["page.md:5", "2.4"]),
     "a second figure": (RIGHT[10:].replace("fast", "fast, 1.23x"), ["page.md:3", "2 figures", "3", "1.23"]),
     "another value": (RIGHT[10:].replace("2.49", "2.48"), ["page.md:3", "2.48", "pair.plain is 2.49", "--renew"]),
@@ -88,6 +98,7 @@ NO_FAULTS = {
     "the paper's": "The paper has 4.9x and 12 %.\n\n<!-- figures: paper -->\n",
     "settings": "- At most 5 %.\n- After 30 minutes.\n  <!-- figures: setting -->\n",
     "versions and code": "Python 3.10, torch >= 2.8, Qwen3.5, Llama-3.1-8B, 0.1.2, `--x 2.5`, [a](b-2.5.md), 4 x 8.\n",
+    "an output": "```text\nplain call  2.49x\n```\n\n<!-- output: pair -->\n",
     "a command": "```bash\ndflash eval --pretend-tau 2.4\n```\n",
 }
 
@@ -105,10 +116,10 @@ def test_figures_age_with_the_version():
 
 def test_renewed_document_quotes_the_measurement():
     newer = {"pair": dataclasses.replace(NEW, date="2026-12-03", figures={"plain": 12.345, "tau": 1234.5})}
-    text = RIGHT.replace("fast,", "fast at `2.49x`, tau 2.4,").replace("pair.plain", "pair.plain pair.tau")
+    text = RIGHT.replace("fast,", "fast at `--tau 2.49`, tau 2.4,").replace("pair.plain", "pair.plain pair.tau")
     assert quoted.faults("page.md", text, PAIR, "0.3.0") == []
     after = quoted.renewed(text, newer)
-    assert "12.35x as fast at `2.49x`, tau 1,234.5, on 3 December 2026." in after
+    assert "12.35x as fast at `--tau 2.49`, tau 1,234.5, on 3 December 2026." in after
     assert quoted.faults("page.md", after, newer, "0.3.0") == []
 
 

