@@ -13,7 +13,7 @@ with decimals, and a date (`27 November 2026`). Code, addresses and versions beh
 not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or counts, without
 measuring); one such name may stand for all figures of the block.
 
-Below output in a fence, `<!-- output: NAME -->` names the measurement that printed it.
+Below a fence of output with speedups, shares or times, `<!-- output: NAME -->` names the measurement that printed it.
 
 `faults` says what is wrong with a document, `renewed` replaces figures by those of the measurements.
 """
@@ -58,7 +58,7 @@ NO_FIGURES = (
     re.compile(r"(?<!`)`(?![\d.]+[x×]`)[^`]+`(?!`)"),
     re.compile(r"\]\([^)]*\)"),
     re.compile(r"<!--.*?-->", re.DOTALL),
-    re.compile(rf"{PROGRAM}(?: >=| or| of|:)?\s\d+\.\d[\d.]*(?!x)"),
+    re.compile(rf"{PROGRAM}(?: >=| or| of)?\s\d+\.\d[\d.]*(?!x)"),
     re.compile(r"\b\d+\.\d+\.\d+\b"),
 )
 VERSION = re.compile(r"\b(torch|transformers)\s(\d+\.\d+\.\d+)")
@@ -255,7 +255,8 @@ def _faults_of_outputs(text: str, measured: Mapping[str, Measurement], version: 
         shown = fence[3]
         for pattern in NO_FIGURES:
             shown = pattern.sub(_blank, shown)
-        if fence[2] != "text" or not FIGURE.search(shown):
+        kinds = {match.lastgroup for match in FIGURE.finditer(shown)}
+        if fence[2] != "text" or not kinds & {"speedup", "share", "time"}:
             continue
         line = line_of(text, fence.start())
         comment = OUTPUT.match(text, fence.end())
@@ -266,7 +267,7 @@ def _faults_of_outputs(text: str, measured: Mapping[str, Measurement], version: 
         elif comment[1] not in measured:
             messages.append(f"{line}: there is no results/figures/{comment[1]}.json")
         else:
-            fault = _fault_of_age(comment[1], text[: fence.start()].rpartition("\n\n")[0][-2000:], measured, version)
+            fault = _fault_of_age(comment[1], _paragraph_before(text, fence.start()), measured, version)
             messages += [f"{line}: {fault}"] if fault else []
     return messages
 
@@ -322,6 +323,11 @@ def renewed(text: str, measured: Mapping[str, Measurement]) -> str:
 def line_of(text: str, position: int) -> int:
     """The line of a position, from 1."""
     return text.count("\n", 0, position) + 1
+
+
+def _paragraph_before(text: str, position: int) -> str:
+    """The block that ends before a position."""
+    return text[:position].rstrip().rpartition("\n\n")[2]
 
 
 def _section(text: str, block: Block) -> str:
