@@ -76,6 +76,10 @@ FAULTS = {
     "a second figure": (RIGHT[10:].replace("fast", "fast, 1.23x"), ["page.md:3", "2 figures", "3", "1.23"]),
     "another value": (RIGHT[10:].replace("2.49", "2.48"), ["page.md:3", "2.48", "pair.plain is 2.49", "--renew"]),
     "another date": (RIGHT[10:].replace("29 N", "28 N"), ["28 November 2026", "pair.date is 29 November 2026"]),
+    "names in another order": (
+        RIGHT[10:].replace("pair.plain pair.date", "pair.date pair.plain"),
+        ["2.49", "a number", "order", "29 November 2026", "a date"],
+    ),
     "an unknown name": (RIGHT[10:].replace("pair.plain", "pair.speed"), ["there is no pair.speed"]),
     "an unknown file": (RIGHT[10:].replace("pair.plain", "pear.plain"), ["there is no pear.plain"]),
     "an old version": (RIGHT[10:].replace("pair.plain", "old.plain"), ["2.49", "dflash-hf 0.1", "make figures"]),
@@ -152,6 +156,17 @@ def test_measurement_is_written_and_documents_renewed(tmp_path, monkeypatch, cap
     measured = quoted.measurements()["packing"]
     assert measured.figures == {"seconds": 3.2} and measured.commit == "01234567"
     assert measured.dflash_hf == dflash_hf.__version__ and "packing.py" in measured.command
+
+
+def test_failed_measurement_is_named_and_others_go_on(tmp_path, monkeypatch, capsys):
+    failing = dataclasses.replace(figures.RECIPES["packing"], quick="echo started; exit 3")
+    working = dataclasses.replace(failing, quick="echo '{\"seconds\": 1}'")
+    monkeypatch.setattr(figures, "RECIPES", {"first": failing, "second": working})
+    monkeypatch.setattr("sys.argv", ["figures.py", "--quick"])
+    assert figures.main() == 1
+    output = capsys.readouterr().out
+    assert "exit 3` ended with status 3:\nstarted" in output
+    assert "second: {'seconds': 1}" in output and "failed: first" in output
 
 
 TABLE = """

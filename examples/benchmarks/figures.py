@@ -177,8 +177,8 @@ RECIPES = {
     "packing": Recipe(1, SCRIPT.format("packing"), SCRIPT.format("packing") + " --runs 1", read_last_line),
     "llama_cpp": Recipe(
         5,
-        SCRIPT.format("llama_cpp") + " --prompts 16 --max-new-tokens 48",
-        SCRIPT.format("llama_cpp") + " --prompts 1 --max-new-tokens 8",
+        SCRIPT.format("llama_cpp_speed") + " --prompts 16 --max-new-tokens 48",
+        SCRIPT.format("llama_cpp_speed") + " --prompts 1 --max-new-tokens 8",
         read_last_line,
     ),
     "bundled": Recipe(
@@ -233,8 +233,12 @@ RECIPES = {
 }
 
 
+class Failed(Exception):
+    """A command that ended with an error; names it and the end of its output."""
+
+
 def run(recipe: Recipe, work: Path, is_quick: bool) -> str:
-    """Run a command, and return what it prints."""
+    """Run a command, and return what it prints; `Failed` if it fails."""
     preamble = 'set -e; python() { "$PYTHON" "$@"; }; dflash() { python -m dflash_hf.cli "$@"; }; '
     command = (recipe.quick if is_quick else recipe.command).replace("WORK", str(work))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **recipe.environment}
@@ -242,7 +246,7 @@ def run(recipe: Recipe, work: Path, is_quick: bool) -> str:
         ["bash", "-c", preamble + command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     if result.returncode:
-        raise SystemExit(f"`{command}` ended with status {result.returncode}:\n{result.stdout[-2000:]}")
+        raise Failed(f"`{command}` ended with status {result.returncode}:\n{result.stdout[-2000:]}")
     return result.stdout
 
 
@@ -316,6 +320,7 @@ def main() -> int:
     if not arguments.quick and git("status", "--porcelain", "--", "src", "modeling"):
         parser.error("src or modeling has uncommitted changes; commit them first, since figures name their commit")
     commit = git("rev-parse", "--short=8", "HEAD")
+    failed = []
     for name in arguments.only or RECIPES:
         recipe = RECIPES[name]
         earlier = measurements().get(name)
@@ -327,14 +332,22 @@ def main() -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
-            output = run(recipe, work, arguments.quick)
+            try:
+                output = run(recipe, work, arguments.quick)
+            except Failed as error:
+                print(f"{name}: {error}", flush=True)
+                failed.append(name)
+                continue
             figures = recipe.read(output, work)
             if not arguments.quick:
                 if recipe.keep:
                     recipe.keep(output, work)
                 write(name, measurement(recipe, figures))
         print(f"{name}: {figures}, {time.monotonic() - start:.0f} s", flush=True)
-    return 0 if arguments.quick or renew_documents() else 1
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    is_renewed = arguments.quick or renew_documents()
+    return 0 if is_renewed and not failed else 1
 
 
 if __name__ == "__main__":

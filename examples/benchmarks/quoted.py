@@ -36,6 +36,7 @@ REMEDY = (
     "name its measurement in `<!-- figures: NAME.FIGURE ... -->` below the paragraph (results/figures/NAME.json), or "
     "remove it; CONTRIBUTING.md says how under *Quote a figure*"
 )
+ORDER = "a comment names each figure above it, in their order"
 
 MONTHS = "January February March April May June July August September October November December".split()
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -174,7 +175,9 @@ def blocks_of(text: str) -> Iterator[Block]:
                 quotes += [_quote(match, name) for match, name in zip(matches, names, strict=True)]
             else:
                 stated = ", ".join(match[0] for match in matches)
-                miscounted.append(f"a comment names {len(names)} figures, above it stand {len(matches)}: {stated}")
+                miscounted.append(
+                    f"a comment names {len(names)} figures, above it stand {len(matches)}: {stated}; {ORDER}"
+                )
             begin = comment.end()
         quotes += [_quote(match, None) for match in FIGURE.finditer(figures_only, begin, block.end())]
         yield Block(block.start(), block[0], tuple(quotes), tuple(miscounted))
@@ -229,6 +232,8 @@ def _fault(quote: Quote, said: str, measured: Mapping[str, Measurement], version
     source = quote.name.partition(".")[0]
     if value is None:
         return f"there is no {quote.name}: results/figures/{source}.json has no such figure"
+    if quote.is_date != isinstance(value, str):
+        return f"{quote.name} is {value}, and this is {'a date' if quote.is_date else 'a number'}; {ORDER}"
     expected = written(value, quote)
     if expected != quote.text:
         return f"{quote.name} is {expected}; `python examples/benchmarks/figures.py --renew` rewrites documents"
@@ -315,7 +320,7 @@ def renewed(text: str, measured: Mapping[str, Measurement]) -> str:
     quotes = [quote for block in blocks_of(text) for quote in block.quotes]
     for quote in reversed(quotes):
         value = None if quote.name is None else _value(quote.name, measured)
-        if value is not None:
+        if value is not None and quote.is_date == isinstance(value, str):
             text = text[: quote.start] + written(value, quote) + text[quote.start + len(quote.text) :]
     return text
 

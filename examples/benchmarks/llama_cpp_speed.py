@@ -2,7 +2,7 @@
 SmolLM2-135M as a 4-bit GGUF file in llama.cpp, with its bundled drafter and without.
 
     pip install xllamacpp
-    python examples/benchmarks/llama_cpp.py [--prompts 10] [--max-new-tokens 32]
+    python examples/benchmarks/llama_cpp_speed.py [--prompts 10] [--max-new-tokens 32]
 
 Two servers of one thread each and this package's plain call, bf16 and packed, answer the same held-out chats in turn,
 greedily. Times are CPU times of the process, which the servers are part of, prompts included. The last line is JSON:
