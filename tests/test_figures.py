@@ -76,6 +76,7 @@ FAULTS = {
     "a second figure": (RIGHT[10:].replace("fast", "fast, 1.23x"), ["page.md:3", "2 figures", "3", "1.23"]),
     "another value": (RIGHT[10:].replace("2.49", "2.48"), ["page.md:3", "2.48", "pair.plain is 2.49", "--renew"]),
     "another date": (RIGHT[10:].replace("29 N", "28 N"), ["28 November 2026", "pair.date is 29 November 2026"]),
+    "a comment of nothing": ("No figure.\n<!-- figures: setting -->", ["page.md:3", "names 1 figures", "stand 0"]),
     "names in another order": (
         RIGHT[10:].replace("pair.plain pair.date", "pair.date pair.plain"),
         ["2.49", "a number", "order", "29 November 2026", "a date"],

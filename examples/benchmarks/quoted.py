@@ -169,7 +169,7 @@ def blocks_of(text: str) -> Iterator[Block]:
         for comment in COMMENT.finditer(prose, *block.span()):
             matches = list(FIGURE.finditer(figures_only, begin, comment.start()))
             names = comment[1].split()
-            if len(names) == 1 and names[0] in NOT_MEASURED:
+            if matches and len(names) == 1 and names[0] in NOT_MEASURED:
                 names *= len(matches)
             if len(names) == len(matches):
                 quotes += [_quote(match, name) for match, name in zip(matches, names, strict=True)]
