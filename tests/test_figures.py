@@ -128,6 +128,14 @@ def test_renewed_document_quotes_the_measurement():
     assert quoted.faults("page.md", after, newer, "0.3.0") == []
 
 
+def test_printed_report_is_renewed():
+    page = "```bash\ndflash eval\n```\n\n```text\nold 1.1x\n```\n\n<!-- output: bundled -->\n\nThe end.\n"
+    after = figures.with_printed_report(page)
+    assert after.startswith("```bash\ndflash eval\n```\n\n```text\nplain call  ") and "old" not in after
+    assert "target alone, packed" in after and after.endswith("\n```\n\n<!-- output: bundled -->\n\nThe end.\n")
+    assert figures.with_printed_report(after) == after
+
+
 # ------------------------------------------------------------------------------------------------- `make figures`
 
 

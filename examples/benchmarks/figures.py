@@ -15,6 +15,7 @@ documents name figures.
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from quoted import RESULTS, ROOT, Measurement, documents, faults, measurements, renewed
+from quoted import FENCE, OUTPUT, RESULTS, ROOT, Measurement, documents, faults, measurements, renewed
 
 
 DRAFTER = ROOT / "examples" / "smollm2-135m-dflash"
@@ -287,16 +288,29 @@ def renew_documents() -> bool:
     remaining = []
     for path in documents():
         before = path.read_text(encoding="utf-8")
-        after = renewed(before, measurements())
+        after = with_printed_report(renewed(before, measurements()))
         name = path.relative_to(ROOT).as_posix()
-        for number, (old, new) in enumerate(zip(before.splitlines(), after.splitlines(), strict=True), start=1):
-            if old != new:
-                print(f"{name}:{number}\n  - {old}\n  + {new}")
+        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="", n=0):
+            print(line)
         path.write_text(after, encoding="utf-8")
         remaining += faults(name, after, measurements(), dflash_hf.__version__)
     for fault in remaining:
         print(fault)
     return not remaining
+
+
+def with_printed_report(text: str) -> str:
+    """A document in which the output of `bundled` is what its report prints now."""
+    from dflash_hf.evaluation.report import EvalReport
+    from dflash_hf.evaluation.text import summary_lines
+
+    for fence in FENCE.finditer(text):
+        comment = OUTPUT.match(text, fence.end())
+        if comment and comment[1] == "bundled":
+            report = EvalReport.from_json((DRAFTER / "eval_report.json").read_text(encoding="utf-8"))
+            printed = "".join(f"{line.rstrip()}\n" for line in summary_lines(report))
+            return text[: fence.start(3)] + printed + text[fence.end(3) :]
+    return text
 
 
 def git(*words: str) -> str:
