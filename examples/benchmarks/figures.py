@@ -210,7 +210,7 @@ RECIPES = {
     "device_rounds": Recipe(
         5,
         SCRIPT.format("device_rounds"),
-        SCRIPT.format("device_rounds") + " --tokens 16",
+        SCRIPT.format("device_rounds") + " --tokens 64 --modes 'target alone' block",
         read_counts_of_rounds,
         keep=keeper("device_rounds.md"),
         file="device_rounds.md",
