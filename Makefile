@@ -17,7 +17,7 @@ WORKERS := -n $(JOBS) --dist worksteal
 # What takes longest is listed where nobody watches the run.
 DURATIONS := $(if $(filter true,$(CI)),--durations=25)
 
-.PHONY: help venv test quick lint format coverage demo docs dist clean
+.PHONY: help venv test quick lint format coverage demo figures docs dist clean
 
 help:
 	@echo "make test      install into $(VENV), lint, run the tests"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint      ruff check, ruff format --check and mypy"
 	@echo "make format    apply what ruff can fix"
 	@echo "make coverage  the tests with branch coverage"
+	@echo "make figures   measure anew what README, guides and cards quote, as far as an hour goes"
 	@echo "make docs      build the documentation in site/"
 	@echo "make dist      build, check and try wheel and sdist"
 	@echo "make venv      only install"
@@ -57,6 +58,10 @@ format: $(STAMP)
 
 coverage: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --cov --cov-report=term
+
+# What documents quote. It continues where it was interrupted; `git diff` shows what has changed.
+figures: $(STAMP)
+	$(BIN)/python examples/benchmarks/figures.py
 
 # The documentation in site/, with warnings as errors.
 docs: $(STAMP)

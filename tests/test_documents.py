@@ -1,6 +1,6 @@
 """
 What the tracked Markdown files state of commands, options, settings and files, against the parsers, classes and files
-that they speak of; and the figures that they quote, against the dated files that they quote.
+that they speak of. `test_figures.py` compares the figures that they quote.
 
 `test_guides.py` runs the pages; here is all else: options in a sentence, `key=value`, a path in passing, the commands
 of results and cards. `CHANGELOG.md` speaks of what is gone, and is left out.
@@ -525,37 +525,3 @@ def test_guide_quotes_the_bundled_report(bundled_report):
     quoted = next(fence[3] for fence in FENCE.finditer(text) if fence[2] == "text")
     lines = [line.rstrip() for line in summary_lines(bundled_report)]
     assert [line for line in quoted.splitlines() if line and line not in lines] == []
-
-
-def test_sentences_quote_the_bundled_report(bundled_report):
-    """Figures outlive the drafter that they are of: these are taken from the report, number by number."""
-    methods = bundled_report.methods
-    plain, blocks, trees = (methods[name] for name in ("dflash_auto", "dflash", "dflash_tree"))
-    lines = summary_lines(bundled_report)
-    tree_tau = next(line.split()[3] for line in lines if line.startswith("draft trees       tau"))
-    sentences = {
-        "README.md": [
-            f"| target-only decoding, packed weights | {methods['target_packed'].speedup:.2f}x |",
-            f"| plain call, packed weights | {plain.speedup:.2f}x |",
-            f"| tau of whole blocks | {bundled_report.tau:.2f} |",
-            f"alone contributes {plain.gain:.2f}x",
-        ],
-        "examples/guides/decoding.md": [
-            f"commits {tree_tau} tokens instead of {bundled_report.tau:.2f}",
-            f"from {blocks.gain:.2f}x to {trees.gain:.2f}x",
-            f"with default settings, packed, is {plain.speedup:.2f}x",
-            f"it: {plain.gain:.2f}x there",
-        ],
-        "examples/guides/reading_a_report.md": [f"{plain.gain:.2f}x above, not {plain.speedup:.2f}x"],
-        "examples/smollm2-135m-dflash/README.md": [f"over all verifications | {bundled_report.tau:.2f} |"],
-    }
-    for name, parts in sentences.items():
-        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        assert [part for part in parts if part not in text] == [], name
-
-
-def test_comparison_quotes_its_file():
-    bench = (ROOT / "examples" / "benchmarks" / "results" / "bench_smollm2_bf16.md").read_text(encoding="utf-8")
-    speed_of = dict(re.findall(r"^(plain call|native|reference) .* ([\d.]+)x +[\d.]+x ", bench, re.MULTILINE))
-    row = f"| {speed_of['plain call']}x | {speed_of['native']}x | {speed_of['reference']}x |"
-    assert row in (ROOT / "README.md").read_text(encoding="utf-8")
