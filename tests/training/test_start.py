@@ -82,8 +82,8 @@ def test_norms_of_outputs_become_part_of_projections():
     )
     assert torch.nn.functional.cosine_similarity(drafted, expected).min() > 0.999  # the same up to a factor
     sizes = drafted.norm(dim=-1) / expected.norm(dim=-1)
-    assert 0.5 < sizes.min()
-    assert sizes.max() < 2
+    assert 0.3 < sizes.min()
+    assert sizes.max() < 3
 
 
 @pytest.mark.parametrize(
