@@ -1,7 +1,7 @@
 """
-Weights packed for the processor: linear layers multiply by copies that are laid out for a few tokens at a time, instead
-of repeating the layout in every forward. In bf16 and fp16, oneDNN packs them and multiplies; in fp32, MKL does where
-PyTorch was built with it.
+Weights packed for the processor: linear layers multiply by copies that are laid out for a few tokens at a time,
+instead of repeating the layout in every forward. In bf16 and fp16, oneDNN packs them and multiplies; in fp32, MKL does
+where PyTorch was built with it.
 
 The life of a layer:
 
@@ -36,8 +36,8 @@ logger = logging.get_logger(__name__)
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-# MKL, which PyTorch multiplies fp32 by on x86: its layout multiplies 2 to 16 tokens in 0.7 to 0.8 of oneDNN's time (Xeon,
-# with AVX2 and with AVX-512; `examples/benchmarks/results/avx2.md`).
+# MKL, which PyTorch multiplies fp32 by on x86: its layout multiplies 2 to 16 tokens in 0.7 to 0.8 of the time of
+# oneDNN's (Xeon, with AVX2 and with AVX-512; `examples/benchmarks/results/avx2.md`).
 _mkl_linear = getattr(torch.ops.mkl, "_mkl_linear", None) if torch.backends.mkl.is_available() else None
 _mkl_reorder = getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None)
 DEFAULT_TOKENS = 16  # of a forward, for which the layout is optimised
