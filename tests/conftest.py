@@ -101,8 +101,13 @@ def packs_of_any_size(monkeypatch):
 def products(monkeypatch):
     """Collects the shapes of what is multiplied by packed weights."""
     seen = []
-    linear = packing_dflash._linear
-    monkeypatch.setattr(packing_dflash, "_linear", lambda x, *args: seen.append(tuple(x.shape)) or linear(x, *args))
+    multiply = packing_dflash._multiply_packed
+
+    def collecting(x, *args):
+        seen.append(tuple(x.shape))
+        return multiply(x, *args)
+
+    monkeypatch.setattr(packing_dflash, "_multiply_packed", collecting)
     return seen
 
 
@@ -110,6 +115,6 @@ def products(monkeypatch):
 def packings(monkeypatch):
     """Counts how often a weight is packed."""
     seen = []
-    reorder = packing_dflash._reorder
-    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
+    pack = packing_dflash._packed_copy_of
+    monkeypatch.setattr(packing_dflash, "_packed_copy_of", lambda *args: seen.append(1) or pack(*args))
     return seen

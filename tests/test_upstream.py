@@ -73,6 +73,8 @@ NAMES = [
     "torch.utils._pytree:tree_map_only",
     "torch:ops.mkldnn._linear_pointwise",
     "torch:ops.mkldnn._reorder_linear_weight",
+    "torch:ops.mkl._mkl_linear",
+    "torch:ops.mkl._mkl_reorder_linear_weight",
     "torch:ops.mkldnn._is_mkldnn_bf16_supported",
     "torch:ops.mkldnn._is_mkldnn_fp16_supported",
     "torch:cpu._is_avx512_bf16_supported",

@@ -110,7 +110,7 @@ def read_avx2(output: str, work: Path) -> Figures:
 
 def keep_avx2(output: str, work: Path):
     head = (
-        "# Without units for bf16\n\n"
+        "# The demo without units for bf16\n\n"
         "SmolLM2-135M-Instruct and its bundled drafter as on a processor without AVX-512 and bf16 units: float32,\n"
         "one thread of a processor limited to AVX2; date, versions and processor are in `figures/avx2.json`. The\n"
         "demo's requests, every method in turn, once:\n"
@@ -119,7 +119,7 @@ def keep_avx2(output: str, work: Path):
     for run_output in output.split(RUN)[1:]:
         command = run_output.strip().splitlines()[0]
         parts.append(f"    {command}\n\n```\n{_table(run_output)}\n```\n")
-    (RESULTS / "avx2.md").write_text("\n".join(parts), encoding="utf-8")
+    (RESULTS / "avx2_demo.md").write_text("\n".join(parts), encoding="utf-8")
 
 
 def _table(run: str) -> str:
@@ -197,7 +197,7 @@ RECIPES = {
         keep=keep_avx2,
         environment=AVX2,
         processor="limited to AVX2",
-        file="avx2.md",
+        file="avx2_demo.md",
     ),
     "core_and_package": Recipe(
         10,

@@ -351,17 +351,17 @@ def test_unpacking_frees_memory_at_once():
 
 def test_interrupted_packing_restores_all_layers(pair, monkeypatch):
     target, _ = pair
-    reorder = packing._reorder
+    pack = packing._packed_copy_of
     count = []
 
     def interrupted(*args):
         count.append(1)
         if len(count) == 5:
             raise KeyboardInterrupt
-        return reorder(*args)
+        return pack(*args)
 
     with packed_weights(target.lm_head):
-        monkeypatch.setattr(packing, "_reorder", interrupted)
+        monkeypatch.setattr(packing, "_packed_copy_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             packed_weights(target)
         assert type(target.lm_head) is PackedLinear and len(packing._packs) == 1  # as before

@@ -1,6 +1,7 @@
 """
-Weights packed for the processor: linear layers multiply by copies that oneDNN has laid out for a few tokens at a time,
-instead of repeating the layout in every forward.
+Weights packed for the processor: linear layers multiply by copies that are laid out for a few tokens at a time,
+instead of repeating the layout in every forward. In bf16 and fp16, oneDNN packs them and multiplies; in fp32, MKL does
+where PyTorch was built with it.
 
 The life of a layer:
 
@@ -35,8 +36,15 @@ logger = logging.get_logger(__name__)
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+# MKL, which PyTorch multiplies fp32 by on x86: its layout multiplies 2 to 16 tokens in 0.7 to 0.8 of the time of
+# oneDNN's (Xeon, with AVX2 and with AVX-512; `examples/benchmarks/results/avx2.md`).
+_mkl_linear = getattr(torch.ops.mkl, "_mkl_linear", None) if torch.backends.mkl.is_available() else None
+_mkl_reorder = getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None)
 DEFAULT_TOKENS = 16  # of a forward, for which the layout is optimised
-MIN_FP32_WEIGHTS = 1 << 17  # of an fp32 layer; below, calling oneDNN takes longer than it saves
+# For which MKL's layout is optimised at least: one for 16 tokens is 1.2x as slow for 32, and no faster for fewer.
+MIN_MKL_TOKENS = 64
+# Of an fp32 layer; below, calling the library takes longer than it saves.
+MIN_FP32_WEIGHTS = 1 << 17 if _mkl_linear is None else 1 << 14
 
 # Who owns what. A `packed_weights` keeps the `_Pack`s of its layers alive through `_owners`. A `_Pack` keeps its
 # weight alive, so that the weight's `id`, by which `_packs` finds it, stays unique. When the last owner has restored a
@@ -60,7 +68,7 @@ def _exclusive():
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
-    """Whether oneDNN supports such a weight here, and PyTorch counts its changes."""
+    """Whether a library supports such a weight here, and PyTorch counts its changes."""
     if weight.device.type != "cpu" or weight.dtype not in SUPPORT_QUERIES or not weight.is_contiguous():
         return False
     if weight.dim() != 2 or weight.numel() == 0:  # placeholders of ZeRO-3 and others for a weight stored elsewhere
@@ -120,7 +128,7 @@ class _Pack:
             self.weight
         )  # first: a change while the weight is copied is detected by the next forward
         storage = self.weight.untyped_storage()
-        tensor = _reorder(self.weight.detach(), tokens) if _can_be_packed(self.weight) else None
+        tensor = _packed_copy_of(self.weight.detach(), tokens) if _can_be_packed(self.weight) else None
         self.packed_copy = _PackedCopy(version, tensor, storage)
 
     def current(self) -> torch.Tensor | None:
@@ -130,16 +138,38 @@ class _Pack:
         return self.packed_copy.tensor
 
 
+def _is_packed_by_mkl(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and _mkl_linear is not None
+
+
+def _packed_copy_of(weight: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A copy of a weight in the layout of the library that multiplies its dtype, for forwards over `tokens` tokens."""
+    if _is_packed_by_mkl(weight.dtype):
+        return _mkl_reorder(weight, max(tokens, MIN_MKL_TOKENS))
+    return _reorder(weight, tokens)
+
+
+def _multiply_packed(
+    x: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply by the packed copy of a weight."""
+    if _is_packed_by_mkl(weight.dtype):
+        num_tokens = x.numel() // x.shape[-1]  # another number would be multiplied by the weight itself
+        return _mkl_linear(x, packed, weight, bias, num_tokens)
+    return _linear(x, packed, bias, "none", [], "")
+
+
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     pack = _packs.get(id(weight))
-    # In fp32 the layout makes a single token up to 1.7x as slow (AMD EPYC: equally fast, or 1.15x as slow with AVX2).
+    # In fp32 oneDNN's layout makes a single token up to 1.7x as slow (AMD EPYC: equally fast, or 1.15x as slow with
+    # AVX2); with MKL's it is as fast as with the weight itself.
     is_single_fp32 = x.dtype == torch.float32 and x.numel() == x.shape[-1]
     packed = None
     if pack is not None and not is_single_fp32 and x.dtype == weight.dtype:
         packed = pack.current()
     if packed is None:
         return nn.functional.linear(x, weight, bias)
-    return _linear(x, packed, bias, "none", [], "")
+    return _multiply_packed(x, packed, weight, bias)
 
 
 def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -240,8 +270,9 @@ class packed_weights:  # lower case, as `torch.no_grad`
 
     Args:
         models (`nn.Module`): Models whose layers to pack, such as a target and its drafter, or only a target.
-        tokens (`int`): Tokens per forward for which the layout is optimised; other numbers work too. Of 1, 8, 16 and
-            32, all but 1 were equally fast for forwards over 1 to 32 tokens, within noise; 1 was up to a third slower.
+        tokens (`int`): Tokens per forward for which the layout is optimised; other numbers work too. In bf16, of 1, 8,
+            16 and 32 all but 1 were equally fast for forwards over 1 to 32 tokens, within noise; 1 was up to a third
+            slower. MKL's layout (fp32) is optimised for 64 or more.
 
     Attributes:
         layers (`list[nn.Linear]`): The packed layers.
