@@ -80,8 +80,8 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
 
 def input_dtype(layer: nn.Module, states: torch.Tensor) -> torch.dtype:
     """
-    The dtype in which a linear layer takes `states`: that of its weight. A quantised weight may hold codes, integers or
-    eight-bit floats; such a layer casts its input itself, and takes it as it is.
+    The dtype in which a linear layer takes `states`: that of its weight. A quantised weight may hold codes, integers
+    or eight-bit floats; such a layer casts its input itself, and takes it as it is.
     """
     dtype = layer.weight.dtype
     holds_codes = not dtype.is_floating_point or dtype.itemsize == 1
@@ -486,10 +486,10 @@ class DFlashDraftModel(PreTrainedModel):
         for name in ("fc", "lm_head", "embed_tokens"):
             layer = getattr(self, name, None)
             if layer is not None and not isinstance(getattr(layer, "weight", None), torch.Tensor):
+                kind = f"{type(layer).__module__}.{type(layer).__name__}"
                 raise ValueError(
-                    f"assistant_model.{name} is a {type(layer).__module__}.{type(layer).__name__}, which has no tensor "
-                    "`weight`: quantise the drafter with torchao's `quantize_` or a `quantization_config`, or draft "
-                    "with it as it was before."
+                    f"assistant_model.{name} is a {kind}, which has no tensor `weight`: quantise the drafter with "
+                    "torchao's `quantize_` or a `quantization_config`, or draft with it as it was before."
                 )
 
     def spec_generate(

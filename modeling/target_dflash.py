@@ -32,8 +32,8 @@ def check_pair(target, config) -> None:
     table = getattr(embedding, "weight", None)
     if isinstance(table, torch.Tensor) and not table.dtype.is_floating_point:
         raise ValueError(
-            f"{name}'s embedding is quantised ({embedding}), and a drafter reads its rows: load the target with a plain "
-            "embedding, such as with torchao's include_input_output_embeddings=False."
+            f"{name}'s embedding is quantised ({embedding}), and a drafter reads its rows: load the target with a "
+            "plain embedding, such as with torchao's include_input_output_embeddings=False."
         )
     width = None
     if hasattr(embedding, "weight") and hasattr(lm_head, "weight"):

@@ -75,7 +75,7 @@ def convert(
     with temporary_folder as scratch:
         with without_bars():
             draft = _load_source(src, Path(scratch, "unpacked"), revision)
-        _check_plain(draft, str(src), to, dtype, share_head)
+        _check_plain(draft, src)
         if share_head:
             draft = with_shared_head(draft)
         if to == "gguf":
@@ -116,25 +116,20 @@ def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
         raise UsageError(f"dtype={dtype} is for GGUF files only, not for `to={to!r}`.")
 
 
-def _check_plain(draft: DFlashDraftModel, src: str, to: str, dtype: str | None, share_head: bool) -> None:
+def _check_plain(draft: DFlashDraftModel, src: str | Path) -> None:
     """
-    Check that a quantised drafter is only saved as it is: its codes cannot be cast, or renamed.
+    Check that a drafter's weights are numbers. Codes cannot be cast or renamed, and transformers cannot save most of
+    those that it has loaded.
 
     Raises:
-        `ValueError`: the arguments of [`convert`] ask for more.
+        `ValueError`: the drafter is quantised.
     """
     layer = quantised_layer(draft)
-    if layer is None or (to == "z-lab" and dtype is None and not share_head):
-        return
-    settings = [f"to={to!r}"]
-    if dtype is not None:
-        settings.append(f"dtype={dtype!r}")
-    if share_head:
-        settings.append("share_head=True")
-    raise ValueError(
-        f"{src} is quantised ({layer} holds codes), so it cannot be converted with {', '.join(settings)}: convert the "
-        "drafter as it was before it was quantised."
-    )
+    if layer is not None:
+        raise ValueError(
+            f"{src} is quantised ({layer} holds codes), and only plain weights are converted: convert the drafter as "
+            "it was before it was quantised."
+        )
 
 
 def _load_source(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:

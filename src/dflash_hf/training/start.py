@@ -21,7 +21,7 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
-from dflash_hf.targets.weights import plain_weight
+from dflash_hf.targets.weights import plain_weight, quantised_layer
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.feature_manifest import FeatureManifest
 
@@ -91,6 +91,10 @@ def _load_trained_draft(script: ScriptArguments, say):
     fields = script.draft_config
     options = {"dtype": torch.float32, "revision": script.draft_revision or "main"}
     draft = DFlashDraftModel.from_pretrained(name, **options)
+    if quantised_layer(draft) is not None:
+        raise ValueError(
+            f"draft={name} is quantised, and codes cannot be trained: train the drafter as it was before."
+        )
     causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
         say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")

@@ -116,8 +116,8 @@ def set_trainable_parameters(draft, args, adapted: bool) -> None:
     layer = quantised_layer(draft)
     if layer is not None and not adapted:
         raise ValueError(
-            f"model is a quantised drafter ({layer} holds codes), which cannot be trained: train the drafter as it was "
-            "before, and quantise the result; or train an adapter on it (peft_config)."
+            f"model is a quantised drafter ({layer} holds codes), which cannot be trained: train the drafter as it "
+            "was before, and quantise the result; or train an adapter on it (peft_config)."
         )
     config = draft.config
     head = config.token_head_class
