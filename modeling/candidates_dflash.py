@@ -202,8 +202,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             num_committed = input_ids.shape[1] - self.length_at_last_draft
             layers = [layer[:, :num_committed] for layer in layers]
         self.length_at_last_draft = input_ids.shape[1]
-        weight = self.draft.fc.weight
-        return torch.cat([layer.to(weight.device, weight.dtype) for layer in layers], dim=-1)
+        device = self.draft.fc.weight.device
+        dtype = self.draft.dtype  # not that of a weight, which may hold a quantiser's codes
+        return torch.cat([layer.to(device, dtype) for layer in layers], dim=-1)
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to adapt: all blocks have the same size."""

@@ -78,6 +78,16 @@ def raw_embedding(model: PreTrainedModel, input_ids: torch.LongTensor) -> torch.
         module._hf_hook.post_forward(module, None)
 
 
+def input_dtype(layer: nn.Module, states: torch.Tensor) -> torch.dtype:
+    """
+    The dtype in which a linear layer takes `states`: that of its weight. A quantised weight may hold codes, integers
+    or eight-bit floats; such a layer casts its input itself, and takes it as it is.
+    """
+    dtype = layer.weight.dtype
+    holds_codes = not dtype.is_floating_point or dtype.itemsize == 1
+    return states.dtype if holds_codes else dtype
+
+
 def additive_mask(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
     """An additive mask from a boolean one, true = visible: eager attention would add the booleans as 0 and 1."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -440,7 +450,8 @@ class DFlashDraftModel(PreTrainedModel):
             target_head (`nn.Module`): The target's LM head, used unless the drafter has its own.
         """
         lm_head = self.lm_head if self.config.has_own_lm_head else target_head
-        logits = lm_head(hidden_states.to(device=execution_device(lm_head), dtype=lm_head.weight.dtype))
+        dtype = input_dtype(lm_head, hidden_states)
+        logits = lm_head(hidden_states.to(device=execution_device(lm_head), dtype=dtype))
         if not self.config.has_own_lm_head:
             logits = logits[..., : self.config.vocab_size]
         if self.config.output_multiplier != 1.0:
@@ -462,7 +473,24 @@ class DFlashDraftModel(PreTrainedModel):
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)
+        self.check_layers()
         check_mode(generation_mode, generation_config)
+
+    def check_layers(self) -> None:
+        """
+        Check that the layers that drafting reads have weights, whichever library quantised them.
+
+        Raises:
+            `ValueError`: one has none.
+        """
+        for name in ("fc", "lm_head", "embed_tokens"):
+            layer = getattr(self, name, None)
+            if layer is not None and not isinstance(getattr(layer, "weight", None), torch.Tensor):
+                kind = f"{type(layer).__module__}.{type(layer).__name__}"
+                raise ValueError(
+                    f"assistant_model.{name} is a {kind}, which has no tensor `weight`: quantise the drafter with "
+                    "torchao's `quantize_` or a `quantization_config`, or draft with it as it was before."
+                )
 
     def spec_generate(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -28,6 +29,12 @@ def check_pair(target, config) -> None:
     name = type(target).__name__
     embedding = target.get_input_embeddings()
     lm_head = target.get_output_embeddings()
+    table = getattr(embedding, "weight", None)
+    if isinstance(table, torch.Tensor) and not table.dtype.is_floating_point:
+        raise ValueError(
+            f"{name}'s embedding is quantised ({embedding}), and a drafter reads its rows: load the target with a "
+            "plain embedding, such as with torchao's include_input_output_embeddings=False."
+        )
     width = None
     if hasattr(embedding, "weight") and hasattr(lm_head, "weight"):
         width = embedding.weight.shape[1]

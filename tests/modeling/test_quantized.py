@@ -81,6 +81,16 @@ def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
         assert torch.equal(hidden, quantised(block, context).last_hidden_state)
 
 
+def test_rows_without_kernel_are_refused(tmp_path, monkeypatch):
+    """They ended in an assertion of bitsandbytes in the first forward, as those of a convolution do."""
+    draft = make_draft(make_target(), intermediate_size=48, num_key_value_heads=4)
+    draft.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Linear, "support_avx512bf16_for_cpu", True, raising=False)
+    message = "gate_proj has 48 rows, but bitsandbytes .* multiples of 32: .*llm_int8_skip_modules=.'gate_proj'"
+    with pytest.raises(ValueError, match=message):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------- as others publish them
 
 

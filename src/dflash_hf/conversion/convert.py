@@ -22,6 +22,7 @@ from dflash_hf.conversion.safetensors_folder import save_folder
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.pairs.configs import non_default_fields
 from dflash_hf.pairs.draft_vocabulary import with_shared_head
+from dflash_hf.targets.weights import quantised_layer
 
 
 # The native layout's names of tensors that it names differently, by published name.
@@ -74,6 +75,7 @@ def convert(
     with temporary_folder as scratch:
         with without_bars():
             draft = _load_source(src, Path(scratch, "unpacked"), revision)
+        _check_plain(draft, src)
         if share_head:
             draft = with_shared_head(draft)
         if to == "gguf":
@@ -112,6 +114,22 @@ def _check_arguments(to: str, dst: str, dtype: str | None, target) -> None:
         raise UsageError(f"target={target} is for GGUF files only; name a file that ends in .gguf, or leave it out.")
     if dtype == "q8_0" and to != "gguf":
         raise UsageError(f"dtype={dtype} is for GGUF files only, not for `to={to!r}`.")
+
+
+def _check_plain(draft: DFlashDraftModel, src: str | Path) -> None:
+    """
+    Check that a drafter's weights are numbers. Codes cannot be cast or renamed, and transformers cannot save most of
+    those that it has loaded.
+
+    Raises:
+        `ValueError`: the drafter is quantised.
+    """
+    layer = quantised_layer(draft)
+    if layer is not None:
+        raise ValueError(
+            f"{src} is quantised ({layer} holds codes), and only plain weights are converted: convert the drafter as "
+            "it was before it was quantised."
+        )
 
 
 def _load_source(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:

@@ -28,6 +28,7 @@ from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import MarkovHead, PathSelector
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.targets.digests import digest_of_parameters
+from dflash_hf.targets.weights import plain_weight
 
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
@@ -209,7 +210,7 @@ def _embedding_and_head(target) -> tuple[torch.Tensor, torch.Tensor]:
         options = {"gguf_file": Path(target).name}
     with without_standard_error():
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **options)
-    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    return model.get_input_embeddings().weight.detach(), plain_weight(model.get_output_embeddings()).detach()
 
 
 def _write_tensor(writer, name: str, tensor: torch.Tensor, tensor_type) -> None:

@@ -137,7 +137,8 @@ def _findings(folder: Path, target: dict, versions: dict[str, str]) -> Iterator[
         yield Finding("error", _ALL_READERS, "weights", one_line(str(error).removeprefix(f"{folder}: ")))
         return
     # 3. Whether this package and llama.cpp can read it, and whether it fits the target.
-    load_error = _load_without_weights(folder)
+    is_quantised = getattr(parsed, "quantization_config", None) is not None
+    load_error = _error_of_loading(folder, device="cpu" if is_quantised else "meta")
     if load_error is not None:
         yield Finding("error", (LLAMA_CPP,), "weights", one_line(load_error))
     for key, reason in incompatibilities(parsed, target):
@@ -217,16 +218,17 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _load_without_weights(folder: Path) -> str | None:
+def _error_of_loading(folder: Path, device: str) -> str | None:
     """
-    Load a drafter on the meta device, which compares the headers with the model and reads no tensor.
+    Load a drafter. On the meta device, that compares the headers with the model and reads no tensor; the tensors of a
+    quantised drafter must be read, because its quantiser unpacks them.
 
     Returns:
         The error of this package's reader; `None` if there is none.
     """
     try:
         with without_bars():
-            DFlashDraftModel.from_pretrained(folder, device_map="meta")
+            DFlashDraftModel.from_pretrained(folder, device_map=device)
     except (ValueError, OSError, ImportError) as error:
         return " ".join(str(error).split())
     return None

@@ -437,5 +437,12 @@ def quantization_is_unknown(drafter: DrafterFolder) -> dict | None:
     return {"method": one_line(repr(method), 60)}
 
 
+def is_quantized(drafter: DrafterFolder) -> dict | None:
+    """It is quantised. Details: its `method`."""
+    quantization = drafter.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return None if method is None else {"method": one_line(repr(method), 60)}
+
+
 def _differ(values: list) -> bool:
     return any(value != values[0] for value in values)

@@ -857,6 +857,16 @@ LIMITS: tuple[Limit, ...] = (
         sources=(VLLM_READER, SGLANG_READER, TRANSFORMERS_QUANTIZERS),
         example={"quantization_config": {"quant_method": "magic"}},
     ),
+    Limit(
+        ANY_VLLM,
+        "quantization_config",
+        conditions.is_quantized,
+        "{method}: vLLM multiplies the context by slices of the codes themselves (vllm-project/vllm#51581).",
+        "Compare the acceptance length, or serve the drafter as it was before it was quantised.",
+        sources=(VLLM_MODEL,),
+        severity="warning",
+        example={"quantization_config": {"quant_method": "magic"}},
+    ),
     # ---- The target, with which `incompatibilities` compares the rest.
     Limit(
         {"vllm": ">=0.20,<0.33"},

@@ -10,6 +10,7 @@ from dflash_hf.layouts.checkpoint import Checkpoint, read_checkpoint
 from dflash_hf.modeling import modeling_dflash
 
 
+_ROWS_OF_CPU_KERNEL = 32  # of bitsandbytes 0.50's kernels for 4-bit weights
 _HUB_ARGUMENTS = (
     "subfolder",
     "revision",
@@ -64,6 +65,7 @@ def load_drafter(
     # 4. The weights, and a check that every parameter was loaded.
     model, info = _load_weights(model_class, name, model_args, config, checkpoint, **kwargs)
     checkpoint.check_loaded(model, info)
+    check_cpu_kernels(str(name), model)
     # 5. What other files hold, or other projects store in another order.
     if checkpoint.mask_embedding is not None:
         model.mask_embedding.data.copy_(checkpoint.mask_embedding)
@@ -96,10 +98,35 @@ def _load_weights(model_class, name, model_args: tuple, config, checkpoint: Chec
         return load(name, *model_args, config=config, key_mapping=checkpoint.renamings, **kwargs)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    except RuntimeError as error:
+        if not checkpoint.is_quantized and kwargs.get("quantization_config") is None:
+            raise
+        raise ValueError(
+            f"{name}: its quantization_config cannot be applied on this machine: {error} Use another method, or load "
+            "the drafter unquantised."
+        ) from error
     except ImportError as error:
         if not checkpoint.is_quantized:
             raise
         raise ImportError(f"{name} is quantised, and its library is missing: {error}") from error
+
+
+def check_cpu_kernels(name: str, model) -> None:
+    """
+    Check that bitsandbytes can multiply by a model's 4-bit weights: where a processor has units for bf16, its kernels
+    take multiples of 32 rows, and other layers fail in the first forward.
+
+    Raises:
+        `ValueError`: a layer has another number of rows.
+    """
+    for path, module in model.named_modules():
+        has_kernel = getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu"
+        if has_kernel and module.out_features % _ROWS_OF_CPU_KERNEL:
+            raise ValueError(
+                f"{name}: {path} has {module.out_features} rows, but bitsandbytes multiplies by 4-bit weights on this "
+                f"processor in multiples of {_ROWS_OF_CPU_KERNEL}: leave it out of quantization_config, with "
+                f"llm_int8_skip_modules=[{path.rpartition('.')[2]!r}, ...]."
+            )
 
 
 def _forget_renamings(model, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ import copy
 import torch
 
 from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.targets.weights import plain_weight
 
 
 @torch.no_grad()
@@ -24,13 +25,13 @@ def set_draft_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     Returns:
         `float`: Share of the counted tokens that it can draft.
     """
-    head = target.get_output_embeddings()
+    weight = plain_weight(target.get_output_embeddings())  # [V, H]
     size = draft.config.draft_vocab_size
-    num_tokens = head.weight.shape[0]
+    num_tokens = weight.shape[0]
     counts = torch.nn.functional.pad(counts, (0, max(num_tokens - len(counts), 0)))[:num_tokens]
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # ties go to the lowest ids
     draft.d2t.copy_(ids - torch.arange(size))
-    draft.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
+    draft.lm_head.weight.copy_(weight[ids.to(weight.device)])
     return (counts[ids].sum() / counts.sum().clamp(min=1)).item()
 
 

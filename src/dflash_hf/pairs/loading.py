@@ -13,6 +13,7 @@ from dflash_hf._io.progress import without_bars
 from dflash_hf.decoding.cpu_dtypes import warn_if_emulated
 from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.loading import check_cpu_kernels
 from dflash_hf.pairs.configs import TRUST_REMEDY, damaged_config, is_multimodal
 from dflash_hf.pairs.devices import available_device, dtype_to_load
 
@@ -90,6 +91,7 @@ def _load_complete(name: str | Path, argument: str, **options):
     except ImportError as error:
         raise ImportError(f"{argument} needs a library that is not installed: {one_line(error, 160)}") from error
     _check_complete(argument, target, info)
+    check_cpu_kernels(argument, target)
     return target
 
 

@@ -38,6 +38,8 @@ def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A digest of names, shapes and 64 values of each of `named_parameters()`, rounded to bf16."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
+        if type(parameter).dequantize is not torch.Tensor.dequantize:  # torchao's: most operations are missing
+            parameter = parameter.dequantize()
         flat = parameter.reshape(-1)
         values = flat[:: max(1, len(flat) // _NUM_VALUES)][:_NUM_VALUES].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())

@@ -4,7 +4,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dflash_hf.modeling.modeling_dflash import input_dtype
 from dflash_hf.targets.frozen import decoder_forward
+from dflash_hf.targets.weights import is_plain
 
 
 def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
@@ -15,9 +17,8 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Long
     config = target.config.get_text_config()
     head = target.get_output_embeddings()
     # Stored states may have half the target's precision.
-    dtype = head.weight.dtype if head.weight.is_floating_point() else states.dtype
-    states = states.to(device=head.weight.device, dtype=dtype)
-    if ids is not None and type(head) is nn.Linear:
+    states = states.to(device=head.weight.device, dtype=input_dtype(head, states))
+    if ids is not None and type(head) is nn.Linear and is_plain(head):
         ids = ids.to(head.weight.device)
         logits = nn.functional.linear(states, head.weight[ids], None if head.bias is None else head.bias[ids])
     else:

@@ -21,6 +21,7 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers, num_decoder_layers
 from dflash_hf.pairs.loading import Loading, load_draft_config
 from dflash_hf.targets.mask_token import mask_token_remedy, spare_token_id
+from dflash_hf.targets.weights import plain_weight, quantised_layer
 from dflash_hf.training.arguments import ScriptArguments
 from dflash_hf.training.feature_manifest import FeatureManifest
 
@@ -90,6 +91,10 @@ def _load_trained_draft(script: ScriptArguments, say):
     fields = script.draft_config
     options = {"dtype": torch.float32, "revision": script.draft_revision or "main"}
     draft = DFlashDraftModel.from_pretrained(name, **options)
+    if quantised_layer(draft) is not None:
+        raise ValueError(
+            f"draft={name} is quantised, and codes cannot be trained: train the drafter as it was before."
+        )
     causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
         say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")
@@ -240,7 +245,7 @@ def _copy_weight(draft_module: nn.Module, target_module: nn.Module) -> bool:
         `bool`: Whether it fits, and was copied.
     """
     if isinstance(draft_module, nn.Linear) and isinstance(target_module, nn.Linear):
-        weight = target_module.weight
+        weight = plain_weight(target_module)
     elif "Norm" in type(draft_module).__name__ and "Norm" in type(target_module).__name__:
         weight = target_module(torch.ones_like(draft_module.weight, device=target_module.weight.device))
     else:
@@ -307,4 +312,4 @@ def _initialize_query_key_norms(draft_layer: nn.Module, target_modules: dict[str
     attention = draft_layer.self_attn
     input_scale = draft_layer.input_layernorm.weight
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-        norm.weight.fill_((projection.weight * input_scale).square().sum(1).mean().sqrt())
+        norm.weight.fill_((plain_weight(projection) * input_scale).square().sum(1).mean().sqrt())

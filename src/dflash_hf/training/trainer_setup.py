@@ -5,6 +5,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, has_rows
 from dflash_hf.targets.digests import digest_of_target
+from dflash_hf.targets.weights import quantised_layer
 from dflash_hf.training.features import StoredFeatures, check_stored, parts_of
 from dflash_hf.training.rows import lengths_of, validate_and_count
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -110,8 +111,14 @@ def set_trainable_parameters(draft, args, adapted: bool) -> None:
         adapted (`bool`): Whether an adapter on it is trained.
 
     Raises:
-        `ValueError`: its head cannot be trained as `args.head_only` says.
+        `ValueError`: it is quantised, or its head cannot be trained as `args.head_only` says.
     """
+    layer = quantised_layer(draft)
+    if layer is not None and not adapted:
+        raise ValueError(
+            f"model is a quantised drafter ({layer} holds codes), which cannot be trained: train the drafter as it "
+            "was before, and quantise the result; or train an adapter on it (peft_config)."
+        )
     config = draft.config
     head = config.token_head_class
     if head.needs_teacher(config) and not args.has_teacher:
