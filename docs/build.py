@@ -33,7 +33,16 @@ TEXTS = (
     "examples/smollm2-135m-dflash/README.md",
 )
 GUIDES = {
-    "Start": ("training", "data", "a_model_that_sees", "several_gpus", "scale", "serving", "laptop"),
+    "Start": (
+        "training",
+        "data",
+        "a_second_target",
+        "a_model_that_sees",
+        "several_gpus",
+        "scale",
+        "serving",
+        "laptop",
+    ),
     "Understand": (
         "glossary",
         "reading_a_report",

@@ -23,7 +23,8 @@ import torch
 
 from dflash_hf import packed_weights
 from dflash_hf.data.sources import load_rows
-from dflash_hf.smollm2 import drafter_folder, load_pair, packaged_gguf
+from dflash_hf.pairs.packaged_targets import SMOLLM2
+from dflash_hf.smollm2 import drafter_folder, load_pair
 
 
 def server(target: Path, draft: Path | None = None):
@@ -64,8 +65,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "dflash-smollm2.gguf"
         command = [sys.executable, "-m", "dflash_hf.cli", "convert", drafter_folder(), draft, "--to", "gguf"]
-        subprocess.run([*command, "--target", packaged_gguf(), "--dtype", "f16"], check=True)
-        servers = {"alone": server(packaged_gguf()), "drafted": server(packaged_gguf(), draft)}
+        subprocess.run([*command, "--target", SMOLLM2.gguf(), "--dtype", "f16"], check=True)
+        servers = {"alone": server(SMOLLM2.gguf()), "drafted": server(SMOLLM2.gguf(), draft)}
         pair = load_pair("bfloat16")
         speedups: dict[str, list[float]] = {"drafted": [], "package": []}
         accepted = tokens = equal = 0
