@@ -25,6 +25,7 @@ from dflash_hf.doctor import (
     likeliest,
     measure,
 )
+from dflash_hf.doctor.causes import depths_of, falls_with_depth
 from dflash_hf.evaluation.measure import with_whole_blocks
 from dflash_hf.targets.generation import generate_one
 
@@ -144,6 +145,30 @@ def test_changes_without_effect_are_one_line():
     assert lines[-1] == "no difference     change 0, change 0, raw (no text)"
     assert [line.startswith("change") for line in lines].count(True) == 1
     assert lines.index("") < [line.startswith("remedy") for line in lines].index(True) < lines.index("", 4)
+
+
+def test_depth_is_named_where_acceptance_falls_with_it():
+    """By more than chance: the same means in texts that vary more, or in fewer of them, are no finding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def texts_and_counts(number, spread):
+        texts = []
+        counts = []
+        for depth, accepted in ((100, 16), (5000, 8)):
+            for _ in range(number):
+                texts.append(DraftedText(torch.zeros(1, depth + 10, dtype=torch.long), torch.full((1, 10), depth)))
+                extra = round(spread * torch.randn(1, generator=generator).item())
+                counts.append(TextCounts(accepted + extra, [], 10))
+        return [*texts, None], Counts([*counts, TextCounts(0, [], 0)])
+
+    texts, counts = texts_and_counts(8, 2)
+    assert falls_with_depth(texts, counts)
+    depths = depths_of(texts, counts)
+    assert [(depth.begin, depth.end, depth.verifications) for depth in depths] == [(0, 256, 80), (4096, 16384, 80)]
+    lines = Diagnosis(counts, [], None, 1.0, 2.0, [], depths).lines()
+    assert any(line.startswith("tau by depth") and "from 4096 tokens" in line for line in lines)
+    assert not falls_with_depth(*texts_and_counts(3, 2))
+    assert not falls_with_depth(*texts_and_counts(8, 30))
 
 
 def test_smallest_of_equal_changes_is_the_cause():

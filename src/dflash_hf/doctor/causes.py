@@ -1,14 +1,18 @@
 """`diagnose`: run all experiments on a pair, and choose the likeliest cause."""
 
+import bisect
 import math
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 
 from dflash_hf.data.template import digests_of_tokenizer
-from dflash_hf.doctor.case import PairCase, TrainingHistory, loss_on
-from dflash_hf.doctor.comparison import Result, likeliest
+from dflash_hf.doctor.case import DraftedText, DraftedTexts, PairCase, TrainingHistory, loss_on
+from dflash_hf.doctor.comparison import MIN_STANDARD_ERRORS, Result, likeliest
 from dflash_hf.doctor.experiments import FITS_BASE_ONLY, TRAIN_AGAIN, plan_experiments, quantisation_of
-from dflash_hf.doctor.measuring import Cause, Experiment, measure
+from dflash_hf.doctor.measuring import Cause, Counts, Experiment, TextCounts, measure
 from dflash_hf.doctor.report import Diagnosis
+from dflash_hf.evaluation.report import DEPTHS, DepthReport, depth_reports
+from dflash_hf.evaluation.text import depth_phrase
 from dflash_hf.training.held_out import is_overfitted
 
 
@@ -18,6 +22,9 @@ MIN_TAU_OF_TRAINED = 1.15
 # gave tau 3.95 on these rows, and 1.26 on others.
 MIN_PASSES_TO_MEMORISE = 8.0
 MAX_MEMORISED_ROWS = 2000
+# Texts of a depth, and the share of tau that long texts must lose.
+MIN_TEXTS_OF_DEPTH = 4
+MIN_SHARE_OF_DEPTH = 0.1
 _OTHER_TOKENIZER = Cause(
     key="tokenizer",
     text="the tokenizer or chat template is not the one that the target was trained with",
@@ -49,6 +56,7 @@ def diagnose(case: PairCase, progress: Callable[[Iterable], Iterable] = iter) ->
     experiments = list(plan_experiments(case))
     unchanged, *counts = measure(case.target, case.draft, case.texts, [Experiment(), *experiments], progress)
     results = [Result(experiment, unchanged, after) for experiment, after in zip(experiments, counts, strict=True)]
+    depths = depths_of(case.texts, unchanged)
     # 2. Whether the target can read its prompts, and what has changed since training.
     prompt_loss = loss_on(case.target, case.prompts)
     uniform_loss = math.log(case.target.get_input_embeddings().weight.shape[0])
@@ -70,7 +78,55 @@ def diagnose(case: PairCase, progress: Callable[[Iterable], Iterable] = iter) ->
         cause = _memorised_rows(case.training, unchanged.tau)
     elif best_tau < MIN_TAU_OF_TRAINED:
         cause = _hardly_accepted(case)
-    return Diagnosis(unchanged, results, cause, prompt_loss, uniform_loss, changed_since_training)
+    elif best is None and falls_with_depth(case.texts, unchanged):
+        cause = _depth(depths)
+    return Diagnosis(unchanged, results, cause, prompt_loss, uniform_loss, changed_since_training, depths)
+
+
+def depths_of(texts: DraftedTexts, counts: Counts) -> list[DepthReport]:
+    """Tau by the length of the text before a block."""
+    rounds = []
+    for text, count in zip(texts, counts.texts, strict=True):
+        if text is not None:
+            rounds += [(_depth_of(text), _tau_of(count))] * count.blocks
+    return depth_reports(rounds)
+
+
+def falls_with_depth(texts: DraftedTexts, counts: Counts) -> bool:
+    """
+    Whether tau is lower in long texts than in short ones, by more than chance and by a tenth. Of
+    [`~dflash_hf.evaluation.report.DEPTHS`], the first and the last that occur are compared.
+    """
+    taus: dict[int, list[float]] = {}
+    for text, count in zip(texts, counts.texts, strict=True):
+        if text is not None:
+            taus.setdefault(bisect.bisect_right(DEPTHS, _depth_of(text)), []).append(_tau_of(count))
+    shallow = taus[min(taus)]
+    deep = taus[max(taus)]
+    if min(taus) == max(taus) or min(len(shallow), len(deep)) < MIN_TEXTS_OF_DEPTH:
+        return False
+    loss = statistics.fmean(shallow) - statistics.fmean(deep)
+    variance = statistics.variance(shallow) / len(shallow) + statistics.variance(deep) / len(deep)
+    return loss > max(MIN_SHARE_OF_DEPTH * statistics.fmean(shallow), MIN_STANDARD_ERRORS * math.sqrt(variance))
+
+
+def _depth_of(text: DraftedText) -> int:
+    """The mean number of tokens before a block of a text."""
+    return round(text.anchors.float().mean().item())
+
+
+def _tau_of(count: TextCounts) -> float:
+    return 1 + count.accepted / count.blocks
+
+
+def _depth(depths: Sequence[DepthReport]) -> Cause:
+    """The cause where acceptance falls with the length of the text."""
+    return Cause(
+        key="depth",
+        text=f"acceptance falls with the length of the text: tau {depth_phrase(depths)} tokens",
+        remedy="train on texts as long as those that you decode, or have the drafter look back less far: "
+        "`draft.decoding_config.window`",
+    )
 
 
 def _has_memorised_rows(training: TrainingHistory | None, tau: float) -> bool:

@@ -1,10 +1,12 @@
 """A diagnosis, as lines for a terminal and as JSON data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from dflash_hf.doctor.comparison import Result
 from dflash_hf.doctor.measuring import Cause, Counts
+from dflash_hf.evaluation.report import DepthReport
+from dflash_hf.evaluation.text import depth_lines
 
 
 @dataclass
@@ -20,6 +22,7 @@ class Diagnosis:
             uniform guess.
         changed_since_training (`list[str]`): `tokenizer` and `template`, if they are not the same as in the drafter's
             training.
+        depths (`Sequence[DepthReport]`): The unchanged pair's tau by the length of the text before a block.
     """
 
     unchanged: Counts
@@ -28,6 +31,7 @@ class Diagnosis:
     prompt_loss: float
     uniform_loss: float
     changed_since_training: list[str]
+    depths: Sequence[DepthReport] = ()
 
     def lines(self) -> list[str]:
         """Lines for a terminal: the cause and its remedy first, then what was tried."""
@@ -45,6 +49,7 @@ class Diagnosis:
             f"prompts           cost the target {self.prompt_loss:.2f} nats per token; "
             f"guessing costs {self.uniform_loss:.2f}",
         ]
+        lines += depth_lines(self.depths)
         for part in self.changed_since_training:
             lines.append(f"noticed           the {part} differs from the drafter's training")
         lines += [
@@ -94,6 +99,7 @@ class Diagnosis:
             cause = {"key": self.cause.key, "cause": self.cause.text, "remedy": self.cause.remedy}
         return {
             "tau": self.unchanged.tau,
+            "tau_by_depth": [asdict(depth) for depth in self.depths],
             "prompt_nats": {"target": self.prompt_loss, "guess": self.uniform_loss},
             "unlike": self.changed_since_training,
             "tried": tried,

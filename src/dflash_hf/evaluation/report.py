@@ -3,6 +3,7 @@
 import bisect
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -95,6 +96,23 @@ class DepthReport:
     tau: float
 
 
+def depth_reports(rounds: Iterable[tuple[int, float]]) -> list[DepthReport]:
+    """
+    Acceptance at each of [`DEPTHS`] that occurs.
+
+    Args:
+        rounds (`Iterable[tuple[int, float]]`): Of each round the tokens of the text before it, and those it commits.
+    """
+    lengths_of_depths: list[list[float]] = [[] for _ in range(len(DEPTHS) + 1)]
+    for tokens, length in rounds:
+        lengths_of_depths[bisect.bisect_right(DEPTHS, tokens)].append(length)
+    depths = []
+    for begin, end, lengths in zip((0, *DEPTHS), (*DEPTHS, None), lengths_of_depths, strict=True):
+        if lengths:
+            depths.append(DepthReport(begin, end, len(lengths), statistics.fmean(lengths)))
+    return depths
+
+
 @dataclass
 class EvalReport:
     """
@@ -174,18 +192,14 @@ class EvalReport:
     @property
     def tau_by_depth(self) -> list[DepthReport]:
         """Tau of whole blocks by the length of the text before the round, as far as there are such rounds."""
-        lengths_of_depths: list[list[int]] = [[] for _ in range(len(DEPTHS) + 1)]
+        rounds = []
         # Without `prompt_lengths`, in a report of an earlier version, no depth is known.
         for prompt_length, lengths in zip(self.prompt_lengths, self.acceptance_lengths):
             tokens = prompt_length + 1  # the prompt's forward writes the first
             for length in lengths:
-                lengths_of_depths[bisect.bisect_right(DEPTHS, tokens)].append(length)
+                rounds.append((tokens, length))
                 tokens += length
-        depths = []
-        for begin, end, lengths in zip((0, *DEPTHS), (*DEPTHS, None), lengths_of_depths, strict=True):
-            if lengths:
-                depths.append(DepthReport(begin, end, len(lengths), statistics.fmean(lengths)))
-        return depths
+        return depth_reports(rounds)
 
     @property
     def decode_gain(self) -> float | None:

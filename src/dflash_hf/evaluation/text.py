@@ -14,7 +14,7 @@ from dflash_hf.evaluation.methods import (
     WHOLE_BLOCKS,
 )
 from dflash_hf.evaluation.pretended import ContextPrediction, PretendReport
-from dflash_hf.evaluation.report import EvalReport
+from dflash_hf.evaluation.report import DepthReport, EvalReport
 
 
 _SIZE_BINS = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))  # the largest size of each, and its name
@@ -113,7 +113,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         *_paper_lines(report),
         *[f"{LABELS[DRAFT_TREES]:18}tau {tau:.2f} with trees of {nodes} tokens" for tau in tree_taus[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
-        *_depth_lines(report),
+        *depth_lines(report.tau_by_depth),
         _lossless_line(report),
         *_divergence_lines(report),
         *_distribution_lines(report),
@@ -147,16 +147,20 @@ def _paper_lines(report: EvalReport) -> list[str]:
     return lines
 
 
-def _depth_lines(report: EvalReport) -> list[str]:
+def depth_lines(depths: Sequence[DepthReport]) -> list[str]:
     """Tau by the length of the text, if there are texts of different lengths."""
-    depths = report.tau_by_depth
     if len(depths) < 2:
         return []
+    return [f"tau by depth      {depth_phrase(depths)} tokens of text, prompt included"]
+
+
+def depth_phrase(depths: Sequence[DepthReport]) -> str:
+    """Such as `2.40 below 1024, 1.51 from 1024`."""
     taus = []
     for depth in depths:
         end = f"from {depth.begin}" if depth is depths[-1] else f"below {depth.end}"
         taus.append(f"{depth.tau:.2f} {end}")
-    return [f"tau by depth      {', '.join(taus)} tokens of text, prompt included"]
+    return ", ".join(taus)
 
 
 def _lossless_line(report: EvalReport) -> str:
