@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
 from dflash_hf.pairs.packaged_targets import folder_of
 from dflash_hf.smollm2 import data_folder, draft_folder_of
@@ -65,7 +66,7 @@ def chat_prompt(tokenizer, depth: int, number: int) -> list[int]:
 
 
 def text_prompt(tokenizer, depth: int, number: int) -> list[int]:
-    """The beginning of a module of the standard library, and what follows it in the next ones, up to a function."""
+    """The beginning of a module of the standard library, and what follows it in the next ones."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     random.Random(number).shuffle(files)
     text = ""
@@ -98,17 +99,30 @@ def measure(arguments) -> None:
             "tau": report.tau,
             "tau_of_plain_call": plain_call.tau,
             "verdict": report.verdict(),
-            "over_target": plain_call.decode_speedup,
-            "over_packed_target": plain_call.decode_speedup_over_packed,
-            "blocks_over_packed_target": report.methods[WHOLE_BLOCKS].decode_speedup_over_packed,
+            **speeds_of(report),
             "prefill_over_target": report.methods[TARGET_ALONE].prefill_seconds / plain_call.prefill_seconds,
             "with_prefill_over_target": plain_call.speedup,
             **limits,
             **machine(),
         }
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+        append_row(RESULTS, row)
+
+
+def speeds_of(report: EvalReport) -> dict[str, float | None]:
+    """Speeds of decoding, after the prefill."""
+    plain_call = report.methods[PLAIN_CALL]
+    return {
+        "over_target": plain_call.decode_speedup,
+        "over_packed_target": plain_call.decode_speedup_over_packed,
+        "blocks_over_packed_target": report.methods[WHOLE_BLOCKS].decode_speedup_over_packed,
+    }
+
+
+def append_row(results: Path, row: dict) -> None:
+    """Add a finished cell to a file of them, and print it."""
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(row, flush=True)
 
 
 def capability() -> str:

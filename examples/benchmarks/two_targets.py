@@ -17,7 +17,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from depth import capability, machine
+from depth import append_row, capability, machine, speeds_of
 from transformers import AutoTokenizer
 
 from dflash_hf.data.encode import RowEncoder
@@ -82,16 +82,12 @@ def measure(arguments) -> None:
             "tau": report.tau,
             "tau_of_trees": report.methods[DRAFT_TREES].tau,
             "tau_of_plain_call": plain_call.tau,
-            "over_target": plain_call.decode_speedup,
-            "over_packed_target": plain_call.decode_speedup_over_packed,
-            "blocks_over_packed_target": report.methods[WHOLE_BLOCKS].decode_speedup_over_packed,
+            **speeds_of(report),
             "equal": min(method.equal for method in report.drafted.values()),
             "verdict": report.verdict(),
             **machine(),
         }
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+        append_row(RESULTS, row)
 
 
 def read_rows() -> list[dict]:

@@ -16,9 +16,8 @@ def is_plain(layer: nn.Module) -> bool:
 def quantised_layer(model: nn.Module) -> str | None:
     """The name of a model's first linear layer whose weight is quantised; `None` if all are plain."""
     for name, module in model.named_modules():
-        is_linear = (
-            isinstance(module, nn.Linear) or "Linear" in type(module).__name__
-        )  # not all libraries' are a subclass
+        # Not every library's layer is a subclass.
+        is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__
         if is_linear and not is_plain(module):
             return name
     return None
