@@ -13,26 +13,21 @@ appends a line to `results/depth.jsonl` and is skipped from then on; `--report` 
 import argparse
 import gzip
 import json
-import platform
 import random
-import subprocess
 import sysconfig
-from datetime import date
 from pathlib import Path
 
-import torch
-import transformers
+from cells import Cells, capability, described, speeds_of, table
 from transformers import AutoTokenizer
 
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
-from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
 from dflash_hf.pairs.packaged_targets import folder_of
 from dflash_hf.smollm2 import data_folder, draft_folder_of
 
 
-RESULTS = Path(__file__).parent / "results" / "depth.jsonl"
+CELLS = Cells(Path(__file__).parent / "results" / "depth.jsonl")
 DEPTHS = (256, 1024, 4096, 8000)
 METHODS = (TARGET_ALONE, TARGET_PACKED, PLAIN_CALL, WHOLE_BLOCKS)
 
@@ -84,17 +79,15 @@ def measure(arguments) -> None:
     draft = load_draft(draft_folder_of(arguments.draft), loading)
     target = load_target(target_folder, loading)
     prompt_of = chat_prompt if tokenizer.chat_template else text_prompt
-    finished = {(row["target"], row["depth"], row["dtype"], row["cpu"]) for row in read_rows()}
+    limits = {"max_new_tokens": arguments.max_new_tokens, "runs": arguments.runs}
     for depth in DEPTHS:
-        cell = (arguments.target, depth, arguments.dtype, capability())
-        if cell in finished:
+        cell = {"target": arguments.target, "depth": depth, "dtype": arguments.dtype, "cpu": capability()}
+        if CELLS.has(cell):
             continue
         prompts = [prompt_of(tokenizer, depth, number) for number in range(arguments.prompts)]
-        limits = {"max_new_tokens": arguments.max_new_tokens, "runs": arguments.runs}
         report = evaluate(target, draft, prompts, methods=METHODS, **limits)
         plain_call = report.methods[PLAIN_CALL]
-        row = dict(zip(("target", "depth", "dtype", "cpu"), cell, strict=True))
-        row |= {
+        figures = {
             "prompt_tokens": [len(prompt) for prompt in prompts],
             "tau": report.tau,
             "tau_of_plain_call": plain_call.tau,
@@ -103,56 +96,12 @@ def measure(arguments) -> None:
             "prefill_over_target": report.methods[TARGET_ALONE].prefill_seconds / plain_call.prefill_seconds,
             "with_prefill_over_target": plain_call.speedup,
             **limits,
-            **machine(),
         }
-        append_row(RESULTS, row)
-
-
-def speeds_of(report: EvalReport) -> dict[str, float | None]:
-    """Speeds of decoding, after the prefill."""
-    plain_call = report.methods[PLAIN_CALL]
-    return {
-        "over_target": plain_call.decode_speedup,
-        "over_packed_target": plain_call.decode_speedup_over_packed,
-        "blocks_over_packed_target": report.methods[WHOLE_BLOCKS].decode_speedup_over_packed,
-    }
-
-
-def append_row(results: Path, row: dict) -> None:
-    """Add a finished cell to a file of them, and print it."""
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(row, flush=True)
-
-
-def capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
-
-
-def machine() -> dict:
-    """When, where and with what the cell was measured."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    return {
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def read_rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+        CELLS.add(cell, figures)
 
 
 def write_report() -> None:
     """`depth.md`: a table for each target, processor and dtype."""
-    tables: dict[tuple, list[dict]] = {}
-    for row in read_rows():
-        tables.setdefault((row["target"], row["cpu"], row["dtype"]), []).append(row)
     lines = [
         "# Acceptance and speed by depth",
         "",
@@ -161,22 +110,20 @@ def write_report() -> None:
         "the target alone, over the target with packed weights, and whole blocks over the packed target. *Prefill* is",
         "the target's time until the first token over the plain call's.",
     ]
-    for (target, cpu, dtype), rows in tables.items():
+    columns = ("depth", "tau", "of the plain call", "over target", "over packed", "blocks", "prefill", "texts")
+    names = ("tau", "tau_of_plain_call", "over_target", "over_packed_target", "blocks_over_packed_target")
+    names += ("prefill_over_target",)
+    for (target, cpu, dtype), rows in CELLS.grouped("target", "cpu", "dtype").items():
         first = rows[0]
-        versions = f"torch {first['torch']}, transformers {first['transformers']}"
         size = f"{len(first['prompt_tokens'])} prompts, {first['max_new_tokens']} tokens"
         lines += ["", f"## {target}, {dtype}, {cpu}", ""]
-        lines += [
-            f"{first['date']}, commit {first['commit']}, {versions}, {first['threads']} thread; {size} a cell.",
-            "",
-        ]
-        lines += ["| depth | tau | of the plain call | over target | over packed | blocks | prefill | texts |"]
-        lines += ["|" + "---|" * 8]
+        lines += [f"{described(first)}, {first['threads']} thread; {size} a cell.", ""]
+        rows_of_table = []
         for row in sorted(rows, key=lambda row: row["depth"]):
-            names = ("tau", "tau_of_plain_call", "over_target", "over_packed_target", "blocks_over_packed_target")
-            figures = [f"{row[name]:.2f}" for name in (*names, "prefill_over_target")]
-            lines.append(f"| {row['depth']:,} | " + " | ".join(figures) + f" | {row['verdict']} |")
-    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            figures = [f"{row[name]:.2f}" for name in names]
+            rows_of_table.append([f"{row['depth']:,}", *figures, row["verdict"]])
+        lines += table(columns, rows_of_table)
+    CELLS.write_report(lines)
 
 
 def main() -> None:

