@@ -124,9 +124,8 @@ class _Pack:
     def renew(self, tokens: int) -> None:
         """Pack the current weight, for forwards over `tokens` tokens."""
         self.tokens = tokens
-        version = _fingerprint(
-            self.weight
-        )  # first: a change while the weight is copied is detected by the next forward
+        # First: a change while the weight is copied is detected by the next forward.
+        version = _fingerprint(self.weight)
         storage = self.weight.untyped_storage()
         tensor = _packed_copy_of(self.weight.detach(), tokens) if _can_be_packed(self.weight) else None
         self.packed_copy = _PackedCopy(version, tensor, storage)
