@@ -136,6 +136,13 @@ def test_printed_report_is_renewed():
     assert figures.with_printed_report(after) == after
 
 
+@pytest.mark.parametrize("path", quoted.documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shown_report_is_the_bundled_one(path):
+    """A comment below an output named its measurement, but no test read the output."""
+    text = path.read_text(encoding="utf-8")
+    assert figures.with_printed_report(text) == text, "run `python examples/benchmarks/figures.py --renew`"
+
+
 # ------------------------------------------------------------------------------------------------- `make figures`
 
 

@@ -15,6 +15,7 @@ from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data.distinct import DistinctTexts, quality_issue
 from dflash_hf.synthetic import magpie
+from dflash_hf.synthetic.beginnings import whole_words
 from dflash_hf.synthetic.continuous_batch import BatchCache
 from dflash_hf.synthetic.magpie import KINDS, user_turn
 
@@ -288,6 +289,20 @@ def test_base_model_writes_beginnings_of_texts(base_folder, tmp_path):
     assert main([*line[:-1], "2", "--output", str(part)]) == 0
     assert main([*line, "--output", str(part)]) == 0
     assert part.read_text(encoding="utf-8") == whole.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"),
+    [
+        ("It rains in the nor", "It rains in the"),
+        ("word", "word"),
+        ("2024年 机器学习是人工智能的一个分支", "2024年 机器学习是人工智能的一个分支"),
+        ("机器学习是人工智能\ufffd", "机器学习是人工智能"),
+    ],
+)
+def test_cut_text_ends_with_a_whole_word(cut, whole):
+    """Of texts with few spaces, all behind the last one was lost, or they ended with half of a character."""
+    assert whole_words(cut) == whole
 
 
 def test_texts_become_prompts(base_folder, tmp_path, capsys):

@@ -57,10 +57,13 @@ def text_beginnings(
 
 
 def whole_words(text: str) -> str:
-    """A text that was cut, without its last word, which may be half of one; a single word stays."""
+    """
+    A text that was cut, without its last word, which may be half of one. A text whose last space is in its first half,
+    as in Chinese or Japanese, stays, without half of a character.
+    """
     words = text.rstrip()
     end = max(words.rfind(space) for space in " \n\t")
-    return words[:end] if end > 0 else words
+    return words[:end] if end > len(words) / 2 else words.rstrip("\ufffd")
 
 
 def _text_of(row: Mapping) -> str:
