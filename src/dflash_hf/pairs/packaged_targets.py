@@ -158,8 +158,11 @@ class PackagedTarget:
                 if not is_full(error):
                     raise
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            if not folder.exists():  # otherwise another process was faster
+            try:
                 building.rename(folder)
+            except OSError:
+                if not folder.exists():  # otherwise another process was faster
+                    raise
 
     def _check_digest(self, gguf: Path) -> None:
         digest = digest_of_file(gguf)
