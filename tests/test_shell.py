@@ -71,6 +71,8 @@ ERRORS = [
         2,
         "did you mean --block-size? --data='{w}/absent.jsonl': there is no",
     ),
+    ("chat --colour", 2, "unrecognized arguments: --colour; --colour: did you mean --color? (see "),
+    ("generate --promt x", 2, "arguments are required: --prompt; --promt: did you mean --prompt? (see "),
     ("generate --target x", 2, "--prompt"),
     ("demo --prompts 0", 2, "0 must be at least 1"),
     ("demo --runs many", 2, "argument --runs: invalid value 'many'; give a whole number"),

@@ -192,7 +192,19 @@ class Parser(argparse.ArgumentParser):
         start, _, unknown = message.partition("unrecognized arguments: ")
         if self.remedy is not None and unknown and not start:
             message = f"{message}; {self.remedy(unknown.split(), self.words, self)}"
+        elif (unknown and not start) or message.startswith("the following arguments are required: "):
+            message = "; ".join([message, *self.misspelled()])
         self.exit(2, f"{self.prog}: error: {errors.one_line(message, 260)} (see {self.prog} --help)\n")
+
+    def misspelled(self) -> list[str]:
+        """A proposal for each option of the command line that resembles one of this command's and is none."""
+        proposals = []
+        for word in self.words:
+            option = word.partition("=")[0]
+            if option.startswith("--") and not any(name.startswith(option) for name in self.options):
+                for nearest in difflib.get_close_matches(option, self.options, n=1, cutoff=0.75):
+                    proposals.append(f"{option}: did you mean {nearest}?")
+        return proposals
 
     def shorten_usage(self) -> None:
         """Options that are not required are `[options]`."""

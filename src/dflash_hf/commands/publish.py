@@ -124,7 +124,8 @@ def _announce(folder, echo, result) -> None:
         top_level_names = sorted({name.partition("/")[0] for name in result.left_out})
         echo(one_line(f"not uploaded: {', '.join(top_level_names)} ({len(result.left_out)} files)"))
     if result.comparison_error:
-        echo(one_line(f"not compared with what is there, and the card is not checked: {result.comparison_error}"))
+        reason = f"the Hub could not be reached ({result.comparison_error})"
+        echo(one_line(f"not compared with what is there, and the card is not checked: {reason}"))
     if REPORT_FILE in result.files:
         report = EvalReport.load(folder / REPORT_FILE)
         gain = report.methods[report.fastest].gain

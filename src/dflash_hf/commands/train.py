@@ -35,7 +35,10 @@ GB_PER_SLOT_STORED = 1.5e-3  # for each slot of a block, if its activations are 
 GB_PER_SLOT_RECOMPUTED = 0.55e-3  # with --activation-checkpointing
 GB_PER_TOKEN = 0.48e-3  # for each token of a text
 DEFAULT_CARD = "H200"  # the paper's
-RESUME_HINT = "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, or starts again"
+RESUME_HINT = (
+    "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, written every --save-steps "
+    "steps, or starts again if there is none"
+)
 # Spellings of version 0.2, and today's: the old ones work, and a note names the new one. `key=value` stands for
 # every setting.
 OLD_SPELLINGS = {"--output": "--output-dir", "key=value": "--key value"}
