@@ -8,8 +8,8 @@ name. Below a paragraph, a list or a table, a comment names its figures in their
 
     <!-- figures: bundled.plain avx2.plain -->
 
-A figure is a speedup (`1.23x`), a share (`12 %`), a time or rate (`30 s`, `4 minutes`, `90 MB/s`), any other number
-with decimals, and a date (`27 November 2026`). Code, addresses and versions behind a program's name are none. What was
+A figure is a speedup (`1.23x`), a share (`12 %`), a time, rate or size (`30 s`, `4 minutes`, `90 MB/s`, `2 GB`), any other
+number with decimals, and a date (`27 November 2026`). Code, addresses and versions behind a program's name are none. What was
 not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or counts, without
 measuring); one such name may stand for all figures of the block.
 
@@ -40,11 +40,11 @@ ORDER = "a comment names each figure above it, in their order"
 
 MONTHS = "January February March April May June July August September October November December".split()
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-UNIT = r"(?:tokens/s|tokens per second|[kMG]i?B/s|ms|s|seconds?|min|minutes?|h|hours?)\b"
+UNIT = r"(?:tokens/s|tokens per second|[kMGT]i?B(?:/s)?|[mµ]s|s|seconds?|min|minutes?|h|hours?|days?)\b"
 FIGURE = re.compile(
     rf"(?P<date>\b\d{{1,2}} (?:{'|'.join(MONTHS)})(?: \d{{4}})?\b)"
     rf"|(?<![\w.,])(?<![A-Za-z]-)(?:(?P<speedup>{NUMBER})[x×](?!\w)|(?P<share>{NUMBER})(?=\s?(?:%|percent))"
-    rf"|(?P<time>{NUMBER})(?=\s(?:CPU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d))"
+    rf"|(?P<time>{NUMBER})(?=\s?(?:[CG]PU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d))"
 )
 COMMENT = re.compile(r"<!-- figures: (.*?)-->", re.DOTALL)
 # Lines up to an empty one, and the comment behind it.
