@@ -92,36 +92,35 @@ def speeds_of(report: EvalReport) -> dict[str, float | None]:
     }
 
 
-def acceptance_of(target, draft, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int = 8) -> dict:
+def acceptance_lengths(
+    target, draft, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int = 8
+) -> dict[str, list[int]]:
     """
-    tau in whole blocks and in draft trees: tokens committed per verification, over all verifications. Several prompts
-    are decoded at a time, greedily and with packed weights, so that no speed can be read from this.
+    Tokens committed by each verification in whole blocks and in draft trees; tau is their mean. Several prompts are
+    decoded at a time, greedily and with packed weights, so that no speed can be read from this.
 
     Args:
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         rows (`int`): Prompts in a batch, padded on the left.
 
     Returns:
-        `dict` with `tau` and `tau_of_trees`.
+        `dict[str, list[int]]`: `blocks` and `trees`.
     """
     drafters = drafters_of_methods(draft)
-    taus = {}
+    lengths: dict[str, list[int]] = {"blocks": [], "trees": []}
     with packed_weights(target, draft):
-        for name, method in (("tau", WHOLE_BLOCKS), ("tau_of_trees", DRAFT_TREES)):
-            lengths: list[int] = []
+        for name, method in (("blocks", WHOLE_BLOCKS), ("trees", DRAFT_TREES)):
             for start in range(0, len(prompts), rows):
-                inputs = padded(prompts[start : start + rows])
                 output = target.generate(
-                    **inputs,
+                    **padded(prompts[start : start + rows]),
                     assistant_model=drafters[method],
                     max_new_tokens=max_new_tokens,
                     do_sample=False,
                     return_dict_in_generate=True,
                 )
                 for lengths_of_row in output.acceptance_lengths:
-                    lengths += lengths_of_row
-            taus[name] = sum(lengths) / len(lengths)
-    return taus
+                    lengths[name] += lengths_of_row
+    return lengths
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ each. Needs torchao and bitsandbytes.
 import argparse
 import gzip
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -26,11 +27,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from cells import acceptance_lengths
 from transformers import AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from dflash_hf import DFlashDraftModel, cli
 from dflash_hf._io.files import atomic
-from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import hardware, with_decoding_config
 from dflash_hf.evaluation.methods import TREE_NODES
 from dflash_hf.pairs.loading import Loading, load_draft, load_target
@@ -171,32 +172,15 @@ def acceptance(work: Work, target, draft) -> dict[str, float]:
     """
     tau on held-out chats: tokens committed per verification, over all verifications; in blocks, and in trees.
     """
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder(), padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     rows = [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][: work.arguments.prompts]
-    block = draft.config.max_block_tokens
-    drafters = {
-        "blocks": with_decoding_config(draft, block_size=block),
-        "trees": with_decoding_config(draft, block_size=block, tree_nodes=TREE_NODES),
-    }
-    figures = {}
-    with packed_weights(target, draft):
-        for name, drafter in drafters.items():
-            lengths = []
-            for start in range(0, len(rows), ROWS_AT_A_TIME):
-                chats = [row["messages"][:1] for row in rows[start : start + ROWS_AT_A_TIME]]
-                options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-                inputs = tokenizer.apply_chat_template(chats, padding=True, **options)
-                output = target.generate(
-                    **inputs,
-                    assistant_model=drafter,
-                    max_new_tokens=work.arguments.max_new_tokens,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                )
-                for row_lengths in output.acceptance_lengths:
-                    lengths += row_lengths
-            figures[name] = sum(lengths) / len(lengths)
-            figures[f"{name}_verifications"] = len(lengths)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    prompts = [tokenizer.apply_chat_template(row["messages"][:1], **options) for row in rows]
+    figures: dict[str, float] = {}
+    lengths = acceptance_lengths(target, draft, prompts, work.arguments.max_new_tokens, ROWS_AT_A_TIME)
+    for name, lengths_of_method in lengths.items():
+        figures[name] = statistics.fmean(lengths_of_method)
+        figures[f"{name}_verifications"] = len(lengths_of_method)
     return figures
 
 

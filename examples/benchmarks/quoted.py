@@ -8,10 +8,10 @@ name. Below a paragraph, a list or a table, a comment names its figures in their
 
     <!-- figures: bundled.plain avx2.plain -->
 
-A figure is a speedup (`1.23x`), a share (`12 %`), a time, rate or size (`30 s`, `4 minutes`, `90 MB/s`, `2 GB`), any other
-number with decimals, and a date (`27 November 2026`). Code, addresses and versions behind a program's name are none. What was
-not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or counts, without
-measuring); one such name may stand for all figures of the block.
+A figure is a speedup (`1.23x`), a share (`12 %`), a time, rate or size (`30 s`, `4 minutes`, `90 MB/s`, `2 GB`), any
+other number with decimals, and a date (`27 November 2026`). Code, addresses and versions behind a program's name are
+none. What was not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or
+counts, without measuring); one such name may stand for all figures of the block.
 
 Below a fence of output with speedups, shares or times, `<!-- output: NAME -->` names the measurement that printed it.
 

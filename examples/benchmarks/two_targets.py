@@ -16,9 +16,10 @@ import argparse
 import gzip
 import importlib.util
 import json
+import statistics
 from pathlib import Path
 
-from cells import Cells, acceptance_of, capability, described, speeds_of, table
+from cells import Cells, acceptance_lengths, capability, described, speeds_of, table
 from transformers import AutoTokenizer
 
 from dflash_hf.data.encode import RowEncoder
@@ -82,7 +83,9 @@ def measure(arguments) -> None:
         acceptance = {**cell, "measures": ACCEPTANCE, "prompts": min(arguments.prompts, len(rows))}
         if not CELLS.has(acceptance):
             prompts = [prompt_ids(encoder, row) for row in spread(rows, acceptance["prompts"])]
-            CELLS.add(acceptance, acceptance_of(target, draft, prompts, arguments.max_new_tokens))
+            lengths = acceptance_lengths(target, draft, prompts, arguments.max_new_tokens)
+            taus = {"tau": statistics.fmean(lengths["blocks"]), "tau_of_trees": statistics.fmean(lengths["trees"])}
+            CELLS.add(acceptance, taus)
         speed = {**cell, "measures": SPEED, "prompts": min(arguments.timed_prompts, len(rows))}
         if not CELLS.has(speed):
             prompts = [prompt_ids(encoder, row) for row in spread(rows, speed["prompts"])]
