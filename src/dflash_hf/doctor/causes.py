@@ -1,6 +1,5 @@
 """`diagnose`: run all experiments on a pair, and choose the likeliest cause."""
 
-import bisect
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,7 @@ from dflash_hf.doctor.comparison import MIN_STANDARD_ERRORS, Result, likeliest
 from dflash_hf.doctor.experiments import FITS_BASE_ONLY, TRAIN_AGAIN, plan_experiments, quantisation_of
 from dflash_hf.doctor.measuring import Cause, Counts, Experiment, TextCounts, measure
 from dflash_hf.doctor.report import Diagnosis
-from dflash_hf.evaluation.report import DEPTHS, DepthReport, depth_reports
+from dflash_hf.evaluation.report import DepthReport, depth_index, depth_reports
 from dflash_hf.evaluation.text import depth_phrase
 from dflash_hf.training.held_out import is_overfitted
 
@@ -94,13 +93,13 @@ def depths_of(texts: DraftedTexts, counts: Counts) -> list[DepthReport]:
 
 def falls_with_depth(texts: DraftedTexts, counts: Counts) -> bool:
     """
-    Whether tau is lower in long texts than in short ones, by more than chance and by a tenth. Of
-    [`~dflash_hf.evaluation.report.DEPTHS`], the first and the last that occur are compared.
+    Whether tau is lower in long texts than in short ones, by more than chance and by a tenth. Of the ranges of lengths
+    that [`~dflash_hf.evaluation.report.DEPTHS`] separates, the first and the last that occur are compared.
     """
     taus: dict[int, list[float]] = {}
     for text, count in zip(texts, counts.texts, strict=True):
         if text is not None:
-            taus.setdefault(bisect.bisect_right(DEPTHS, _depth_of(text)), []).append(_tau_of(count))
+            taus.setdefault(depth_index(_depth_of(text)), []).append(_tau_of(count))
     shallow = taus[min(taus)]
     deep = taus[max(taus)]
     if min(taus) == max(taus) or min(len(shallow), len(deep)) < MIN_TEXTS_OF_DEPTH:

@@ -96,6 +96,11 @@ class DepthReport:
     tau: float
 
 
+def depth_index(tokens: int) -> int:
+    """Which range of lengths a text of so many tokens is in, counted from 0; [`DEPTHS`] separates the ranges."""
+    return bisect.bisect_right(DEPTHS, tokens)
+
+
 def depth_reports(rounds: Iterable[tuple[int, float]]) -> list[DepthReport]:
     """
     Acceptance at each of [`DEPTHS`] that occurs.
@@ -105,7 +110,7 @@ def depth_reports(rounds: Iterable[tuple[int, float]]) -> list[DepthReport]:
     """
     lengths_of_depths: list[list[float]] = [[] for _ in range(len(DEPTHS) + 1)]
     for tokens, length in rounds:
-        lengths_of_depths[bisect.bisect_right(DEPTHS, tokens)].append(length)
+        lengths_of_depths[depth_index(tokens)].append(length)
     depths = []
     for begin, end, lengths in zip((0, *DEPTHS), (*DEPTHS, None), lengths_of_depths, strict=True):
         if lengths:
