@@ -37,7 +37,7 @@ GB_PER_TOKEN = 0.48e-3  # for each token of a text
 DEFAULT_CARD = "H200"  # the paper's
 RESUME_HINT = (
     "the same command with --resume-from-checkpoint auto goes on from the last checkpoint, written every --save-steps "
-    "steps, or starts again if there is none"
+    "steps and at Ctrl-C, or starts again if there is none"
 )
 # Spellings of version 0.2, and today's: the old ones work, and a note names the new one. `key=value` stands for
 # every setting.

@@ -52,6 +52,7 @@ from dflash_hf.training.features import (
     stored_tokens,
 )
 from dflash_hf.training.held_out import PREFIX, held_out_of_checkpoint, split_rows
+from dflash_hf.training.interruption import checkpoint_on_interrupt
 from dflash_hf.training.nodes import check_same_checkpoint, one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
 from dflash_hf.training.rows import validate_and_count
@@ -394,7 +395,8 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
             run.say(f"resuming from {run.checkpoint}")
         seconds_before = TimeBudget.clock() - run.start_time
         reserved_seconds = seconds_before + _seconds_after(run, draft, data)
-        trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
+        with checkpoint_on_interrupt(trainer, run.say):
+            trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
         # 4. What it was not trained on, and the drafter.
         if data.held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
