@@ -101,7 +101,8 @@ def test_demo_recipe_makes_a_drafter_that_decodes(folder, data, tmp_path, capsys
     code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
     assert code == 0 and "resuming from" in out and "checkpoint-2" in out
     more = tmp_path / "two words"
-    code, out, _ = train(capsys, folder, more, f"data={data}", f"draft={output}")
+    code, out, _ = train(capsys, folder, more, f"data={data}", f"draft={output}", "resume_from_checkpoint=auto")
+    assert f"no complete checkpoint in {more}: starting a new run" in out
     assert code == 0 and f"dflash eval --target {folder} --draft '{more}' --data" in out  # it was not quoted
     more = DFlashDraftConfig.from_pretrained(more)
     assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}

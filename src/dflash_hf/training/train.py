@@ -393,6 +393,8 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         # 3. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
         if run.checkpoint:
             run.say(f"resuming from {run.checkpoint}")
+        elif not run.is_new:
+            run.say(f"no complete checkpoint in {run.folder}: starting a new run")
         seconds_before = TimeBudget.clock() - run.start_time
         reserved_seconds = seconds_before + _seconds_after(run, draft, data)
         with checkpoint_on_interrupt(trainer, run.say):
