@@ -89,6 +89,10 @@ FAULTS = {
     "an unknown file": (RIGHT[10:].replace("pair.plain", "pear.plain"), ["there is no pear.plain"]),
     "an old version": (RIGHT[10:].replace("pair.plain", "old.plain"), ["2.49", "dflash-hf 0.1", "make figures"]),
     "another torch": (RIGHT[10:].replace("fast", "fast with torch 2.12.0"), ["torch 2.12.0", "2.13.0"]),
+    "another version of the package": (
+        RIGHT[10:].replace("fast", "fast with dflash-hf 0.1"),
+        ["dflash-hf 0.1", "0.3"],
+    ),
     "the paper's as ours": ("A call is 4.9x as fast.\n<!-- figures: paper -->", ["page.md:3", "the paper's"]),
 }
 

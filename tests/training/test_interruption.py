@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
-from support.runs import BLOCK, make_trainer
+from support.runs import BLOCK, history, make_trainer
 from transformers import TrainerCallback
 
 from dflash_hf.training.checkpoints import last_checkpoint
@@ -62,6 +62,17 @@ def test_step_and_checkpoint_are_finished(times, options, finished_steps, checkp
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_ctrl_c_after_the_last_step_is_not_lost(tmp_path):
+    class CtrlCAtTheEnd(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make_run(tmp_path, [CtrlCAtTheEnd()])
+    with pytest.raises(KeyboardInterrupt), checkpoint_on_interrupt(trainer, print):
+        trainer.train()
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"
+
+
 def test_interrupted_run_resumes(tmp_path):
     """It ends with the losses of a run that was not interrupted."""
     whole = make_run(tmp_path / "whole")
@@ -71,8 +82,8 @@ def test_interrupted_run_resumes(tmp_path):
         interrupted.train()
     resumed = make_run(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
-    losses = [[line["loss"] for line in run.state.log_history if "loss" in line] for run in (whole, resumed)]
-    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], abs=1e-6)
+    losses = history(whole, "loss")
+    assert len(losses) == 4 and history(resumed, "loss") == pytest.approx(losses, abs=1e-6)
 
 
 def test_ignored_ctrl_c_remains_so(tmp_path):

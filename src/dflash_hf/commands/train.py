@@ -14,7 +14,6 @@ every setting is an option and a recipe key (--max-minutes, max_minutes); --keys
 
 import argparse
 import dataclasses
-import difflib
 import json
 import re
 import shlex
@@ -216,8 +215,7 @@ def remedy(unknown: list[str], words: list[str], parser) -> str:
     for word in unknown:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--"):
-            nearest = difflib.get_close_matches(option, parser.options, n=1, cutoff=0.0)[0]
-            sentences.append(f"did you mean {nearest}?")
+            sentences.append(f"did you mean {parser.nearest_option(option, cutoff=0.0)}?")
     for option in ("--data", "--eval-data"):
         if option in words[:-1]:
             try:

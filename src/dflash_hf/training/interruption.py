@@ -1,4 +1,4 @@
-"""Ctrl-C during training: a checkpoint first."""
+"""Ctrl-C during training saves a checkpoint before the run ends."""
 
 import contextlib
 import signal
@@ -37,8 +37,8 @@ class CheckpointOnInterruptCallback(TrainerCallback):
 @contextlib.contextmanager
 def checkpoint_on_interrupt(trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
     """
-    Meanwhile Ctrl-C lets the trainer finish its step and save a checkpoint before `KeyboardInterrupt` is raised; a
-    second Ctrl-C raises it at once.
+    While this context is active, Ctrl-C lets the trainer finish its step and save a checkpoint before
+    `KeyboardInterrupt` is raised; a second Ctrl-C raises it at once.
 
     Runs of several processes, runs that save no checkpoints and threads other than the main one, which receives no
     signals, are ended at once, as usual. Where Ctrl-C is ignored, as in the background of a shell, it remains so.
@@ -63,6 +63,8 @@ def checkpoint_on_interrupt(trainer: Trainer, say: Callable[[str], None]) -> Ite
     trainer.add_callback(callback)
     try:
         yield
+        if callback.requested:  # after the last step
+            raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, previous_handler)
         trainer.remove_callback(callback)
