@@ -67,6 +67,10 @@ FAULTS = {
     "days": ("It takes 3 days.", ["page.md:3", "3"]),
     "a size": ("It takes 14 GB.", ["page.md:3", "14"]),
     "a date": ("Since 27 November.", ["page.md:3", "27 November"]),
+    "the lower end of a range": (
+        "It is 9 to 12 % faster, 10-20x with more.\n<!-- figures: pair.plain pair.plain -->",
+        ["2 figures, above it stand 4", "9, 12"],
+    ),
     "a share in words": ("It is 12 percent faster.", ["page.md:3", "12"]),
     "another sign": ("It is **2.5×** as fast, tau=2.4.", ["page.md:3", "2.5", "2.4"]),
     "a figure in backticks": ("It is `2.5x` as fast.", ["page.md:3", "2.5"]),

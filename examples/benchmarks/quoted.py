@@ -8,10 +8,11 @@ name. Below a paragraph, a list or a table, a comment names its figures in their
 
     <!-- figures: bundled.plain avx2.plain -->
 
-A figure is a speedup (`1.23x`), a share (`12 %`), a time, rate or size (`30 s`, `4 minutes`, `90 MB/s`, `2 GB`), any
-other number with decimals, and a date (`27 November 2026`). Code, addresses and versions behind a program's name are
-none. What was not measured here is named `paper`, `setting` (chosen, or a version) or `computed` (from shapes or
-counts, without measuring); one such name may stand for all figures of the block.
+A figure is a speedup (`1.23x`), a share (`12 %`), a time, rate or size (`30 s`, `4 minutes`, `90 MB/s`, `2 GB`), the
+lower end of a range of those (`10 to 12 %`), any other number with decimals, and a date (`27 November 2026`). Code,
+addresses and versions behind a program's name are none. What was not measured here is named `paper`, `setting`
+(chosen, or a version) or `computed` (from shapes or counts, without measuring); one such name may stand for all
+figures of the block.
 
 Below a fence of output with speedups, shares or times, `<!-- output: NAME -->` names the measurement that printed it.
 
@@ -44,7 +45,8 @@ UNIT = r"(?:tokens/s|tokens per second|[kMGT]i?B(?:/s)?|[mµ]s|s|seconds?|min|mi
 FIGURE = re.compile(
     rf"(?P<date>\b\d{{1,2}} (?:{'|'.join(MONTHS)})(?: \d{{4}})?\b)"
     rf"|(?<![\w.,])(?<![A-Za-z]-)(?:(?P<speedup>{NUMBER})[x×](?!\w)|(?P<share>{NUMBER})(?=\s?(?:%|percent))"
-    rf"|(?P<time>{NUMBER})(?=\s?(?:[CG]PU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d))"
+    rf"|(?P<time>{NUMBER})(?=\s?(?:[CG]PU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d)"
+    rf"|(?P<lower>{NUMBER})(?=(?: to |–|-){NUMBER}(?:[x×](?!\w)|\s?(?:%|percent|(?:[CG]PU )?{UNIT}))))"
 )
 COMMENT = re.compile(r"<!-- figures: (.*?)-->", re.DOTALL)
 # Lines up to an empty one, and the comment behind it.
