@@ -12,7 +12,6 @@ target, so what it accepts is what equals the text. A line of `FILE.jsonl` is an
 
 import argparse
 import copy
-import gzip
 import json
 import math
 import time
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from cells import read_json_lines
 from context_trials import DFlow, with_rejected
 from torch import nn
 from transformers import DynamicCache
@@ -186,8 +186,7 @@ def verified(batch: dict, pair, drafted: torch.LongTensor, accepted: torch.LongT
 
 def texts(name: str, tokenizer, longest: int, count: int, seed: int = 0) -> list[dict]:
     """Random rows of a file of answers, as ids and masks, in the order of their lengths."""
-    with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_json_lines(data_folder() / f"{name}.jsonl.gz")
     encoder = RowEncoder(ChatTemplate(tokenizer), max_length=longest, mask_token_id=16)
     examples = list[dict]()
     for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():

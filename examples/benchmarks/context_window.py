@@ -15,7 +15,6 @@ conversation or text appends its lines to `results/context_window.jsonl` and is 
 """
 
 import argparse
-import gzip
 import json
 import random
 import statistics
@@ -25,6 +24,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from cells import read_json_lines
 from transformers import DynamicCache
 
 from dflash_hf.decoding import draft_context
@@ -72,13 +72,12 @@ def answered(pair: LoadedPair) -> list[list[dict]]:
     """Held-out conversations, each as messages that end with an answer."""
     conversations = []
     for name in ("held_out", "held_out_conversations"):
-        with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-            for row in map(json.loads, file):
-                messages = list(row["messages"])
-                if messages[-1]["role"] == "user":
-                    answer = pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
-                    messages.append({"role": "assistant", "content": answer})
-                conversations.append(messages)
+        for row in read_json_lines(data_folder() / f"{name}.jsonl.gz"):
+            messages = list(row["messages"])
+            if messages[-1]["role"] == "user":
+                answer = pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": answer})
+            conversations.append(messages)
     return conversations
 
 
@@ -249,7 +248,7 @@ def main() -> None:
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    lines = read_json_lines(RESULTS) if RESULTS.exists() else []
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)

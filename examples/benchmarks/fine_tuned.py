@@ -10,7 +10,6 @@ WORK are skipped. One CPU thread; writes `results/fine_tuned.md`.
 """
 
 import argparse
-import gzip
 import json
 import re
 import sys
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from cells import read_json_lines
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,11 +34,6 @@ TAUGHT = 240  # answers in the new style
 RESULT = Path(__file__).parent / "results" / "fine_tuned.md"
 
 
-def rows_of(name: str) -> list[dict]:
-    with gzip.open(data_folder() / name, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def in_style(answer: str) -> str:
     """The same answer in the house style."""
     parts = [part.strip(" -*#") for part in re.split(r"\n+|(?<=[.!?])\s+", answer) if len(part) > 20]
@@ -53,7 +48,7 @@ def fine_tune(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     optimizer = torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=5e-4)
-    for number, row in enumerate(rows_of("answers.jsonl.gz")[:TAUGHT]):
+    for number, row in enumerate(read_json_lines(data_folder() / "answers.jsonl.gz")[:TAUGHT]):
         answer = in_style(tokenizer.decode(row["response_ids"], skip_special_tokens=True))
         prompt = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
         ids = prompt + tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]
@@ -99,10 +94,10 @@ def main() -> None:
     if not (target / "config.json").exists():
         fine_tune(target)
 
-    prompts = requests(work / "prompts.jsonl", rows_of("answers.jsonl.gz")[TAUGHT:][: arguments.rows])
-    unseen = requests(
-        work / "unseen.jsonl", [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][:24]
-    )
+    answers = read_json_lines(data_folder() / "answers.jsonl.gz")[TAUGHT:]
+    chats = [row for row in read_json_lines(data_folder() / "held_out.jsonl.gz") if row["kind"] == "chat"]
+    prompts = requests(work / "prompts.jsonl", answers[: arguments.rows])
+    unseen = requests(work / "unseen.jsonl", chats[:24])
     greedy = ("--target", target, "--mask-token-id", 16, "--temperature", 0, "--max-new-tokens", 160)
     dflash("regenerate", "--data", prompts, "--output", answers, *greedy)
     dflash("regenerate", "--data", unseen, "--output", held_out, *greedy)

@@ -10,13 +10,12 @@ time. Methods decode the same prompts in turn, and each drafter keeps its own st
 
 import argparse
 import copy
-import gzip
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from cells import read_json_lines
 
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.decoding.prompt_lookup import PromptLookup
@@ -31,12 +30,11 @@ def prompts(count: int) -> dict[str, list[list[dict]]]:
     """Conversations that end with the user's turn, by kind."""
     rows_of_kind: dict[str, list] = {}
     for name in ("held_out", "held_out_conversations"):
-        with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-            for row in map(json.loads, file):
-                messages = row["messages"]
-                messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-                kind = row["kind"] if len(messages) == 1 else f"{row['kind']}, later turns"
-                rows_of_kind.setdefault(kind, []).append(messages)
+        for row in read_json_lines(DATA / f"{name}.jsonl.gz"):
+            messages = row["messages"]
+            messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            kind = row["kind"] if len(messages) == 1 else f"{row['kind']}, later turns"
+            rows_of_kind.setdefault(kind, []).append(messages)
     for name in ("humaneval", "rewriting"):
         rows_of_kind[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)]
     return {kind: rows[:count] for kind, rows in rows_of_kind.items() if len(rows) >= count}

@@ -12,7 +12,6 @@ seconds of one thread.
 
 import argparse
 import copy
-import gzip
 import itertools
 import json
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from cells import read_json_lines
 from lookup import DATA, inputs_of
 from sizes import TEXTS
 
@@ -71,10 +71,9 @@ def conversations_of(kind: str, count: int) -> list[list[dict]]:
     if kind in GENERATED:
         return [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, count)]
     requests = []
-    with gzip.open(DATA / "held_out.jsonl.gz", "rt", encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            if row["kind"] == kind:
-                requests.append([message for message in row["messages"] if message["role"] != "assistant"])
+    for row in read_json_lines(DATA / "held_out.jsonl.gz"):
+        if row["kind"] == kind:
+            requests.append([message for message in row["messages"] if message["role"] != "assistant"])
     return requests[:count]
 
 

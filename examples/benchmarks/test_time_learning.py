@@ -14,7 +14,6 @@ are CPU seconds of the process: other jobs share the machine.
 
 import argparse
 import copy
-import gzip
 import json
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cells import read_json_lines
 from torch import nn
 from transformers import DynamicCache
 
@@ -103,8 +103,7 @@ def writers_of(tokenizer) -> dict[str, Writer]:
     for seed, (name, (temperature, request)) in enumerate(WRITTEN.items()):
         ids = prompt_ids(encoder, {"messages": [{"role": "user", "content": request}]})
         writers[name] = Writer(temperature, [ids], True, seed)
-    with gzip.open(data_folder() / "held_out.jsonl.gz", "rt") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_json_lines(data_folder() / "held_out.jsonl.gz")
     for index, name in enumerate(CHATS):
         first, *rest = rows[index :: len(CHATS)]
         turns = ["\n<|im_start|>user\n" + row["messages"][0]["content"] for row in rest]
@@ -595,11 +594,10 @@ def table(work: Path, verify: float, draft: float):
     draft `draft` milliseconds and a step what it took.
     """
     runs: dict[str, dict[str, dict]] = {}
-    with open(work / "runs.jsonl") as file:
-        for run in map(json.loads, file):
-            part = f" (first {run['most']})" if run["most"] < 2000 else ""
-            run["settings"] = str(Settings(**run["settings"])) + part
-            runs.setdefault(run["text"], {})[run["settings"]] = run
+    for run in read_json_lines(work / "runs.jsonl"):
+        part = f" (first {run['most']})" if run["most"] < 2000 else ""
+        run["settings"] = str(Settings(**run["settings"])) + part
+        runs.setdefault(run["text"], {})[run["settings"]] = run
     for text, by_settings in runs.items():
         base = None
         for settings, run in by_settings.items():
