@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dflash_hf.cli import main
+from dflash_hf.evaluation.server_eval import evaluate_server
+from dflash_hf.synthetic.chat_client import ChatClient
 
 
 TOKENS = 12  # of each answer: the first, and three verifications that commit 4, 1 and 6 tokens
@@ -240,6 +242,31 @@ def test_report_names_what_a_server_leaves_out(rows, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tokens/s          not measured: answers have no usage.completion_tokens" in printed
     assert "model             some/model was requested, m answered" in printed
+
+
+def test_interruption_does_not_wait_for_answers(monkeypatch):
+    stand_in = StandIn("dflash")
+    may_answer = threading.Event()
+    answered = []
+
+    def answer(body):
+        if body["messages"][-1]["content"] == "slow":
+            may_answer.wait(10)
+            answered.append(body)
+        return StandIn.answer(stand_in, body)
+
+    def interrupt(outcomes):
+        yield next(iter(outcomes))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stand_in, "answer", answer)
+    conversations = [[[{"role": "user", "content": text}]] for text in ("fast", "slow")]
+    with running(stand_in) as url:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_server(ChatClient(url, {"model": "m"}, {}), conversations, 2, interrupt)
+        is_early = not answered
+        may_answer.set()
+    assert is_early
 
 
 def test_benchmarks_are_sent_without_thinking(tmp_path, capsys):
