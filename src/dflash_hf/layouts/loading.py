@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.integrations.peft import maybe_load_adapters
 
-from dflash_hf._io.names import dtype_name
 from dflash_hf.layouts.checkpoint import Checkpoint, read_checkpoint
 from dflash_hf.modeling import modeling_dflash
 
@@ -144,8 +143,8 @@ def check_quantised_dtype(name: str, model) -> None:
         is_quantised = type(parameter).dequantize is not torch.Tensor.dequantize
         if is_quantised and parameter.dtype != dtype:
             raise ValueError(
-                f"{name}: dtype={dtype_name(dtype)} is not that of the quantised {path}: load the drafter with "
-                f"dtype={dtype_name(parameter.dtype)}, or without a dtype."
+                f"{name}: dtype={dtype} is not that of the quantised {path}: load the drafter with "
+                f"dtype={parameter.dtype}, or without a dtype."
             )
 
 
