@@ -142,9 +142,10 @@ def check_quantised_dtype(name: str, model) -> None:
     for path, parameter in model.named_parameters():
         is_quantised = type(parameter).dequantize is not torch.Tensor.dequantize
         if is_quantised and parameter.dtype != dtype:
+            remedy = f"dtype={parameter.dtype}".replace("torch.", "")  # as commands take it, too
             raise ValueError(
-                f"{name}: dtype={dtype} is not that of the quantised {path}: load the drafter with "
-                f"dtype={parameter.dtype}, or without a dtype."
+                f"{name}: its {path} is quantised in {parameter.dtype}, and {dtype} was asked for: load the drafter "
+                f"with {remedy}, or without a dtype."
             )
 
 
