@@ -1,6 +1,7 @@
 """`dflash eval --server`, against small servers that count as vLLM, SGLang, llama.cpp and `dflash serve` do."""
 
 import json
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dflash_hf.cli import main
+from dflash_hf.evaluation.server_eval import evaluate_server
+from dflash_hf.synthetic.chat_client import ChatClient
 
 
 TOKENS = 12  # of each answer: the first, and three verifications that commit 4, 1 and 6 tokens
@@ -200,6 +203,72 @@ def test_server_without_drafts_is_an_error(dialect, remedy, rows, capsys):
     assert "has counted no drafts" in message and remedy in message
 
 
+@pytest.mark.parametrize(
+    "answers, page, message",
+    [
+        (500, "/metrics", "counters of http://127.0.0.1:.* went back"),
+        (1001, "/gone", r"\(vLLM\) no longer shows its counters at /metrics"),
+    ],
+    ids=["restart", "page"],
+)
+def test_lost_counters_are_an_error(answers, page, message, rows, monkeypatch, capsys):
+    """The counts since the server's start, negative, gave a plausible tau."""
+    stand_in = StandIn("vllm")
+
+    def answer_and_lose(body):
+        completion = StandIn.answer(stand_in, body)
+        if len(stand_in.bodies) == 4:
+            stand_in.answers = answers
+            monkeypatch.setattr(stand_in, "page", lambda path: StandIn.page(stand_in, path) if path == page else None)
+        return completion
+
+    monkeypatch.setattr(stand_in, "answer", answer_and_lose)
+    with running(stand_in) as url:
+        assert main(["eval", "--server", url, "--data", str(rows)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_report_names_what_a_server_leaves_out(rows, monkeypatch, capsys):
+    stand_in = StandIn("llama.cpp")
+
+    def answer(body):
+        completion = StandIn.answer(stand_in, body)
+        del completion["usage"]
+        return completion
+
+    monkeypatch.setattr(stand_in, "answer", answer)
+    with running(stand_in) as url:
+        assert main(["eval", "--server", url, "--data", str(rows)]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s          not measured: answers have no usage.completion_tokens" in printed
+    assert "model             some/model was requested, m answered" in printed
+
+
+def test_interruption_does_not_wait_for_answers(monkeypatch):
+    stand_in = StandIn("dflash")
+    may_answer = threading.Event()
+    answered = []
+
+    def answer(body):
+        if body["messages"][-1]["content"] == "slow":
+            may_answer.wait(10)
+            answered.append(body)
+        return StandIn.answer(stand_in, body)
+
+    def interrupt(outcomes):
+        yield next(iter(outcomes))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stand_in, "answer", answer)
+    conversations = [[[{"role": "user", "content": text}]] for text in ("fast", "slow")]
+    with running(stand_in) as url:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_server(ChatClient(url, {"model": "m"}, {}), conversations, 2, interrupt)
+        is_early = not answered
+        may_answer.set()
+    assert is_early
+
+
 def test_benchmarks_are_sent_without_thinking(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "P"}) + "\n", encoding="utf-8")
     stand_in = StandIn("sglang")
@@ -217,6 +286,10 @@ def test_rejected_conversations_are_counted(tmp_path, capsys):
     with running(StandIn("dflash")) as url:
         assert main(["eval", "--server", url, "--data", str(tmp_path / "rows.txt")]) == 1
     assert "rejected          1 conversations: the server answers 400: too long" in capsys.readouterr().out
+    (tmp_path / "rows.txt").write_text("refuse\nrefuse\n", encoding="utf-8")
+    with running(StandIn("dflash")) as url:
+        assert main(["eval", "--server", url, "--data", str(tmp_path / "rows.txt")]) == 1
+    assert "rejects all conversations: the server answers 400: too long" in capsys.readouterr().err
 
 
 def test_options_of_a_local_pair_are_refused(rows, capsys):

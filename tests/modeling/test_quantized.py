@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.layouts.loading import check_quantised_dtype
 from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
@@ -154,6 +155,23 @@ def test_eight_bit_drafter_is_loaded_as_a_plain_one(kind, tmp_path):
     again = DFlashDraftModel.from_pretrained(tmp_path / "plain")
     for parameter, expected in zip(again.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(parameter, expected)
+
+
+def test_quantised_weights_of_another_dtype_are_refused():
+    """Those of torchao stay in the dtype of quantisation, and the first product failed."""
+
+    class Quantised(torch.nn.Parameter):
+        def dequantize(self):
+            raise NotImplementedError
+
+    draft = small_pair()[1]
+    draft.fc.weight = Quantised(draft.fc.weight.to(torch.bfloat16), requires_grad=False)
+    with pytest.raises(
+        ValueError,
+        match="fc.weight is quantised in torch.bfloat16, and torch.float32 was asked for: .*dtype=bfloat16,",
+    ):
+        check_quantised_dtype("d", draft)
+    check_quantised_dtype("d", draft.to(torch.bfloat16))
 
 
 F8 = torch.float8_e4m3fn

@@ -27,7 +27,7 @@ from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, set_name, wi
 
 
 RUNS = 3
-RESUME_HINT = "run the same command again; with --output it goes on behind the prompts that it has decoded"
+RESUME_HINT = "run the same command again; with --output, a pair goes on behind the prompts that it has decoded"
 # With `--pretend-tau`, what is decoded unless given: a script decides what is accepted, so a few texts are enough.
 PRETEND_DATA = "arithmetic"
 PRETEND_PROMPTS = 2

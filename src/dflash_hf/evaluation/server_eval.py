@@ -19,8 +19,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from dflash_hf._io.files import atomic, json_text
@@ -31,6 +31,7 @@ from dflash_hf.synthetic.chat_client import ChatClient, ServerError
 
 SERVER_REPORT_FILE = "server_report.json"
 WARMUP_TOKENS = 16
+_WARMUP = [{"role": "user", "content": "Hello"}]  # short, so that any server takes it
 _VLLM = "vllm:spec_decode_num_"
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+?)(_total)?(\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -233,10 +234,12 @@ class ServerReport:
         acceptance_rate (`float`, *optional*): Share of the drafted tokens that were accepted, if these are counted.
         acceptance_by_position (`list[float]`): Share of the drafts of which the token at each position was accepted;
             empty if this is not counted.
-        tokens_per_second (`float`): New tokens of all answers by the time from the first request to the last answer;
-            prompts and waiting count in the time.
-        tokens (`int`), seconds (`float`): The same, apart.
+        tokens_per_second (`float`, *optional*): New tokens of all answers by the time from the first request to the
+            last answer; prompts and waiting count in the time.
+        tokens (`int`, *optional*), seconds (`float`): The same, apart. The tokens are those of `usage`; `None` if an
+            answer has none.
         answers (`int`): Number of answers.
+        models (`list[str]`): The names by which the answers call their model.
         rejected (`dict[str, int]`): How many conversations the server rejected, by reason.
         counts (`Counts`): The counters.
         setting (`dict`): The server's address, model, number of parallel requests, prompts, limits, temperature.
@@ -248,10 +251,11 @@ class ServerReport:
     tau: float
     acceptance_rate: float | None
     acceptance_by_position: list[float]
-    tokens_per_second: float
-    tokens: int
+    tokens_per_second: float | None
+    tokens: int | None
     seconds: float
     answers: int
+    models: list[str]
     rejected: dict[str, int]
     counts: Counts
     setting: dict = field(default_factory=dict)
@@ -313,30 +317,37 @@ def evaluate_server(
         progress: Wraps the iteration over the conversations.
 
     Raises:
-        `ServerError`: the server cannot be reached, rejects every request, or has counted no drafts.
+        `ServerError`: the server cannot be reached, rejects every request, has counted no drafts, or its counters were
+            reset meanwhile.
     """
     engine = engine_of(client)
     fields = {**engine.request_fields}
     if client.template_kwargs:
         fields["chat_template_kwargs"] = client.template_kwargs
-    client.completion(conversations[0][0], {**fields, "max_tokens": WARMUP_TOKENS})
+    client.completion(_WARMUP, {**fields, "max_tokens": WARMUP_TOKENS})
     before = _page_counts(client, engine)
     counts = Counts()
-    tokens = 0
-    answers = 0
+    completions: list[dict] = []
     rejected: dict[str, int] = {}
     start = time.perf_counter()
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        outcomes = pool.map(lambda turns: _answers_of(client, turns, fields), conversations)
-        for completions, reason in progress(_Sized(outcomes, len(conversations))):
-            for completion in completions:
-                counts = counts.plus(engine.of_answer(completion))
-                tokens += (completion.get("usage") or {}).get("completion_tokens", 0)
-            answers += len(completions)
+    # Its threads are daemons: a slow server must not keep an interrupted process alive.
+    with ThreadPool(concurrency) as pool:
+        outcomes = pool.imap(lambda turns: _answers_of(client, turns, fields), conversations)
+        for answers, reason in progress(_Sized(outcomes, len(conversations))):
+            completions.extend(answers)
             if reason is not None:
                 rejected[reason] = rejected.get(reason, 0) + 1
     seconds = time.perf_counter() - start
+    if not completions:
+        raise ServerError(f"{client.address} rejects all conversations: {'; '.join(rejected)}.")
+    for completion in completions:
+        counts = counts.plus(engine.of_answer(completion))
     counts = counts.plus(_page_counts(client, engine)).plus(before, -1)
+    if min(counts.verifications, counts.drafted, counts.accepted) < 0:
+        raise ServerError(
+            f"The counters of {client.address} went back during the measurement: the server was started anew, or "
+            "there are several behind this address. Measure again, one server by its own address."
+        )
     tau = engine.tau(counts)
     counter = engine.counter
     definition = engine.definition
@@ -348,6 +359,7 @@ def evaluate_server(
     if tau is None:
         raise ServerError(f"{client.address} ({engine.name}) has counted no drafts: {engine.remedy}.")
     shares = [accepted / counts.verifications for _, accepted in sorted(counts.accepted_at.items())]
+    tokens = _tokens_of(completions)
     return ServerReport(
         engine=engine.name,
         counter=counter,
@@ -355,10 +367,11 @@ def evaluate_server(
         tau=tau,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         acceptance_by_position=shares,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=None if tokens is None else tokens / seconds,
         tokens=tokens,
         seconds=seconds,
-        answers=answers,
+        answers=len(completions),
+        models=sorted({str(completion.get("model")) for completion in completions}),
         rejected=rejected,
         counts=counts,
     )
@@ -372,18 +385,43 @@ def engine_of(client: ChatClient) -> Engine:
         `ServerError`: it cannot be reached, or requires a key.
     """
     for engine in ENGINES:
-        if _page_of(client, engine)[1]:
+        if _find_page(client, engine) is not None:
             return engine
     return ENGINES[-1]
 
 
-def _page_of(client: ChatClient, engine: Engine) -> tuple[str, str]:
-    """The address and the text of the page by which an engine is known; empty if the server has none."""
+def _find_page(client: ChatClient, engine: Engine) -> tuple[str, str] | None:
+    """The address and the text of the page by which an engine is known, if the server has it."""
     for path in engine.pages:
         page = client.page(path) or ""
         if engine.sign in page:
             return path, page
-    return "", ""
+    return None
+
+
+def _page_of(client: ChatClient, engine: Engine) -> tuple[str, str]:
+    """
+    The same page of a server that had it before.
+
+    Raises:
+        `ServerError`: it has it no longer.
+    """
+    page = _find_page(client, engine)
+    if page is None:
+        paths = " or ".join(engine.pages)
+        raise ServerError(f"{client.address} ({engine.name}) no longer shows its counters at {paths}; see its log.")
+    return page
+
+
+def _tokens_of(completions: Sequence[dict]) -> int | None:
+    """New tokens of answers; `None` if one of them does not say."""
+    tokens = 0
+    for completion in completions:
+        tokens_of_answer = (completion.get("usage") or {}).get("completion_tokens")
+        if tokens_of_answer is None:
+            return None
+        tokens += tokens_of_answer
+    return tokens
 
 
 class _Sized:
@@ -426,12 +464,18 @@ def _page_counts(client: ChatClient, engine: Engine) -> Counts:
 def report_lines(report: ServerReport) -> list[str]:
     """A report for a terminal."""
     setting = report.setting
+    if report.tokens_per_second is None:
+        speed = "not measured: answers have no usage.completion_tokens"
+    else:
+        speed = f"{report.tokens_per_second:.1f}"
     lines = [
         f"tau               {report.tau:.2f}: {report.definition}",
         f"counter           {report.engine}: {report.counter}",
-        f"tokens/s          {report.tokens_per_second:.1f}, {setting['concurrency']} at a time, "
-        f"{report.answers} answers; prompts are in the time",
+        f"tokens/s          {speed}, {setting['concurrency']} at a time, {report.answers} answers; "
+        "prompts are in the time",
     ]
+    if report.models != [setting["model"]]:
+        lines.append(f"model             {setting['model']} was requested, {', '.join(report.models)} answered")
     if report.acceptance_rate is not None:
         counts = report.counts
         lines.append(f"drafted tokens    {counts.drafted}, {100 * report.acceptance_rate:.1f} % of them accepted")

@@ -66,6 +66,7 @@ def load_drafter(
     model, info = _load_weights(model_class, name, model_args, config, checkpoint, **kwargs)
     checkpoint.check_loaded(model, info)
     check_cpu_kernels(str(name), model)
+    check_quantised_dtype(str(name), model)
     # 5. What other files hold, or other projects store in another order.
     if checkpoint.mask_embedding is not None:
         model.mask_embedding.data.copy_(checkpoint.mask_embedding)
@@ -126,6 +127,25 @@ def check_cpu_kernels(name: str, model) -> None:
                 f"{name}: {path} has {module.out_features} rows, but bitsandbytes multiplies by 4-bit weights on this "
                 f"processor in multiples of {_ROWS_OF_CPU_KERNEL}: leave it out of quantization_config, with "
                 f"llm_int8_skip_modules=[{path.rpartition('.')[2]!r}, ...]."
+            )
+
+
+def check_quantised_dtype(name: str, model) -> None:
+    """
+    Check that torchao's weights have the dtype of the others. They keep the one that they were quantised from, and
+    most of their products fail with states of another.
+
+    Raises:
+        `ValueError`: a weight has another dtype; names it.
+    """
+    dtype = model.norm.weight.dtype  # a norm is not quantised
+    for path, parameter in model.named_parameters():
+        is_quantised = type(parameter).dequantize is not torch.Tensor.dequantize
+        if is_quantised and parameter.dtype != dtype:
+            remedy = f"dtype={parameter.dtype}".replace("torch.", "")  # as commands take it, too
+            raise ValueError(
+                f"{name}: its {path} is quantised in {parameter.dtype}, and {dtype} was asked for: load the drafter "
+                f"with {remedy}, or without a dtype."
             )
 
 

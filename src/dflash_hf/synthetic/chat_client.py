@@ -147,9 +147,15 @@ class ChatClient:
 
         Raises:
             `ValueError`: it lists several, or none; names them.
+            `ServerError`: it has no list of models.
         """
-        models = json.loads(self.page("/v1/models") or "{}").get("data", [])
-        names = [model["id"] for model in models]
+        try:
+            names = [model["id"] for model in json.loads(self.page("/v1/models") or "")["data"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(
+                f"{self.address} has no list of models at /v1/models; name the model as `target=...`, and check the "
+                "address."
+            ) from error
         if len(names) != 1:
             raise ValueError(
                 f"{self.address} lists {len(names)} models ({', '.join(names)}); name one as `target=...`."
