@@ -27,7 +27,6 @@ from transformers import AutoModel
 
 from dflash_hf._io.argument_types import output_folder, positive
 from dflash_hf._io.names import DTYPES
-from dflash_hf._io.terminal import note
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.conversion.convert import convert
@@ -302,7 +301,7 @@ def load(arguments) -> tuple:
     for name in ("target", "draft"):
         if getattr(arguments, name) == "smollm2":
             setattr(arguments, name, str(drafter_folder() if name == "draft" else smollm2_folder()))
-    pair = NamedPair(arguments, note)
+    pair = NamedPair(arguments)
     rows = eval_rows(arguments.data, arguments.prompts)
     encoder = pair.encoder(pair.template())
     target = pair.target()

@@ -184,7 +184,7 @@ def test_emulated_dtype_is_warned_of_once(dtype, pair, caplog, monkeypatch):
     target, draft = (model.to(dtype) for model in pair)
     with caplog.at_level(logging.WARNING, "dflash_hf"), packed_weights(target, draft):
         target.generate(prompt(9), assistant_model=draft, max_new_tokens=4, do_sample=False)
-    remedy = f'no units for {str(dtype)[6:]}: .* Load target and drafter with dtype="float32"'
+    remedy = f'no hardware support for {str(dtype)[6:]}: .* Load target and drafter with dtype="float32"'
     assert len(re.findall(remedy, caplog.text)) == (dtype != torch.float32)
 
 

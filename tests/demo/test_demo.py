@@ -115,4 +115,4 @@ def test_demo_uses_fp32_without_bf16_units(real_target, tmp_path):
     done = subprocess.run(command, env={**os.environ, **here}, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert {report["setting"][name] for name in ("target_dtype", "draft_dtype")} == {"float32"}
-    assert report["summary"]["verdict"] == "equal" and done.stderr.count("no units for bf16") == 1
+    assert report["summary"]["verdict"] == "equal" and done.stderr.count("no hardware support for bf16") == 1

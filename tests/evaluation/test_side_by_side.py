@@ -7,6 +7,7 @@ import side_by_side
 import torch
 from random_pairs import random_pair
 from side_by_side import NATIVE, bench
+from support.guides import save_stand_in
 
 from dflash_hf.decoding import packing
 from dflash_hf.evaluation.methods import DRAFT_TREES, TARGET_ALONE, WHOLE_BLOCKS
@@ -46,3 +47,14 @@ def test_script_writes_table_figures_and_picture(tmp_path, capsys, packs_of_any_
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
     assert facts["methods"]["dflash"]["speedup_over_packed"] == pytest.approx(expected)
     assert "FORCED" in (tmp_path / "bench.md").read_text() and not len(packing._owners)
+
+
+def test_pair_of_folders_is_loaded(tmp_path):
+    """It ended with a TypeError."""
+    target_folder, draft_folder = save_stand_in(tmp_path)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "Say 1"}\n', encoding="utf-8")
+    pair = ["--target", str(target_folder), "--draft", str(draft_folder)]
+    arguments = side_by_side.arguments_of([*pair, "--data", str(data), "--dtype", "float32"])
+    target, draft, prompts = side_by_side.load(arguments)
+    assert target.dtype == draft.dtype == torch.float32 and len(prompts) == 1

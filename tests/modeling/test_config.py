@@ -271,9 +271,9 @@ def test_errors_name_key_value_and_remedy(changes, named):
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
-        ("block_size", 5, "a number of tokens from 1 to 4, the trained block size, or None"),
+        ("block_size", 5, "a number of tokens from 1 to 4, the trained block size, or None to choose in each round"),
         ("block_size", True, "a number of tokens"),
-        ("tree_nodes", 0, "a positive number of tokens, or None for blocks"),
+        ("tree_nodes", 0, "a positive number of tokens, or None to choose in each round"),
         ("compile", 1, "True, False, or a mode or backend of torch.compile"),
         ("cuda_graphs", "reduce-overhead", "True or False"),
         ("window", 2.5, 'a positive number of tokens, "trained", or None for all'),

@@ -198,7 +198,7 @@ def test_emulated_dtype_of_a_drafter_is_told(monkeypatch, caplog):
     target = make_target()
     draft = make_draft(target).half()
     target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
-    assert "no units for float16" in caplog.text
+    assert "no hardware support for float16" in caplog.text
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")

@@ -424,7 +424,7 @@ def test_used_folder_is_not_overwritten(used_folder, folder, data, capsys):
     for checkpoint in used_folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     code, _, error = train(capsys, folder, used_folder, f"data={data}", RESUME)
-    assert code == 1 and "holds no checkpoint to resume from, but a finished drafter" in error
+    assert code == 1 and "holds no checkpoint to resume from, but a finished drafter. Replace it with" in error
 
 
 def test_overwriting_leaves_nothing_of_another_run(used_folder, folder, data, capsys):

@@ -62,5 +62,5 @@ def _devices() -> str:
     if torch.backends.mps.is_available():
         return "mps"
     if is_emulated(torch.bfloat16):
-        return "cpu, without units for bf16: float32 is faster"
-    return "cpu, with units for bf16"
+        return "cpu, without hardware support for bf16: float32 is faster"
+    return "cpu, with hardware support for bf16"

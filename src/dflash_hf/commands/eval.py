@@ -246,7 +246,7 @@ def _measure(arguments, ranks, pair: NamedPair):
         target_dtype = dtype_name(target.dtype)
         note(
             f"the drafter is {draft_dtype}, its target {target_dtype}: --dtype sets one for both, bfloat16, or "
-            "float32 on a processor without units for it"
+            "float32 on a processor without hardware support for it"
         )
     if prompts is None:  # each process decodes the first turns of its rows
         own_rows = ranks.share(rows)

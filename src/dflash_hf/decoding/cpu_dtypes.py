@@ -35,6 +35,6 @@ def warn_if_emulated(model: nn.Module) -> None:
     weight = next(model.parameters(), None)
     if weight is not None and weight.device.type == "cpu" and is_emulated(weight.dtype):
         logger.warning_once(
-            f"This processor has no units for {str(weight.dtype).removeprefix('torch.')}: several tokens at once take "
-            'at least three times as long as in float32. Load target and drafter with dtype="float32".'
+            f"This processor has no hardware support for {str(weight.dtype).removeprefix('torch.')}: several tokens "
+            'at once take at least three times as long as in float32. Load target and drafter with dtype="float32".'
         )

@@ -54,12 +54,14 @@ class DFlashDecodingConfig:
         Raises:
             `ValueError`: a field is invalid for a drafter of that block size.
         """
-        tokens = f"a number of tokens from 1 to {block_tokens}, the trained block size, or None for that"
+        chosen = "None to choose in each round"
+        tokens = f"a number of tokens from 1 to {block_tokens}, the trained block size, or {chosen}"
+        nodes = f"a positive number of tokens, or {chosen}"
         windows = 'a positive number of tokens, "trained", or None for all'
         modes = "True, False, or a mode or backend of torch.compile"
         self._check("block_size", _is_count(self.block_size, block_tokens), tokens)
         self._check("window", _is_count(self.window) or self.window == "trained", windows)
-        self._check("tree_nodes", _is_count(self.tree_nodes), "a positive number of tokens, or None for blocks")
+        self._check("tree_nodes", _is_count(self.tree_nodes), nodes)
         self._check("compile", isinstance(self.compile, bool | str), modes)
         self._check("cuda_graphs", isinstance(self.cuda_graphs, bool), "True or False")
         if self.cuda_graphs and self.compile:

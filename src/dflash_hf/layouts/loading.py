@@ -114,8 +114,8 @@ def _load_weights(model_class, name, model_args: tuple, config, checkpoint: Chec
 
 def check_cpu_kernels(name: str, model) -> None:
     """
-    Check that bitsandbytes can multiply by a model's 4-bit weights: where a processor has units for bf16, its kernels
-    take multiples of 32 rows, and other layers fail in the first forward.
+    Check that bitsandbytes can multiply by a model's 4-bit weights: where a processor has hardware support for bf16,
+    its kernels take multiples of 32 rows, and other layers fail in the first forward.
 
     Raises:
         `ValueError`: a layer has another number of rows.

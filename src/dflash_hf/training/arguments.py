@@ -257,6 +257,9 @@ class DFlashOptions:
     hub_card: dict = option(
         "Facts of the published card, such as {license: mit, base_model: user/name, datasets: [user/data]}.", {}
     )
+    hub_strategy: str = option(
+        "When to publish. every_save: each checkpoint and the trained drafter; end: only the latter.", "every_save"
+    )
     eval_decode: int = option(
         "Prompts of the evaluation rows to decode at each evaluation: their real tau is `eval_tau` in the log.", 0
     )

@@ -228,10 +228,10 @@ def machine_settings(settings: dict[str, PresetValue], values: dict) -> dict[str
     why_slow = ""  # why bf16 is slow here
     target_dtype = "auto"
     if device == "cpu" and is_emulated(torch.bfloat16):
-        why_slow = "this processor has no units for bf16"
+        why_slow = "this processor has no hardware support for bf16"
         target_dtype = "float32"
     elif device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        why_slow = "this GPU has no units for bf16"
+        why_slow = "this GPU has no hardware support for bf16"
     elif device == "mps":
         why_slow = "bf16 was not tried on Metal"
     if why_slow and "bf16" in settings:

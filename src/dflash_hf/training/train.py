@@ -521,9 +521,10 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     if contents is not None and not resumes_here and not overwrite:
         if resume == "auto":
             contents = f"no checkpoint to resume from, but {contents}"
+        remedy = "Replace it" if last is None else "Resume with --resume-from-checkpoint auto, replace it"
         raise ValueError(
-            f"output_dir={str(folder)} holds {contents}. Resume with --resume-from-checkpoint auto if there is a "
-            "checkpoint, replace it with --overwrite-output-dir, or choose another --output-dir."
+            f"output_dir={str(folder)} holds {contents}. {remedy} with --overwrite-output-dir, or choose another "
+            "--output-dir."
         )
     return None if checkpoint is None else str(checkpoint)
 
