@@ -14,6 +14,14 @@ from dflash_hf.training.checkpoints import last_checkpoint
 from dflash_hf.training.interruption import checkpoint_on_interrupt
 
 
+@pytest.fixture(autouse=True)
+def heeded_ctrl_c():
+    """A run in the background of a shell ignores Ctrl-C."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 class CtrlC(TrainerCallback):
     """Presses Ctrl-C in the second step, some times."""
 
