@@ -71,6 +71,8 @@ FAULTS = {
         "It is 9 to 12 % faster, 10-20x with more.\n<!-- figures: pair.plain pair.plain -->",
         ["2 figures, above it stand 4", "9, 12"],
     ),
+    "a date in two lines": ("Since 27\nNovember 2026.", ["page.md:3", "27\nNovember 2026"]),
+    "another date in two lines": (RIGHT[10:].replace("29 N", "28\nN"), ["pair.date is 29 November 2026"]),
     "a share in words": ("It is 12 percent faster.", ["page.md:3", "12"]),
     "another sign": ("It is **2.5×** as fast, tau=2.4.", ["page.md:3", "2.5", "2.4"]),
     "a figure in backticks": ("It is `2.5x` as fast.", ["page.md:3", "2.5"]),

@@ -41,12 +41,12 @@ ORDER = "a comment names each figure above it, in their order"
 
 MONTHS = "January February March April May June July August September October November December".split()
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-UNIT = r"(?:tokens/s|tokens per second|[kMGT]i?B(?:/s)?|[mµ]s|s|seconds?|min|minutes?|h|hours?|days?)\b"
+UNIT = r"(?:tokens/s|tokens\sper\ssecond|[kMGT]i?B(?:/s)?|[mµ]s|s|seconds?|min|minutes?|h|hours?|days?)\b"
 FIGURE = re.compile(
-    rf"(?P<date>\b\d{{1,2}} (?:{'|'.join(MONTHS)})(?: \d{{4}})?\b)"
+    rf"(?P<date>\b\d{{1,2}}\s(?:{'|'.join(MONTHS)})(?:\s\d{{4}})?\b)"
     rf"|(?<![\w.,])(?<![A-Za-z]-)(?:(?P<speedup>{NUMBER})[x×](?!\w)|(?P<share>{NUMBER})(?=\s?(?:%|percent))"
-    rf"|(?P<time>{NUMBER})(?=\s?(?:[CG]PU )?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d)"
-    rf"|(?P<lower>{NUMBER})(?=(?: to |–|-){NUMBER}(?:[x×](?!\w)|\s?(?:%|percent|(?:[CG]PU )?{UNIT}))))"
+    rf"|(?P<time>{NUMBER})(?=\s?(?:[CG]PU\s)?{UNIT})|(?P<decimal>\d[\d,]*\.\d+)(?!\w|\.\d)"
+    rf"|(?P<lower>{NUMBER})(?=(?: to |–|-){NUMBER}(?:[x×](?!\w)|\s?(?:%|percent|(?:[CG]PU\s)?{UNIT}))))"
 )
 COMMENT = re.compile(r"<!-- figures: (.*?)-->", re.DOTALL)
 # Lines up to an empty one, and the comment behind it.
@@ -237,7 +237,7 @@ def _fault(quote: Quote, said: str, measured: Mapping[str, Measurement], version
     if quote.is_date != isinstance(value, str):
         return f"{quote.name} is {value}, and this is {'a date' if quote.is_date else 'a number'}; {ORDER}"
     expected = written(value, quote)
-    if expected != quote.text:
+    if expected != " ".join(quote.text.split()):
         return f"{quote.name} is {expected}; `python examples/benchmarks/figures.py --renew` rewrites documents"
     return _fault_of_age(source, said, measured, version)
 
