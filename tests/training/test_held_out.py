@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from dflash_hf._io.files import read_json, write_json
 from dflash_hf.cli import main
 from dflash_hf.data.hold_out import conversation_key, default_held_out, hold_out
 from dflash_hf.training.features import StoredFeatures
-from dflash_hf.training.held_out import closing_line, is_overfitted
+from dflash_hf.training.held_out import is_overfitted
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train as train_recipe
 from dflash_hf.training.trainer import DFlashTrainer
@@ -213,10 +212,13 @@ def test_run_without_held_out_rows_says_so(folder, tmp_path, capsys):
     assert code == 0 and "not trained on" in out.splitlines()[-1], error
 
 
-def test_run_that_ends_before_an_evaluation_says_so():
-    """It said that no row was held out, and to name evaluation data, which was named."""
-    trainer = SimpleNamespace(state=SimpleNamespace(log_history=[{"simulated_tau": 1.5}]), eval_dataset=["a row"])
-    assert closing_line(trainer).startswith("held-out tau      unknown: the run ended before its first evaluation")
+@pytest.mark.parametrize(("eval_steps", "evaluated"), [(2, [2, 3]), (3, [3]), (500, [3])])
+def test_run_ends_with_the_tau_of_its_evaluation_data(eval_steps, evaluated, folder, data, tmp_path):
+    """It ended without any, if it ended before its first evaluation."""
+    held_out = write(tmp_path / "held_out.jsonl", 3)
+    settings = [f"eval_data={held_out}", "eval_strategy=steps", f"eval_steps={eval_steps}", "max_steps=3"]
+    trainer = run(folder, data, tmp_path / "out", *settings)
+    assert [line["step"] for line in trainer.state.log_history if "eval_simulated_tau" in line] == evaluated
 
 
 def test_more_held_out_than_half_is_refused(folder, data, tmp_path, capsys):

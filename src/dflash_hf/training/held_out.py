@@ -103,14 +103,9 @@ def is_overfitted(training_tau: float, held_out_tau: float) -> bool:
 
 
 def closing_line(trainer) -> str:
-    """The last line of a run: the tau of rows that it was not trained on, or why it is unknown."""
+    """The last line of a run: the tau of rows that it was not trained on, or that there were none."""
     last = taus(trainer.state.log_history)
     kind = PREFIX if PREFIX in last else "eval"
-    if kind not in last and trainer.eval_dataset is not None:
-        return (
-            "held-out tau      unknown: the run ended before its first evaluation (--eval-strategy steps with "
-            "smaller --eval-steps evaluates earlier); measure with `dflash eval`"
-        )
     if kind not in last:
         return (
             "held-out tau      unknown: no row was held out (--held-out-rows N holds out N, --eval-data names "

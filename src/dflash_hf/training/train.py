@@ -51,7 +51,7 @@ from dflash_hf.training.features import (
     open_features,
     stored_tokens,
 )
-from dflash_hf.training.held_out import PREFIX, held_out_of_checkpoint, split_rows
+from dflash_hf.training.held_out import PREFIX, TAU, held_out_of_checkpoint, split_rows
 from dflash_hf.training.interruption import checkpoint_on_interrupt
 from dflash_hf.training.nodes import check_same_checkpoint, one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
@@ -64,7 +64,7 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 _METRICS = re.compile(r"(eval_)?(loss|tau|simulated_tau(_argmax)?|(accuracy|acceptance)(_\d+)?)")
-# Of the time limit, the share reserved for evaluating held-out rows at the end.
+# Of the time limit, the share reserved for the evaluation at the end.
 _EVALUATION_TIME_SHARE = 0.03
 # Seconds reserved for saving: a constant, and a part that grows with the parameters.
 _SAVING_SECONDS = 2.0
@@ -377,7 +377,7 @@ def _add_callbacks(trainer: DFlashTrainer, callbacks, run: Run) -> None:
 
 
 def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder, data: TrainingData) -> None:
-    """Train in the run's folder, which is locked meanwhile, evaluate the held-out rows, and save the drafter."""
+    """Train in the run's folder, which is locked meanwhile, evaluate the finished drafter, and save it."""
     with ExitStack() as stack:
         # 1. The first process locks and clears the folder before any other looks there; on a node with a disk of its
         # own, the node's first process does the same with the folder there.
@@ -390,7 +390,7 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         # 2. Features of rows that are read more than once.
         if run.script.store_rows:
             replace_rows_by_features(trainer, run.script, encoder, writes, run.say)
-        # 3. Training. The time limit covers what came before it, and what follows: saving, and held-out rows.
+        # 3. Training. The time limit covers what came before it, and what follows: an evaluation, and saving.
         if run.checkpoint:
             run.say(f"resuming from {run.checkpoint}")
         elif not run.is_new:
@@ -399,9 +399,11 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         reserved_seconds = seconds_before + _seconds_after(run, draft, data)
         with checkpoint_on_interrupt(trainer, run.say):
             trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
-        # 4. What it was not trained on, and the drafter.
+        # 4. The tau of rows that it was not trained on, and the drafter.
         if data.held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
+        elif data.eval_rows is not None and not _ends_evaluated(trainer):
+            trainer.evaluate()
         save(trainer, adapted=bool(run.script.peft_config))
         if _shares_head(run, draft) and run.is_first:
             save_with_shared_head(run.folder, run.say)
@@ -418,9 +420,16 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
 def _seconds_after(run: Run, draft, data: TrainingData) -> float:
     """The time that is reserved, of a time limit, for what follows the last step."""
     seconds = _SAVING_SECONDS + _SAVING_SECONDS_PER_PARAMETER * draft.num_parameters()
-    if data.held_out is not None:
+    if data.rows_to_evaluate is not None:
         seconds += _EVALUATION_TIME_SHARE * 60 * (run.args.max_minutes or 0)
     return seconds
+
+
+def _ends_evaluated(trainer: DFlashTrainer) -> bool:
+    """Whether the last evaluation was of the drafter that training ended with; the best one always was evaluated."""
+    state = trainer.state
+    evaluated_steps = [line["step"] for line in state.log_history if f"eval_{TAU}" in line]
+    return trainer.args.load_best_model_at_end or state.global_step in evaluated_steps
 
 
 def _prepare_folder(run: Run, stack: ExitStack) -> None:
