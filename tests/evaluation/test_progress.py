@@ -86,6 +86,12 @@ def test_two_evaluations_do_not_share_a_folder(pair, tmp_path):
         run(pair, tmp_path)
 
 
+def test_other_methods_are_not_recorded(pair, tmp_path):
+    """Those of an earlier call with the same name, and other arguments, were taken for theirs."""
+    with pytest.raises(ValueError, match="progress_folder='.*' cannot go on with other_methods \\(static\\)"):
+        run(pair, tmp_path, other_methods={"static": {"cache_implementation": "static"}})
+
+
 def test_records_of_all_ranks_are_read(tmp_path):
     answer = Decoded([1, 2], 0.5, 0.25, 2, [1], None)
     for rank in range(2):

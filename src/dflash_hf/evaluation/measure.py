@@ -89,16 +89,21 @@ def evaluate(
             Each decodes its share of the prompts, and all return the report.
         progress_folder (`Path`, *optional*): Folder of a file to which each process appends what it has decoded. A
             call with the same models, prompts and settings goes on behind it;
-            [`~dflash_hf.evaluation.report_files.save_report`] removes it.
+            [`~dflash_hf.evaluation.report_files.save_report`] removes it. Not with `other_methods`.
 
     Returns:
         [`EvalReport`].
 
     Raises:
         `ValueError`: there are no prompts or runs, a method is unknown, or one that others are compared with is
-            missing; `block_size` or `temperature` is out of range.
+            missing; `block_size` or `temperature` is out of range; both `progress_folder` and `other_methods`.
     """
     _check_arguments(prompts, runs, methods, temperature)
+    if progress_folder is not None and other_methods:
+        raise ValueError(
+            f"progress_folder={str(progress_folder)!r} cannot go on with other_methods ({', '.join(other_methods)}): "
+            "the file knows their names only. Leave one of the two out."
+        )
     drafters = drafters_of_methods(draft, tree_nodes, block_size)
     calls = _calls_of_methods(target, draft, methods, other_methods or {}, drafters)
     setting = _setting_of(target, draft, max_new_tokens, runs)
