@@ -8,9 +8,19 @@ import pytest
 from support.serving import MAX_TOKENS, save_readable_target
 from support.tiny_chat import TOOLS
 
+from dflash_hf.serving import decoder
+
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [f"Say {number}" for number in range(12)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_batch_caches():
+    """Zeroing a tenth of the memory takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "_BATCH_CACHE_SHARE", 0.001)
+        yield
 
 
 @pytest.fixture(scope="session")

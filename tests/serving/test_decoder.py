@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import wait
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -26,6 +27,7 @@ from transformers.generation.continuous_batching import continuous_api
 from dflash_hf import DFlashDraftModel
 from dflash_hf.decoding.draft_context import KEPT_CONTEXTS, KeptContext
 from dflash_hf.decoding.state import GenerationState
+from dflash_hf.serving import decoder as decoder_module
 from dflash_hf.serving.decoder import Decoder, DecoderEnded
 from dflash_hf.serving.prefix_caches import PrefixCaches
 from dflash_hf.serving.request import Request, RequestStatus
@@ -296,6 +298,15 @@ def test_begin_suppressed_token_does_not_begin(decoder, served):
     expected = served.target.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
     answer = Request(decoder, dict(inputs), GenerationConfig(**options))
     assert decoder.submit(answer).future.result(timeout=60).tokens == expected != unrestricted[:4]
+
+
+@pytest.mark.parametrize(("free", "expected"), [(2**30, 0.25 * 2**30), (2**40, 2**32)])
+def test_batch_cache_fits_a_container_and_a_large_machine(free, expected, monkeypatch):
+    """It was a tenth of the machine's memory, zeroed before the first token, also where a container may use less."""
+    monkeypatch.setattr(decoder_module, "_BATCH_CACHE_SHARE", 0.25)
+    monkeypatch.setattr(decoder_module, "free_memory", lambda device: free)
+    share = decoder_module._batch_cache_share(torch.device("cpu"))
+    assert share * psutil.virtual_memory().total == pytest.approx(expected)
 
 
 def test_batching_is_given_up_after_three_failures(decoder, served, monkeypatch):

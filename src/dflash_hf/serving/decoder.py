@@ -34,6 +34,7 @@ import time
 from collections import deque
 from typing import Any
 
+import psutil
 import torch
 from transformers import (
     ContinuousBatchingConfig,
@@ -51,6 +52,7 @@ from dflash_hf.serving.request import Request
 from dflash_hf.serving.token_bytes import TokenBytes
 from dflash_hf.targets.clones import with_own_config
 from dflash_hf.targets.generation import forked_rng
+from dflash_hf.targets.memory import free_memory
 
 
 logger = logging.get_logger(__name__)
@@ -65,6 +67,7 @@ _TEXT_INPUTS = {"input_ids", "attention_mask"}
 _MAX_BATCH_FAILURES = 3  # consecutive failures, after which nothing is batched any more
 _MAX_BATCH_MANAGERS = 2  # each has its own cache
 _BATCH_CACHE_SHARE = 0.1  # share of the free memory for the cache of a manager
+_MAX_BATCH_CACHE_ON_CPU = 4 << 30  # bytes; upstream fills all of it with zeros before the first token
 _MAX_BATCH_TOKENS_ON_CPU = 512  # per forward; more is no faster on a CPU, and upstream keeps logits of all of them
 _BATCH_POLL_SECONDS = 0.1  # after this time without a token, the decoder checks that the batch still runs
 _MAX_PAUSE = 31  # consecutive requests without the drafter
@@ -408,7 +411,7 @@ class Decoder:
                 continuous_batching_config=ContinuousBatchingConfig(
                     auto_switch_to_flash=False,
                     per_request_processors=True,
-                    max_memory_percent=_BATCH_CACHE_SHARE,
+                    max_memory_percent=_batch_cache_share(self.target.device),
                     max_batch_tokens=_MAX_BATCH_TOKENS_ON_CPU if self.target.device.type == "cpu" else None,
                 ),
             )
@@ -462,6 +465,17 @@ class Decoder:
             del running[output.request_id]
             if not output.is_finished():
                 manager.cancel_request(output.request_id)
+
+
+def _batch_cache_share(device: torch.device) -> float:
+    """
+    The share of a device's memory for the cache of a manager. In main memory upstream takes it of the whole machine,
+    also in a container whose limit is lower.
+    """
+    if device.type != "cpu":
+        return _BATCH_CACHE_SHARE
+    cache_bytes = min(_BATCH_CACHE_SHARE * free_memory(device), _MAX_BATCH_CACHE_ON_CPU)
+    return cache_bytes / psutil.virtual_memory().total
 
 
 def _log(event: str, error: BaseException) -> None:
