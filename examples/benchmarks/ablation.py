@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from cells import Cells
 
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.smollm2 import smollm2_folder
@@ -160,7 +161,7 @@ def main() -> None:
     TimeBudget.clock = staticmethod(time.process_time)
     output.mkdir(parents=True, exist_ok=True)
     log = output / "runs.jsonl"
-    runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    runs = Cells(log).rows()
     for seed in range(arguments.seeds):
         for name in arguments.only or variants:
             if any((run["name"], run["seed"], run["seconds"]) == (name, seed, arguments.seconds) for run in runs):

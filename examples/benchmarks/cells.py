@@ -39,6 +39,7 @@ class Cells:
         self.path = path
 
     def rows(self) -> list[dict]:
+        """The finished cells; none without a file."""
         return read_json_lines(self.path) if self.path.exists() else []
 
     def has(self, cell: dict) -> bool:

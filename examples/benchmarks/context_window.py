@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from cells import read_json_lines
+from cells import Cells, read_json_lines
 from transformers import DynamicCache
 
 from dflash_hf.decoding import draft_context
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    lines = read_json_lines(RESULTS) if RESULTS.exists() else []
+    lines = Cells(RESULTS).rows()
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)

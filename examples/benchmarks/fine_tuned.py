@@ -94,9 +94,9 @@ def main() -> None:
     if not (target / "config.json").exists():
         fine_tune(target)
 
-    answers = read_json_lines(data_folder() / "answers.jsonl.gz")[TAUGHT:]
+    trained_rows = read_json_lines(data_folder() / "answers.jsonl.gz")[TAUGHT:]
     chats = [row for row in read_json_lines(data_folder() / "held_out.jsonl.gz") if row["kind"] == "chat"]
-    prompts = requests(work / "prompts.jsonl", answers[: arguments.rows])
+    prompts = requests(work / "prompts.jsonl", trained_rows[: arguments.rows])
     unseen = requests(work / "unseen.jsonl", chats[:24])
     greedy = ("--target", target, "--mask-token-id", 16, "--temperature", 0, "--max-new-tokens", 160)
     dflash("regenerate", "--data", prompts, "--output", answers, *greedy)

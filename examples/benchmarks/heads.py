@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from ablation import BASE, trained
+from cells import Cells
 from real_pair import decode
 
 from dflash_hf.data.encode import RowEncoder
@@ -76,8 +77,7 @@ METHODS = {  # decoding methods; the first chooses sizes round by round
 
 
 def lines_of(name: str) -> list[dict]:
-    path = RESULTS / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return Cells(RESULTS / name).rows()
 
 
 def append(name: str, line: dict) -> None:

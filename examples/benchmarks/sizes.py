@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cells import Cells
 
 from dflash_hf.decoding import adaptive, latency
 from dflash_hf.decoding.packing import packed_weights
@@ -222,8 +223,7 @@ def speedups(line: dict) -> dict[str, float]:
 
 def read(path: Path) -> dict[str, dict]:
     """The result lines, by situation."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {line["situation"]: line for line in map(json.loads, lines)}
+    return {line["situation"]: line for line in Cells(path).rows()}
 
 
 def table(lines: dict[str, dict]) -> list[str]:

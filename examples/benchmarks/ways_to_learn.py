@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from ablation import BASE, trained, trainer_of
+from cells import Cells
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import prepare_dataset
@@ -190,7 +191,7 @@ def main() -> None:
     TimeBudget.clock = staticmethod(time.process_time)
     arguments.work.mkdir(parents=True, exist_ok=True)
     log = arguments.work / "ways.jsonl"
-    cells = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    cells = Cells(log).rows()
     pair = load_pair()
     for seed in arguments.seeds:
         for name in arguments.only or WAYS:

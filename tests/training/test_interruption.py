@@ -15,7 +15,7 @@ from dflash_hf.training.interruption import checkpoint_on_interrupt
 
 
 @pytest.fixture(autouse=True)
-def heeded_ctrl_c():
+def default_sigint_handler():
     """A run in the background of a shell ignores Ctrl-C."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -142,10 +142,10 @@ def check_quantised_dtype(name: str, model) -> None:
     for path, parameter in model.named_parameters():
         is_quantised = type(parameter).dequantize is not torch.Tensor.dequantize
         if is_quantised and parameter.dtype != dtype:
-            remedy = f"dtype={parameter.dtype}".replace("torch.", "")  # as commands take it, too
+            remedy = str(parameter.dtype).removeprefix("torch.")  # as commands take it, too
             raise ValueError(
                 f"{name}: its {path} is quantised in {parameter.dtype}, and {dtype} was asked for: load the drafter "
-                f"with {remedy}, or without a dtype."
+                f"with dtype={remedy}, or without a dtype."
             )
 
 
