@@ -221,6 +221,14 @@ def test_run_ends_with_the_tau_of_its_evaluation_data(eval_steps, evaluated, fol
     assert [line["step"] for line in trainer.state.log_history if "eval_simulated_tau" in line] == evaluated
 
 
+def test_run_that_ends_by_the_clock_evaluates_its_last_step(folder, data, tmp_path):
+    held_out = write(tmp_path / "held_out.jsonl", 3)
+    settings = [f"eval_data={held_out}", "eval_strategy=steps", "eval_steps=100000", "max_steps=-1"]
+    state = run(folder, data, tmp_path / "out", *settings, "max_minutes=0.05").state
+    evaluated = [line["step"] for line in state.log_history if "eval_simulated_tau" in line]
+    assert evaluated == [state.global_step] and state.global_step > 0
+
+
 def test_more_held_out_than_half_is_refused(folder, data, tmp_path, capsys):
     code, _, error = train(capsys, folder, data, tmp_path / "out", "held_out_rows=21")
     assert code == 1 and "--held-out-rows 21 must be from 0, for none, to half of the 40 rows" in error

@@ -5,7 +5,7 @@ The life of the time of a run, from the command to the last step:
 
 1. `dflash train` covers everything by the limit. [`~dflash_hf.training.train.train`] reads the clock when it begins;
    before the first step it reserves the seconds that have passed, such as for loading and for storing features, and
-   those that evaluating held-out rows and saving will take.
+   those that the last evaluation and saving will take.
 2. `DFlashTrainer.train(reserved_seconds=...)` makes the [`TimeBudget`] of what is left, and adds a
    [`TimeBudgetCallback`]. Each call makes its own.
 3. Upstream calls `DFlashTrainer.create_scheduler`, which makes a [`TimeBudgetScheduler`]. In a resumed run, upstream
@@ -23,6 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 
 _MIN_WARMUP_FACTOR = 0.01  # of the learning rate: the first step is not wasted
@@ -156,7 +157,10 @@ class TimeBudgetCallback(TrainerCallback):
         self.budget.resume()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """End training, with a last line of the log, when the budget is spent."""
+        """End training, with a last line of the log and a last evaluation, when the budget is spent."""
         if self.budget.is_over:
             control.should_training_stop = True
             control.should_log = True
+            # As upstream after the last of `max_steps`. The best checkpoint was evaluated before it was saved.
+            if args.eval_strategy == IntervalStrategy.STEPS and not args.load_best_model_at_end:
+                control.should_evaluate = True

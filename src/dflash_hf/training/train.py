@@ -51,7 +51,7 @@ from dflash_hf.training.features import (
     open_features,
     stored_tokens,
 )
-from dflash_hf.training.held_out import PREFIX, TAU, held_out_of_checkpoint, split_rows
+from dflash_hf.training.held_out import PREFIX, held_out_of_checkpoint, split_rows
 from dflash_hf.training.interruption import checkpoint_on_interrupt
 from dflash_hf.training.nodes import check_same_checkpoint, one_process_first, wait_for_all, writes_to
 from dflash_hf.training.row_features import FOLDER, replace_rows_by_features
@@ -399,11 +399,9 @@ def _train_and_save(run: Run, trainer: DFlashTrainer, draft, encoder: RowEncoder
         reserved_seconds = seconds_before + _seconds_after(run, draft, data)
         with checkpoint_on_interrupt(trainer, run.say):
             trainer.train(resume_from_checkpoint=run.checkpoint, reserved_seconds=reserved_seconds)
-        # 4. The tau of rows that it was not trained on, and the drafter.
+        # 4. The tau of held-out rows, and the drafter. Evaluation data were evaluated with the last step.
         if data.held_out is not None:
             trainer.evaluate(metric_key_prefix=PREFIX)
-        elif data.eval_rows is not None and not _ends_evaluated(trainer):
-            trainer.evaluate()
         save(trainer, adapted=bool(run.script.peft_config))
         if _shares_head(run, draft) and run.is_first:
             save_with_shared_head(run.folder, run.say)
@@ -423,13 +421,6 @@ def _seconds_after(run: Run, draft, data: TrainingData) -> float:
     if data.rows_to_evaluate is not None:
         seconds += _EVALUATION_TIME_SHARE * 60 * (run.args.max_minutes or 0)
     return seconds
-
-
-def _ends_evaluated(trainer: DFlashTrainer) -> bool:
-    """Whether the last evaluation was of the drafter that training ended with; the best one always was evaluated."""
-    state = trainer.state
-    evaluated_steps = [line["step"] for line in state.log_history if f"eval_{TAU}" in line]
-    return trainer.args.load_best_model_at_end or state.global_step in evaluated_steps
 
 
 def _prepare_folder(run: Run, stack: ExitStack) -> None:
