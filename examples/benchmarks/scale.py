@@ -162,6 +162,7 @@ def train_process(settings: list[str], folder: Path) -> None:
         options[name] = parse_option(name, text)
     trainer = training.train(*read_recipe(None, options), echo=print, callbacks=[recorder])
     recorder.write("end", held_out_rows=len(trainer.eval_dataset))
+    del trainer  # its model holds the group
     training.leave_group()
 
 

@@ -1,5 +1,6 @@
 """One process of a run on two nodes, each of which is this machine under another name."""
 
+import faulthandler
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ from support.runs import as_settings
 
 def main(settings):
     """Train, storing features as slowly as asked, and write down what this process did."""
+    faulthandler.dump_traceback_later(240, exit=True)  # before the test gives up: where it hangs
     wanted = json.loads(settings)
     stored = []
     target_forward = feature_store.target_forward
@@ -32,8 +34,10 @@ def main(settings):
         "rows": len(trainer.train_dataset),
         "held_out": held_out[-1]["held_out_simulated_tau"],
     }
-    Path(wanted["result"]).write_text(json.dumps(facts))
+    del trainer  # its model holds the group
     leave_group()
+    facts["threads"] = sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    Path(wanted["result"]).write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":
