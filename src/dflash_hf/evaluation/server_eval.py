@@ -35,6 +35,7 @@ _WARMUP = [{"role": "user", "content": "Hello"}]  # short, so that any server ta
 _VLLM = "vllm:spec_decode_num_"
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+?)(_total)?(\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
+_START = re.compile(rf"^(?:process_start_time_seconds|{_VLLM}drafts_created)(?:{{[^}}]*}})? \S+", re.MULTILINE)
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Engine:
         request_fields (`dict`): What a request needs so that the server counts.
         of_answer (`Callable`): Reads the counts of a chat completion.
         of_page (`Callable`, *optional*): Reads the counts since the server's start from the page, instead.
+        start_of_page (`Callable`): With `of_page`: reads from the page what another start of the server would change.
         mean_of_page (`Callable`, *optional*): Reads an acceptance length since the server's start from the page, for
             versions that count nothing else.
         remedy (`str`): What to do if it counted no drafts.
@@ -100,6 +102,7 @@ class Engine:
     request_fields: dict = field(default_factory=dict)
     of_answer: Callable[[dict], Counts] = lambda completion: Counts()
     of_page: Callable[[str], Counts] | None = None
+    start_of_page: Callable[[str], object] = lambda page: None
     mean_of_page: Callable[[str], float | None] | None = None
 
 
@@ -126,6 +129,11 @@ def _vllm_counts(page: str) -> Counts:
                 at = int(position[1])
                 counts.accepted_at[at] = counts.accepted_at.get(at, 0) + value
     return counts
+
+
+def _vllm_start(page: str) -> list[str]:
+    """The lines that say since when is counted; none of a server that does not export them."""
+    return sorted(_START.findall(page))
 
 
 def _sglang_counts(completion: dict) -> Counts:
@@ -185,6 +193,7 @@ ENGINES = (
         pages=("/metrics",),
         sign="vllm:",
         of_page=_vllm_counts,
+        start_of_page=_vllm_start,
     ),
     Engine(
         name="SGLang",
@@ -325,14 +334,13 @@ def evaluate_server(
     if client.template_kwargs:
         fields["chat_template_kwargs"] = client.template_kwargs
     client.completion(_WARMUP, {**fields, "max_tokens": WARMUP_TOKENS})
-    before = _page_counts(client, engine)
-    counts = Counts()
+    page_before = _counter_page(client, engine)
     completions: list[dict] = []
     rejected: dict[str, int] = {}
     start = time.perf_counter()
     # Its threads are daemons: a slow server must not keep an interrupted process alive.
     with ThreadPool(concurrency) as pool:
-        outcomes = pool.imap(lambda turns: _answers_of(client, turns, fields), conversations)
+        outcomes = pool.imap(lambda row: _answers_of(client, *row, fields), enumerate(conversations))
         for answers, reason in progress(_Sized(outcomes, len(conversations))):
             completions.extend(answers)
             if reason is not None:
@@ -340,14 +348,9 @@ def evaluate_server(
     seconds = time.perf_counter() - start
     if not completions:
         raise ServerError(f"{client.address} rejects all conversations: {'; '.join(rejected)}.")
+    counts = _counts_between(client, engine, page_before)
     for completion in completions:
         counts = counts.plus(engine.of_answer(completion))
-    counts = counts.plus(_page_counts(client, engine)).plus(before, -1)
-    if min(counts.verifications, counts.drafted, counts.accepted) < 0:
-        raise ServerError(
-            f"The counters of {client.address} went back during the measurement: the server was started anew, or "
-            "there are several behind this address. Measure again, one server by its own address."
-        )
     tau = engine.tau(counts)
     counter = engine.counter
     definition = engine.definition
@@ -438,8 +441,13 @@ class _Sized:
         return self.length
 
 
-def _answers_of(client: ChatClient, turns: list[list[dict]], fields: dict) -> tuple[list[dict], str | None]:
-    """The completions of a conversation's turns, and why the server rejected the next one if it did."""
+def _answers_of(client: ChatClient, row: int, turns: list[list[dict]], fields: dict) -> tuple[list[dict], str | None]:
+    """
+    The completions of a conversation's turns, and why the server rejected the next one if it did.
+
+    Raises:
+        `ServerError`: it failed instead; names the row, of which the server's log may say more.
+    """
     messages: list[dict] = []
     completions: list[dict] = []
     for turn in turns:
@@ -448,17 +456,37 @@ def _answers_of(client: ChatClient, turns: list[list[dict]], fields: dict) -> tu
             completion = client.completion(messages, fields)
         except UnusableRow as error:
             return completions, str(error)
+        except ServerError as error:
+            raise ServerError(f"Row {row} of the data: {error}") from error
         completions.append(completion)
         content = completion["choices"][0]["message"].get("content") or ""
         messages = [*messages, {"role": "assistant", "content": content}]
     return completions, None
 
 
-def _page_counts(client: ChatClient, engine: Engine) -> Counts:
-    """What a server has counted since its start, where it counts this."""
-    if engine.of_page is None:
+def _counter_page(client: ChatClient, engine: Engine) -> str | None:
+    """The page that shows what a server has counted since its start; `None` if its answers say what they are about."""
+    return None if engine.of_page is None else _page_of(client, engine)[1]
+
+
+def _counts_between(client: ChatClient, engine: Engine, page_before: str | None) -> Counts:
+    """
+    What a server has counted on its page since it showed `page_before`; nothing for one that counts in its answers.
+
+    Raises:
+        `ServerError`: it was started anew since then.
+    """
+    page = _counter_page(client, engine)
+    if engine.of_page is None or page is None or page_before is None:
         return Counts()
-    return engine.of_page(_page_of(client, engine)[1])
+    counts = engine.of_page(page).plus(engine.of_page(page_before), -1)
+    is_same = engine.start_of_page(page) == engine.start_of_page(page_before)
+    if not is_same or min(counts.verifications, counts.drafted, counts.accepted) < 0:
+        raise ServerError(
+            f"The counters of {client.address} were set back during the measurement: the server was started anew, or "
+            "there are several behind this address. Measure again, one server by its own address."
+        )
+    return counts
 
 
 def report_lines(report: ServerReport) -> list[str]:
